@@ -1,0 +1,60 @@
+# make serve    a prefill and a decode engine with the demo model, on this machine
+# make test     every test that a machine without a GPU can run
+# make lint     style, types, and which package may import which
+
+PYTHON ?= python3
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := cluster engine kernels kv_transfer
+
+# Several processes share few cores: one thread each, and no spinning while waiting.
+export OMP_WAIT_POLICY ?= passive
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: help serve test test-fast lint format wheel clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Baton needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The kernels are compiled here, so that no start has to wait for them.
+$(VENV)/.serve: pyproject.toml $(VENV)/bin/python
+	@echo "installing Baton into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m baton.kernels.native
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/baton serve configs/demo/model --model-id baton-demo --prefill 1 --decode 1 --port $(PORT)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not gpu and not slow and not cluster"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p build/namespace/baton
+	@$(foreach folder,$(PACKAGES),ln -sfn $(CURDIR)/$(folder) build/namespace/baton/$(folder);)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/.serve
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,81 @@
+"""The engine's view of KV transfers. `kv_transfer` implements it; the scheduler calls it between steps.
+
+Who owns blocks:
+
+    prefill   offer(blocks) ............................ OfferEnded     blocks stay referenced in between
+    decode    receive(blocks) ............. Received                    the blocks are the request's again, filled
+              receive(blocks) .. ReceiveFailed .. BlocksReleased        in between they are quarantined: a late write may land
+
+Exactly one `OfferEnded` follows each `offer`, also one that is withdrawn or expires. After each `receive` comes either
+`Received`, or `ReceiveFailed` and later (at once, where nothing can be in flight) `BlocksReleased`; cancelling changes none
+of this, only that `Received` can then no longer come.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+TransferId = int
+
+
+class OfferOutcome(enum.StrEnum):
+    FINISHED = "finished"  # the reader has it all
+    WITHDRAWN = "withdrawn"  # by us, or by a reader that gave up
+    EXPIRED = "expired"
+
+
+class OfferEnded(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+    outcome: OfferOutcome
+
+
+class Received(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+
+
+class ReceiveFailed(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+    reason: str
+
+
+class BlocksReleased(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+
+
+ConnectorEvent = OfferEnded | Received | ReceiveFailed | BlocksReleased
+
+
+class Offer(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+    ticket: bytes
+
+
+class KVConnector(Protocol):
+    """All calls return at once; none may raise for what a peer did (that arrives as an event)."""
+
+    def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        """Promises that the blocks hold the KV of the first `num_tokens` tokens until the offer ends."""
+        ...
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        """Ends an offer early. Unknown and ended ids are ignored."""
+        ...
+
+    def receive(self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]) -> TransferId:
+        """Fetches the offered blocks from index `first_block` on into `block_ids` (earlier ones came from the prefix cache).
+
+        A ticket that makes no sense is a `ReceiveFailed`, too.
+        """
+        ...
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        """Gives up on a receive. Unknown and ended ids are ignored."""
+        ...
+
+    def poll(self) -> list[ConnectorEvent]:
+        """What happened since the last call, in order."""
+        ...

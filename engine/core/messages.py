@@ -1,0 +1,103 @@
+"""What goes into an engine and what comes out: the same structures in one process and on the wire."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from .sampling import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token (or, found by whoever detokenizes, a stop string)
+    LENGTH = "length"  # max_tokens, or the model's length
+    HANDOFF = "handoff"  # the first token is out and the KV blocks wait for a decode engine (`ticket` says where)
+    ABORT = "abort"  # nobody wants the rest
+    ERROR = "error"  # `EngineOutput.error` says what happened
+
+
+class ErrorKind(enum.StrEnum):
+    """Why an engine could not serve a request. The gateway's failure ladder and HTTP status depend on it."""
+
+    INVALID = "invalid"  # the request itself can never be served: do not retry (400)
+    TOO_LONG = "too_long"  # more tokens than the engine's blocks or the model's length can ever hold (413)
+    KV_LOST = "kv_lost"  # the hand-off failed (expired, peer gone, transfer failed): prefill again elsewhere
+    OVERLOADED = "overloaded"  # no capacity within the deadline (503)
+    ENGINE_DEAD = "engine_dead"  # said by the gateway when the process is gone
+    INTERNAL = "internal"  # a bug on our side (500)
+
+
+class EngineError(msgspec.Struct, frozen=True):
+    kind: ErrorKind
+    message: str
+
+
+class KVSource(msgspec.Struct, frozen=True):
+    """Where a decode engine finds the KV of a prompt's first `num_tokens` tokens."""
+
+    ticket: bytes  # opaque to everyone but the connector
+    num_tokens: int
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to continue.
+
+    `output_token_ids` are tokens already generated elsewhere (the first token after a hand-off, all of them after a
+    migration): penalties and seeds see them as output, and they are never sent back.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    output_token_ids: list[int] = []
+    seed: int = 0  # always resolved: a random number where the user gave none, so that a migration draws the same tokens
+    generation: int = 0  # counts re-submissions of the same request; answers to older ones are dropped
+    priority: int = 0  # lower is served sooner
+    arrival_s: float = 0.0  # wall clock at the ingress
+    cache_salt: str = ""  # prefixes are shared only between equal salts
+    adapter_id: str = ""
+    keep_kv: bool = False  # prefill only: stop after the first token, keep the blocks, answer with a ticket
+    kv_source: KVSource | None = None  # decode after a hand-off
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position. Entry 0 is the token itself, the rest are the top ones, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the token itself among the whole vocabulary, 1 is the most likely
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step did for one request. The last one of a request has a `finish_reason`."""
+
+    request_id: str
+    generation: int = 0
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token id, where asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token; entry 0 is None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended it (the eos token counts, and is in token_ids)
+    kv_source: KVSource | None = None  # with HANDOFF
+    error: EngineError | None = None  # with ERROR
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache (or received), with the first output
+    scheduled_s: float = 0.0  # wall clock of the first step that ran this request, with the first output
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an engine between two steps. Counters run from the process's start."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_waiting_for_kv: int
+    num_blocks: int
+    num_blocks_free: int  # including those that hold reusable prefixes
+    num_blocks_held: int  # kept for readers of finished prefills
+    num_blocks_quarantined: int  # a failed transfer may still write into them
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_cache_queries: int  # tokens looked up
+    prefix_cache_hits: int  # tokens found

@@ -1,0 +1,105 @@
+"""What a user asks of a generation. Names and defaults are vLLM's, so that scripts written for one run on the other."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+SEED_BITS = 63
+
+
+class InvalidSamplingParams(ValueError):
+    """A sampling parameter is out of its range. `field` is the parameter's name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are drawn and when a generation ends.
+
+    The engine itself acts on token ids only. `n`, `stop`, `bad_words`, `detokenize`, `skip_special_tokens`,
+    `spaces_between_special_tokens` and `include_stop_str_in_output` are carried out by whoever holds the tokenizer (the
+    gateway, or `LLM`); `bad_words` reach the engine as `bad_words_token_ids`.
+
+    Raises `InvalidSamplingParams` from the constructor for values that no engine could serve.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1 mean all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output, as in the CTRL paper (arXiv:1909.05858)
+    presence_penalty: float = 0.0  # over output only, as OpenAI defines it
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: up to the model's length
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    logprobs: int | None = None  # how many alternatives beside the sampled token; 0 gives the sampled token's only
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    bad_words_token_ids: list[list[int]] = []
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("n", 1 <= self.n <= 128, "must be from 1 to 128")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            self._require(name, math.isfinite(getattr(self, name)), "must be a finite number")
+        self._require("temperature", 0.0 <= self.temperature <= 100.0, "must be from 0 to 100")
+        self._require("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1")
+        self._require("top_k", self.top_k >= -1, "must be -1 or 0 (all) or a count")
+        self._require("min_p", 0.0 <= self.min_p <= 1.0, "must be from 0 to 1")
+        self._require("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100")
+        self._require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be from -2 to 2")
+        self._require("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be from -2 to 2")
+        self._require("seed", self.seed is None or 0 <= self.seed < 2**SEED_BITS, f"must be from 0 to 2**{SEED_BITS} - 1")
+        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
+        self._require("min_tokens", self.min_tokens >= 0, "must be at least 0")
+        self._require(
+            "min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, "must not exceed max_tokens"
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            self._require(name, count is None or 0 <= count <= MAX_LOGPROBS, f"must be from 0 to {MAX_LOGPROBS}")
+        self._require("stop", len(self.stop) <= MAX_STOP_STRINGS, f"must hold at most {MAX_STOP_STRINGS} strings")
+        self._require("stop", all(self.stop), "must not hold an empty string")
+        for token, bias in self.logit_bias.items():
+            self._require("logit_bias", token >= 0, f"token id {token} is negative")
+            self._require("logit_bias", -100.0 <= bias <= 100.0, f"the bias of token {token} must be from -100 to 100")
+        self._require("allowed_token_ids", self.allowed_token_ids != [], "must name at least one token")
+        self._require("bad_words_token_ids", all(self.bad_words_token_ids), "must not hold an empty sequence")
+
+    @staticmethod
+    def _require(field: str, condition: bool, message: str) -> None:
+        if not condition:
+            raise InvalidSamplingParams(field, message)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises `InvalidSamplingParams` for a token id that the model does not have."""
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": list(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "bad_words_token_ids": [token for word in self.bad_words_token_ids for token in word],
+        }
+        for field, tokens in named.items():
+            for token in tokens:
+                self._require(field, 0 <= token < vocab_size, f"token id {token} is not in the vocabulary of {vocab_size}")

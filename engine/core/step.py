@@ -1,0 +1,80 @@
+"""The contract between scheduler and runner: one plan in, one result out.
+
+A request owns a *row* of the runner from the plan that brings it in (`RowStart`) to the plan that lists the row in
+`freed_rows`. The row keeps everything about the request on the device: its tokens, block table, sampling state. After
+`RowStart`, plans carry only differences. The token that a step samples is written into the row by the runner itself, at
+index `start + num_tokens`, so the next step can be planned before anyone has seen it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from .messages import TokenLogprobs
+from .sampling import SamplingParams
+
+
+class RowStart(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a row: for the first time, or again after preemption."""
+
+    row: int
+    request_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    stop_token_ids: list[int]  # all that end it; masked until `sampling.min_tokens` outputs exist
+    block_ids: list[int]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, start + num_tokens) of one row run through the model in this step."""
+
+    row: int
+    start: int  # tokens of the row whose KV is already in its blocks
+    num_tokens: int
+    samples: bool  # the chunk reaches the row's last token, so a next token is drawn
+    new_block_ids: list[int]  # appended to the row's block table before the step runs
+    prompt_logprobs: bool = False  # compute logprobs of the tokens that follow each position of this chunk in the prompt
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step. Apply `freed_rows`, then `started_rows`, then run `chunks` (decodes, i.e. single tokens, come first)."""
+
+    step: int
+    freed_rows: list[int]
+    started_rows: list[RowStart]
+    chunks: list[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
+    """What one chunk gave, in the order of `StepPlan.chunks`."""
+
+    token_id: int | None  # None where the chunk does not sample
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt tokens start + 1 ... start + num_tokens (within the prompt)
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    step: int
+    chunks: list[ChunkResult]
+
+
+class PendingStep(Protocol):
+    """A step on its way through the device."""
+
+    def result(self) -> StepResult:
+        """Waits for the step. Raises what the step raised."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs the model. `launch` returns as soon as the device has its orders; steps finish in the order of launching."""
+
+    def launch(self, plan: StepPlan) -> PendingStep: ...
