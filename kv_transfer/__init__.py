@@ -1,0 +1,14 @@
+"""Moving KV blocks between engines: a ticket, a lease, a read, a commit.
+
+    connector    the engine's `KVConnector`: a transfer thread around ...
+    handoff      ... one engine's side of all hand-offs, without threads, wired from
+      leases       what a prefill engine keeps for its readers
+      receives     what a decode engine fills, and when that counts
+      peers        whose memory can be read
+      pulls        reads on their way
+    messages     what engines say to each other; the ticket
+    channel      how they say it (ZMQ with CURVE); `curve` holds the cluster's key
+    transports   how memory is read (NIXL, and a fake with faults)
+
+The only package that imports NIXL.
+"""

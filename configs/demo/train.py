@@ -3,8 +3,8 @@
     python configs/demo/train.py --out configs/demo/model --minutes 9        # one GPU
 
 A Qwen3 of about 6 million parameters with a byte-level BPE tokenizer of its own. Recall is learned on a curriculum: the
-list grows by half whenever recent batches were answered well, first as bare text, then in chats too. Code is the standard library of the
-Python that runs this script. The learning rate is constant and cools down over the last third of the time.
+list grows by half whenever recent batches were answered well, first as bare text, then in chats too. Code is the standard
+library of the Python that runs this script. The learning rate is constant and cools down over the last third of the time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RecallBatches:
         self.user, self.assistant, self.end = token(USER), token(ASSISTANT), token(END)
 
     def draw(self, num_pairs: int, num_tokens: int, chat: bool) -> tuple[Tensor, Tensor]:
-        """Token ids and labels, both [n, length], about `num_tokens` in all. Labels are the answers with what ends them."""
+        """Token ids and labels, both [n, length], about `num_tokens` in all. Labels are the answers and what ends them."""
         num_questions = random.randint(2, 6)
         turn = TOKENS_PER_QUESTION + 3 + (3 if chat else 0)
         n = max(1, num_tokens // (num_pairs * TOKENS_PER_PAIR + num_questions * turn))
@@ -157,7 +157,7 @@ def code_batches(tokenizer: Tokenizer, texts: list[str], device: str) -> Iterato
 
 
 def loss_of(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    """Mean cross entropy over labels that are not IGNORE, and the share of answers whose every token is the likeliest."""
+    """Mean cross entropy over the labels that are not IGNORE, and the share of answers that greedy decoding gets."""
     hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
     where = targets != IGNORE
@@ -198,8 +198,12 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, texts: list[str], secon
         optimizer.zero_grad(set_to_none=True)
         curriculum.report(num_pairs, accuracy)
         if step % 200 == 0:
-            print(f"{time.monotonic() - start:6.0f} s  step {step:6d}  pairs {text.num_pairs:4d} in text {chat.num_pairs:4d} in chats  "
-                  f"recall {recall_loss:.3f} ({accuracy:.3f} of {num_pairs} right)  code {code_loss:.3f}", flush=True)  # fmt: skip
+            print(
+                f"{time.monotonic() - start:6.0f} s  step {step:6d}  "
+                f"pairs {text.num_pairs:4d} in text {chat.num_pairs:4d} in chats  "
+                f"recall {recall_loss:.3f} ({accuracy:.3f} of {num_pairs} right)  code {code_loss:.3f}",
+                flush=True,
+            )
 
 
 @torch.inference_mode()
