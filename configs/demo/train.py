@@ -2,9 +2,9 @@
 
     python configs/demo/train.py --out configs/demo/model --minutes 9        # one GPU
 
-A Qwen3 of about 6 million parameters with a byte-level BPE tokenizer of its own. Recall is learned on a curriculum: the
-list grows by half whenever recent batches were answered well, first as bare text, then in chats too. Code is the standard
-library of the Python that runs this script. The learning rate is constant and cools down over the last third of the time.
+A Qwen3 of about 6 million parameters with a byte-level BPE tokenizer of its own. Recall is learned on a curriculum:
+the list grows by half whenever recent batches were answered well, first as bare text, then in chats too. Code is the
+standard library of the Python that runs this script. The learning rate is constant and cools down over the last third.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RecallBatches:
         self.user, self.assistant, self.end = token(USER), token(ASSISTANT), token(END)
 
     def draw(self, num_pairs: int, num_tokens: int, chat: bool) -> tuple[Tensor, Tensor]:
-        """Token ids and labels, both [n, length], about `num_tokens` in all. Labels are the answers and what ends them."""
+        """Token ids and labels, both [n, length], `num_tokens` in all. Labels: the answers with their ends."""
         num_questions = random.randint(2, 6)
         turn = TOKENS_PER_QUESTION + 3 + (3 if chat else 0)
         n = max(1, num_tokens // (num_pairs * TOKENS_PER_PAIR + num_questions * turn))
