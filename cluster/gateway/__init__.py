@@ -1,0 +1,7 @@
+"""The HTTP front of the cluster: OpenAI's API in, engine requests out. No ray here."""
+
+from .app import create_app
+from .model import ServedModel
+from .settings import GatewaySettings
+
+__all__ = ["GatewaySettings", "ServedModel", "create_app"]

@@ -1,0 +1,161 @@
+"""The gateway's HTTP application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from baton.cluster.contracts import EngineClient, EngineView
+
+from .body import parse_object, read_body
+from .chat import ChatRenderer
+from .completions import CompletionRenderer
+from .dispatcher import Dispatcher
+from .edge import Edge
+from .errors import ApiError, bad_request, model_not_found, no_capacity
+from .generation import Gateway, GenerationApi, GenerationEndpoint
+from .metrics import GatewayMetrics
+from .model import ServedModel
+from .prepare import Preparer
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    parse_request,
+)
+from .router import Router
+from .settings import GatewaySettings
+
+PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HEALTH_RETRY_S = 1.0
+
+
+def create_app(client: EngineClient, model: ServedModel, settings: GatewaySettings) -> FastAPI:
+    """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it."""
+    metrics = GatewayMetrics(model.model_id, client.engines)
+    router = Router(
+        settings.gateway_id,
+        prefix_capacity=settings.prefix_memory_chunks,
+        local_prefill_max_tokens=settings.local_prefill_max_tokens,
+    )
+    dispatcher = Dispatcher(client, router, settings, metrics)
+    preparer = Preparer(model, settings)
+    gateway = Gateway(model, settings, metrics, dispatcher)
+
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    completions = GenerationApi(CompletionRequest, preparer.completion, CompletionRenderer)
+    chat = GenerationApi(ChatRequest, preparer.chat, ChatRenderer)
+    endpoints: dict[str, ASGIApp] = {
+        "/v1/completions": GenerationEndpoint(gateway, completions),
+        "/v1/chat/completions": GenerationEndpoint(gateway, chat),
+    }
+    for path, endpoint in endpoints.items():
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    _add_model_routes(app, model)
+    _add_token_routes(app, model, settings, preparer)
+    _add_operator_routes(app, client, dispatcher, metrics)
+    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    paths = {route.path for route in app.router.routes if isinstance(route, Route)}
+    app.add_middleware(Edge, metrics=metrics, api_keys=settings.api_keys, routes=paths)
+    return app
+
+
+def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
+    card = {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "baton",
+        "max_model_len": model.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{model_id:path}")  # ids such as `org/name` have slashes
+    async def get_model(model_id: str) -> Response:
+        if model_id != model.model_id:
+            raise model_not_found(model_id, model.model_id)
+        return _json(card)
+
+
+def _add_token_routes(app: FastAPI, model: ServedModel, settings: GatewaySettings, preparer: Preparer) -> None:
+    async def read(request: Request) -> dict[str, Any]:
+        data = parse_object(await read_body(request, settings.max_body_bytes))
+        asked = data.get("model")
+        if isinstance(asked, str) and asked != model.model_id:
+            raise model_not_found(asked, model.model_id)
+        return data
+
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        data = await read(http)
+        if "prompt" in data and "messages" in data:
+            raise bad_request("messages", "Give either 'prompt' or 'messages'.")
+        if "messages" in data:
+            chat = parse_request(TokenizeChatRequest, data)
+            tokens, shows = await preparer.chat_tokens(chat), chat.return_token_strs
+        else:
+            text = parse_request(TokenizeTextRequest, data)
+            tokens, shows = await preparer.tokenize(text.prompt, text.add_special_tokens), text.return_token_strs
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
+        answer["token_strs"] = [model.tokenizer.token(token) for token in tokens] if shows else None
+        return _json(answer)
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = parse_request(DetokenizeRequest, await read(http))
+        return _json({"prompt": await preparer.detokenize(request.tokens)})
+
+
+def _add_operator_routes(app: FastAPI, client: EngineClient, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+    @app.get("/live")
+    async def live() -> Response:
+        return _json({"status": "alive"})
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not dispatcher.is_ready():
+            raise no_capacity("No engine is ready that can serve a request.", HEALTH_RETRY_S)
+        return _json({"status": "ready", "engines": len(client.engines())})
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type=PROMETHEUS_TYPE)
+
+    @app.get("/v1/cluster/ranks")
+    async def ranks() -> Response:
+        return _json({"object": "list", "data": [_rank(view) for view in client.engines()]})
+
+
+def _rank(view: EngineView) -> dict[str, Any]:
+    record = msgspec.structs.asdict(view.record)
+    record["epoch"] = f"{view.record.epoch:016x}"  # 63 bits are more than JavaScript's numbers hold
+    return record | {"outstanding": view.outstanding, "stats": view.stats}
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """The framework's own refusals, in the common shape."""
+    assert isinstance(error, HTTPException)
+    messages = {404: f"There is no {request.url.path!r} here.", 405: f"{request.method} is not allowed here."}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers).response()

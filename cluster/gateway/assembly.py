@@ -1,0 +1,97 @@
+"""An engine's tokens become text: whole characters only, cut at stop strings, with their log probabilities."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from baton.engine.core.messages import EngineOutput, FinishReason, TokenLogprobs
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.text import TextStream, Tokenizer
+
+
+class TokenAt(msgspec.Struct, frozen=True):
+    """A token's log probabilities, and where its text begins in the choice's text, in characters."""
+
+    offset: int
+    logprobs: TokenLogprobs
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one engine output adds to a choice."""
+
+    text: str = ""
+    tokens: list[TokenAt] = []  # where log probabilities were asked for
+    num_tokens: int = 0  # generated, visible or not
+    num_cached_tokens: int = 0  # of the prompt; with the first output
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
+
+
+class SequenceText:
+    """The text of one sequence, piece by piece.
+
+    A token's log probabilities leave with the first text that reaches beyond the token's beginning, so a client never
+    has tokens whose text a stop string took away.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._params = params
+        self._stream = TextStream(tokenizer, params, prompt_token_ids)
+        self._waiting: deque[TokenAt] = deque()
+        self._emitted = 0  # characters
+
+    def push(self, output: EngineOutput) -> Delta:
+        """After a delta with a finish reason no more may be pushed."""
+        if self._params.logprobs is None:
+            piece = self._stream.push(
+                output.token_ids, finished=output.finish_reason is not None, stop_token_id=output.stop_token_id
+            )
+            text, stop, num_tokens = piece.text, piece.stop, piece.num_tokens
+        else:
+            text, stop, num_tokens = self._push_each(output)
+        self._emitted += len(text)
+        finish_reason, stop_reason = self._finish(output, stop)
+        return Delta(
+            text=text,
+            tokens=self._take_tokens(all=finish_reason is not None and stop is None),
+            num_tokens=num_tokens,
+            num_cached_tokens=output.num_cached_tokens,
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _push_each(self, output: EngineOutput) -> tuple[str, str | None, int]:
+        """Text, stop string and number of tokens; notes where each token begins."""
+        text, last = "", len(output.token_ids) - 1
+        hides_last = output.stop_token_id is not None and not self._params.include_stop_str_in_output
+        for index, (token, logprobs) in enumerate(zip(output.token_ids, output.logprobs or (), strict=True)):
+            if not (hides_last and index == last):
+                self._waiting.append(TokenAt(self._stream.length, logprobs))
+            stop_token_id = output.stop_token_id if index == last else None
+            piece = self._stream.push([token], stop_token_id=stop_token_id)
+            text += piece.text
+            if piece.stop is not None:
+                return text, piece.stop, index + 1
+        if output.finish_reason is None:
+            return text, None, last + 1
+        tail = self._stream.push((), finished=True)
+        return text + tail.text, tail.stop, last + 1
+
+    def _take_tokens(self, *, all: bool) -> list[TokenAt]:
+        taken = []
+        while self._waiting and (all or self._waiting[0].offset < self._emitted):
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _finish(self, output: EngineOutput, stop: str | None) -> tuple[str | None, str | int | None]:
+        if stop is not None:
+            return "stop", stop
+        if output.finish_reason is FinishReason.STOP:
+            token = output.stop_token_id
+            return "stop", token if token in self._params.stop_token_ids else None
+        return (output.finish_reason.value if output.finish_reason is not None else None), None

@@ -1,0 +1,63 @@
+"""A request body becomes Python data, or a refusal that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from .errors import ApiError, bad_request
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body. Raises 413 before reading what is declared to be too large, and as soon as a chunked one is."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit_bytes:
+        raise _too_large(limit_bytes)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit_bytes:
+            raise _too_large(limit_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Strict JSON: an object without duplicate keys, NaN or infinities."""
+    try:
+        # Not `json.loads(body)`: that guesses encodings and lets halves of surrogate pairs through.
+        value = json.loads(body.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        if b"\\ud" in body or b"\\uD" in body:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise bad_request(None, "The body holds half a surrogate pair, which is not text.", "invalid_json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise bad_request(None, f"The body is not valid JSON: {error}.", "invalid_json") from None
+    except RecursionError:
+        raise bad_request(None, "The body's JSON is nested too deeply.", "invalid_json") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise bad_request(None, f"The body holds a number that cannot be read: {error}.", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad_request(None, "The body must be a JSON object.", "invalid_json")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise bad_request(twice, f"The key {twice!r} occurs twice in one JSON object.", "invalid_json")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise bad_request(None, f"{name} is not a number in JSON.", "invalid_json")
+
+
+def _too_large(limit_bytes: int) -> ApiError:
+    message = f"The body is larger than this server's limit of {limit_bytes} bytes."
+    return ApiError(413, message, code="body_too_large")

@@ -1,0 +1,89 @@
+"""The JSON of `/v1/completions`."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from baton.engine.text import Tokenizer
+
+from .assembly import Delta
+from .logprobs import CompletionLogprobs, PromptLogprob, prompt_logprobs
+from .prepare import Job
+from .render import DONE, Tally, Usage, UsageOptions, encode, join, sse
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
+    """A whole answer, or a chunk of one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionRenderer:
+    """See `Renderer`."""
+
+    def __init__(self, job: Job, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
+        self._job = job
+        self._model_id = model_id
+        self._tokenizer = tokenizer
+        self._usage = usage
+        self._tally = Tally(job)
+        self._begun = [False] * len(job.sequences)
+
+    def event(self, index: int, delta: Delta) -> bytes:
+        delta = self._count(index, delta)
+        echoes = self._job.echoes is not None and not self._begun[index]
+        if not (delta.text or delta.tokens or delta.finish_reason or echoes):
+            return b""
+        return sse(self._completion([self._choice(index, delta)], self._tally.in_chunk(self._usage)))
+
+    def end(self) -> bytes:
+        return (sse(self._completion([], self._tally.usage())) if self._usage.at_end else b"") + DONE
+
+    def whole(self, choices: list[list[Delta]]) -> bytes:
+        joined = [self._count(index, join(deltas)) for index, deltas in enumerate(choices)]
+        answer = [self._choice(index, delta) for index, delta in enumerate(joined)]
+        return encode(self._completion(answer, self._tally.usage()))
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(f"cmpl-{self._job.request_id}", self._job.created, self._model_id, choices, usage)
+
+    def _count(self, index: int, delta: Delta) -> Delta:
+        if self._job.scores_only:  # the one token that the engine had to generate is nobody's
+            delta = Delta(
+                num_cached_tokens=delta.num_cached_tokens,
+                prompt_logprobs=delta.prompt_logprobs,
+                finish_reason="length" if delta.finish_reason else None,
+            )
+        self._tally.add(index, delta)
+        return delta
+
+    def _choice(self, index: int, delta: Delta) -> CompletionChoice:
+        job, opens = self._job, not self._begun[index]
+        self._begun[index] = True
+        prompt = index // job.sampling.n
+        echo = job.echoes[prompt] if job.echoes is not None else ""
+        text = echo + delta.text if opens else delta.text
+        logprobs = CompletionLogprobs()
+        if opens and echo and delta.prompt_logprobs is not None:
+            logprobs.add_prompt(self._tokenizer, job.prompts[prompt], delta.prompt_logprobs, echo)
+        logprobs.add(self._tokenizer, delta.tokens, len(echo))
+        choice = CompletionChoice(
+            index, text, logprobs if logprobs.tokens else None, delta.finish_reason, delta.stop_reason
+        )
+        if job.shows_prompt_logprobs and delta.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
+        return choice

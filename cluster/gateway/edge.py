@@ -1,0 +1,86 @@
+"""What every HTTP exchange goes through first and last: request id, API key, one count, and no exception unanswered."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Collection, Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError, internal, invalid_api_key
+from .metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+OPEN_PATHS = ("/health", "/live", "/metrics")  # probes and scrapers have no key
+REQUEST_ID = "baton.request_id"  # its key in the scope
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's `x-request-id`, or ours."""
+    return scope[REQUEST_ID]
+
+
+class Edge:
+    """ASGI middleware; streams pass through it untouched."""
+
+    def __init__(
+        self, app: ASGIApp, *, metrics: GatewayMetrics, api_keys: Iterable[str], routes: Collection[str]
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = frozenset(routes)  # paths that are counted by name; others could be anything
+        self._key_digests = [_digest(key.encode()) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        scope[REQUEST_ID] = request_id = _request_id(headers)
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers)
+            await self._app(scope, receive, send_marked)
+        except ApiError as error:
+            await error.response()(scope, receive, send_marked)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            if status:
+                raise  # too late for a status: the server cuts the connection
+            await internal("The gateway failed to serve the request.").response()(scope, receive, send_marked)
+        finally:
+            route = scope["path"] if scope["path"] in self._routes else "other"
+            self._metrics.responses.labels(route, status).inc()
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self._key_digests or path in OPEN_PATHS:
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = _digest(key.strip())
+        # Each comparison takes the same time, and all are made.
+        matches = [hmac.compare_digest(given, digest) for digest in self._key_digests]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise invalid_api_key()
+
+
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if SANE_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

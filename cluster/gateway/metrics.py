@@ -1,0 +1,87 @@
+"""What a gateway counts, for Prometheus. Names are vLLM's with another prefix, so that its dashboards fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from baton.cluster.contracts import EngineView
+from baton.engine.core.messages import EngineStats
+
+FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+PER_TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+def _kv_usage(stats: EngineStats) -> float:
+    return 1 - stats.num_blocks_free / stats.num_blocks if stats.num_blocks else 0.0
+
+
+ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("Requests in the engine's batch.", lambda stats: stats.num_requests_running),
+    "num_requests_waiting": ("Requests that wait for a place.", lambda stats: stats.num_requests_waiting),
+    "num_requests_waiting_for_kv": (
+        "Requests whose KV is on its way.",
+        lambda stats: stats.num_requests_waiting_for_kv,
+    ),
+    "kv_cache_usage_perc": ("Used share of the KV blocks, 1 is full.", _kv_usage),
+    "kv_blocks_held": ("Blocks kept for readers of finished prefills.", lambda stats: stats.num_blocks_held),
+    "kv_blocks_quarantined": ("Blocks a failed transfer may still write.", lambda stats: stats.num_blocks_quarantined),
+}
+
+
+class GatewayMetrics:
+    """One gateway's metrics in a registry of their own."""
+
+    def __init__(self, model_id: str, engines: Callable[[], Sequence[EngineView]]) -> None:
+        registry = self._registry = CollectorRegistry()
+
+        def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
+            metric = Histogram(f"baton_{name}", help, ["model_name"], registry=registry, buckets=buckets)
+            return metric.labels(model_id)
+
+        def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"baton_{name}", help, labels, registry=registry)
+
+        self.first_token_s = histogram("time_to_first_token_seconds", "From the request to token 1.", FIRST_TOKEN_S)
+        self.inter_token_s = histogram("inter_token_latency_seconds", "Between the tokens of a choice.", PER_TOKEN_S)
+        self.request_s = histogram("e2e_request_latency_seconds", "From the request to its last byte.", REQUEST_S)
+        self.finished = counter("request_success_total", "Choices by finish reason.", ["model_name", "finished_reason"])
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens.", ["model_name"]).labels(model_id)
+        self.generation_tokens = counter("generation_tokens_total", "New tokens.", ["model_name"]).labels(model_id)
+        self.paths = counter("requests_by_path_total", "Routes taken, also repeated ones.", ["path", "reason"])
+        self.retries = counter("request_retries_total", "Failed attempts that another one followed.", ["reason"])
+        self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
+        self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
+        self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
+        self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
+        registry.register(_EngineCollector(model_id, engines))
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engines' newest statistics when somebody asks."""
+
+    def __init__(self, model_id: str, engines: Callable[[], Sequence[EngineView]]) -> None:
+        self._model_id = model_id
+        self._engines = engines
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        engines = self._engines()
+        alive = GaugeMetricFamily("baton_engines", "Engines that this gateway reaches.", labels=["role"])
+        for role in sorted({view.record.role for view in engines}):
+            alive.add_metric([role], sum(view.record.role is role for view in engines))
+        yield alive
+        for name, (help, value) in ENGINE_GAUGES.items():
+            family = GaugeMetricFamily(f"baton_{name}", help, labels=["model_name", "engine", "role"])
+            for view in engines:
+                if view.stats is not None:
+                    labels = [self._model_id, view.record.engine_id, view.record.role]
+                    family.add_metric(labels, value(view.stats))
+            yield family

@@ -1,0 +1,45 @@
+"""What a gateway must know of the model that the engines run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.engine.model_config import ModelConfig
+from baton.engine.text import Tokenizer
+
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model's name, text and limits. No weights."""
+
+    model_id: str  # what clients call it
+    tokenizer: Tokenizer
+    max_model_len: int  # tokens of prompt and answer together
+    vocab_size: int  # of the model: its embedding may be larger than the tokenizer's vocabulary
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)  # sampling where the client is silent
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, *, model_id: str | None = None, max_model_len: int | None = None
+    ) -> ServedModel:
+        """Reads a checkpoint's configuration and tokenizer; its weights need not be there.
+
+        Raises `ModelError` or `TokenizerError` for a folder that is not a checkpoint.
+        """
+        config = ModelConfig.from_folder(folder, max_model_len=max_model_len, load_format="dummy")
+        said = {name: getattr(config.generation, name) for name in DEFAULTED}
+        return cls(
+            model_id=model_id or Path(folder).name,
+            tokenizer=Tokenizer.from_folder(folder),
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            eos_token_ids=tuple(config.eos_token_ids),
+            generation_defaults={name: value for name, value in said.items() if value is not None},
+        )

@@ -1,0 +1,233 @@
+"""A validated request becomes engine requests: text to tokens, defaults filled in, limits checked."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
+from baton.engine.text import TextError, bad_word_token_ids
+
+from .errors import bad_request, context_length_exceeded, model_not_found
+from .model import ServedModel
+from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from .settings import GatewaySettings
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+COPIED = [  # from the request into `SamplingParams`, under the same name
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output"),
+]
+RENDER_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request's work: `n` sequences for each prompt, in the order of the choices."""
+
+    request_id: str
+    created: int  # Unix time
+    prompts: list[list[int]]
+    sequences: list[EngineRequest]
+    sampling: SamplingParams  # as asked, with `n` and `stop`
+    echoes: list[str] | None = None  # with `echo`: each prompt's text
+    shows_prompt_logprobs: bool = False  # as the extra field `prompt_logprobs`; `echo` may need them, too
+    scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
+
+    def prompt_of(self, index: int) -> list[int]:
+        return self.prompts[index // self.sampling.n]
+
+
+class Preparer:
+    """Holds the tokenizer's thread: long texts must not stop everyone else's tokens."""
+
+    def __init__(self, model: ServedModel, settings: GatewaySettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+
+    async def completion(self, request: CompletionRequest, request_id: str) -> Job:
+        """Raises `ApiError` that names the field."""
+        self._check_model(request.model)
+        echo = bool(request.echo)
+        if echo and request.prompt_logprobs is not None and request.prompt_logprobs != request.logprobs:
+            raise bad_request("prompt_logprobs", "'prompt_logprobs' must equal 'logprobs' where 'echo' is set.")
+        scores_only = echo and request.max_tokens == 0
+        sampling = self._sampling(
+            request,
+            {},
+            max_tokens=1 if scores_only else request.max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.logprobs if echo else request.prompt_logprobs,
+        )
+        prompts = await self._prompts(request)
+        limits = [
+            self._max_tokens(request.max_tokens, tokens, COMPLETION_MAX_TOKENS, "prompt", "max_tokens")
+            for tokens in prompts
+        ]
+        job = self._job(request, request_id, prompts, limits, sampling)
+        if not echo:
+            return job
+        decode = self._model.tokenizer.decode
+        echoes = [
+            prompt if isinstance(prompt, str) else decode(prompt, request.skip_special_tokens)
+            for prompt in _separate(request.prompt)
+        ]
+        return dataclasses.replace(job, echoes=echoes, scores_only=scores_only)
+
+    async def chat(self, request: ChatRequest, request_id: str) -> Job:
+        """Raises `ApiError` that names the field."""
+        self._check_model(request.model)
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise bad_request("max_tokens", "Give 'max_completion_tokens' or its old name 'max_tokens', not both.")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise bad_request("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+        field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        asked = getattr(request, field)
+        sampling = self._sampling(
+            request,
+            {"logprobs": "top_logprobs", "max_tokens": field},
+            max_tokens=asked,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
+        )
+        tokens = await self.chat_tokens(request)
+        limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
+        return self._job(request, request_id, [tokens], [limit], sampling)
+
+    async def chat_tokens(self, request: ChatInput) -> list[int]:
+        """The prompt that the messages make."""
+        messages = [message.for_template() for message in request.messages]
+        variables = request.chat_template_kwargs or {}
+        if reserved := sorted(RENDER_ARGUMENTS & variables.keys()):
+            param = f"chat_template_kwargs.{reserved[0]}"
+            raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
+        try:
+            text = self._model.tokenizer.render_chat(
+                messages,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **variables,
+            )
+        except TextError as error:
+            raise bad_request("messages", f"No prompt can be made of 'messages': {error}.") from None
+        return await self.tokenize(text, request.add_special_tokens)
+
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        encode = self._model.tokenizer.encode
+        if len(text) <= self._settings.inline_tokenize_chars:
+            return encode(text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode, text, add_special_tokens)
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        self._check_tokens("tokens", tokens)
+        decode = self._model.tokenizer.decode
+        return await asyncio.get_running_loop().run_in_executor(self._thread, decode, tokens, False)
+
+    def _check_model(self, model: str) -> None:
+        if model != self._model.model_id:
+            raise model_not_found(model, self._model.model_id)
+
+    async def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+        """`prompt` in any of its four forms, as lists of tokens."""
+        given = _separate(request.prompt)
+        self._check_choices(len(given), request.n or 1)
+        prompts = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                prompts.append(await self.tokenize(prompt, request.add_special_tokens))
+            else:
+                self._check_tokens("prompt", prompt)
+                prompts.append(prompt)
+            if not prompts[-1]:
+                raise bad_request("prompt", "'prompt' must not be empty.")
+        return prompts
+
+    def _check_choices(self, prompts: int, n: int) -> None:
+        if prompts * n > self._settings.max_choices:
+            message = (
+                f"{prompts} prompts times n={n} are more than this server's limit of {self._settings.max_choices}."
+            )
+            raise bad_request("n" if n > prompts else "prompt", message)
+
+    def _check_tokens(self, field: str, tokens: Sequence[int]) -> None:
+        size = self._model.vocab_size
+        if tokens and (min(tokens) < 0 or max(tokens) >= size):
+            wrong = next(token for token in tokens if not 0 <= token < size)
+            raise bad_request(field, f"{field!r}: token id {wrong} is not in the vocabulary of {size} tokens.")
+
+    def _sampling(self, request: GenerationRequest, names: Mapping[str, str], **computed: int | None) -> SamplingParams:
+        """The checkpoint's defaults, then what the client said; `names` are the client's where they differ."""
+        if request.stream and request.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs", "'prompt_logprobs' cannot be streamed. Set 'stream' to false.")
+        if request.stream_options is not None and not request.stream:
+            raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
+        said = {name: value for name in COPIED if (value := getattr(request, name)) is not None}
+        values: dict[str, Any] = {**self._model.generation_defaults, **said, **computed}
+        if request.bad_words:
+            values["bad_words_token_ids"] = bad_word_token_ids(self._model.tokenizer, request.bad_words)
+        try:
+            sampling = SamplingParams(**values)
+            sampling.check_vocabulary(self._model.vocab_size)
+        except InvalidSamplingParams as error:
+            param = {"bad_words_token_ids": "bad_words", **names}.get(error.field, error.field)
+            raise bad_request(param, f"{param!r} {error.message}.") from None
+        return sampling
+
+    def _max_tokens(self, asked: int | None, tokens: Sequence[int], default: int, prompt: str, field: str) -> int:
+        """How many tokens may follow this prompt."""
+        limit, room = self._model.max_model_len, self._model.max_model_len - len(tokens)
+        if room < 1:
+            raise context_length_exceeded(prompt, limit, len(tokens), None)
+        if asked is not None and asked > room:
+            raise context_length_exceeded(field, limit, len(tokens), asked)
+        return min(default, room) if asked is None else max(1, asked)  # 0 only comes with `scores_only`
+
+    def _job(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        prompts: list[list[int]],
+        limits: list[int],
+        sampling: SamplingParams,
+    ) -> Job:
+        seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        now = time.time()
+        unique = f"{request_id}-{random.getrandbits(48):012x}"  # clients may repeat theirs
+        wire = msgspec.structs.replace(sampling, n=1, stop=[], bad_words=[], seed=None)  # what engines act on
+        sequences: list[EngineRequest] = []
+        for tokens, limit in zip(prompts, limits, strict=True):
+            if wire.min_tokens > limit:
+                raise bad_request("min_tokens", f"'min_tokens' must not exceed the {limit} tokens that may follow.")
+            for choice in range(sampling.n):
+                sequences.append(
+                    EngineRequest(
+                        request_id=f"{unique}-{len(sequences)}",
+                        prompt_token_ids=tokens,
+                        sampling=msgspec.structs.replace(wire, max_tokens=limit),
+                        seed=(seed + choice) % 2**SEED_BITS,
+                        priority=request.priority,
+                        arrival_s=now,
+                        cache_salt=request.cache_salt or "",
+                    )
+                )
+        shows_prompt_logprobs = request.prompt_logprobs is not None
+        return Job(request_id, int(now), prompts, sequences, sampling, shows_prompt_logprobs=shows_prompt_logprobs)
+
+
+def _separate(prompt: Prompt) -> list[str | list[int]]:
+    """The prompts of a completions request: one or several, as texts or as tokens."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):  # validated: one item is as all are
+        return [prompt]
+    return prompt  # type: ignore[return-value]

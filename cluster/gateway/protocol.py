@@ -1,0 +1,254 @@
+"""The requests of OpenAI's completions and chat endpoints, with vLLM's extras: what works is a field here.
+
+What OpenAI or vLLM know and this server does not do yet is in `NOT_SUPPORTED` and refused by name; what is left is
+refused as unknown. Types are strict: `"1"` and `true` are not numbers. Ranges are `SamplingParams`' business.
+
+Accepted without effect, because nobody's answer depends on it: `user`, `metadata`, `safety_identifier`,
+`prompt_cache_key`, `service_tier` (`auto`, `default`), `store` (`false`), `parallel_tool_calls`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+
+from .errors import ApiError, bad_request
+
+# Field -> values that ask for nothing, so that clients that spell out defaults are served.
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None,),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "length_penalty": (None, 1),
+    "mm_processor_kwargs": (None,),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "prediction": (None,),
+    "prompt_cache_retention": (None,),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+
+Tokens = list[int]
+Prompt = str | list[str] | Tokens | list[Tokens]
+
+
+def _check_prompt(value: Any) -> Any:
+    """Looks at each item once: a union of lists would try every member on every token, and name none in its errors."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of those")
+    if not value:
+        raise ValueError("must not be empty")
+    kinds = set(map(type, value))
+    if kinds in ({int}, {str}):
+        return value
+    if kinds == {list} and all(tokens and set(map(type, tokens)) == {int} for tokens in value):
+        return value
+    raise ValueError("must be all strings, all integers, or all non-empty lists of integers")
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _token_keys(value: Any) -> Any:
+    """JSON's keys are strings: `{"50256": -100}`."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise ValueError(f"must have token ids as keys, not {key!r}")
+    return {int(key): bias for key, bias in value.items()}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(_Strict):
+    """What both endpoints share. `None` means that the client did not say."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many)] = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`"""
+
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt)]
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+def _text_parts(value: Any) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    return value
+
+
+class ChatMessage(_Strict):
+    """One turn. Messages that this server sent can be sent back as they are: their empty fields mean nothing."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[TextPart], BeforeValidator(_text_parts)] = []
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[Any] | None = Field(None, max_length=0)
+    function_call: None = None
+    refusal: None = None
+    audio: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it. `developer` is OpenAI's newer name for `system`."""
+        content = [part.model_dump() for part in self.content]
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {key: value for key, value in optional.items() if value is not None}
+
+
+class ChatInput(_Strict):
+    """How messages become a prompt."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # templates write them
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatInput, GenerationRequest):
+    """`POST /v1/chat/completions`"""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class TokenizeTextRequest(_Strict):
+    """`POST /tokenize` of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatInput):
+    """`POST /tokenize` of messages."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """`POST /detokenize`"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+RequestT = TypeVar("RequestT", bound=_Strict)
+
+
+def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:
+    """Raises `ApiError` (400) that names the first field that is wrong."""
+    asked = {key: value for key, value in data.items() if not _asks_for_nothing(kind, key, value, data)}
+    try:
+        return kind.model_validate(asked)
+    except ValidationError as error:
+        raise _first_error(kind, error) from None
+
+
+def _asks_for_nothing(kind: type[BaseModel], key: str, value: Any, data: dict[str, Any]) -> bool:
+    if key in kind.model_fields or key not in NOT_SUPPORTED:
+        return False
+    same_as_n = key == "best_of" and type(value) is int and value == (data.get("n") or 1)
+    if same_as_n or any(value == nothing and type(value) is type(nothing) for nothing in NOT_SUPPORTED[key]):
+        return True
+    raise bad_request(key, f"{key!r} is not supported by this server. Leave it out.", "unsupported_parameter")
+
+
+def _first_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    location = first["loc"]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".") or None
+    match first["type"]:
+        case "extra_forbidden":
+            return bad_request(path, _unknown(kind, location), "unknown_parameter")
+        case "missing":
+            return bad_request(path, f"{path!r} is required.", "missing_required_parameter")
+        case "value_error":
+            return bad_request(path, f"{path!r} {first['ctx']['error']}.")
+    return bad_request(path, f"{path!r}: {first['msg'][0].lower()}{first['msg'][1:]}.")
+
+
+def _unknown(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    name = str(location[-1])
+    nearest = difflib.get_close_matches(name, kind.model_fields, n=1) if len(location) == 1 else []
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return f"Unrecognized request argument: {name!r}.{hint}"

@@ -1,0 +1,94 @@
+"""What the answers of both endpoints have in common: usage, server-sent events, a choice put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from .assembly import Delta
+from .prepare import Job
+
+DONE = b"data: [DONE]\n\n"
+
+encode = msgspec.json.Encoder().encode
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class UsageOptions(msgspec.Struct, frozen=True):
+    """Where in a stream usage is told."""
+
+    at_end: bool = False
+    in_each_chunk: bool = False
+
+
+class Renderer(Protocol):
+    """One answer's JSON. Call either `event` for each delta and `end`, or `whole`."""
+
+    def event(self, index: int, delta: Delta) -> bytes:
+        """Server-sent events for what one choice gained; empty where a client would see no difference."""
+        ...
+
+    def end(self) -> bytes: ...
+
+    def whole(self, choices: list[list[Delta]]) -> bytes: ...
+
+
+class Tally:
+    """Counts an answer's tokens. A prompt counts once, however many choices it has."""
+
+    def __init__(self, job: Job) -> None:
+        self._n = job.sampling.n
+        self._prompt_tokens = sum(map(len, job.prompts))
+        self._cached_tokens = 0
+        self._completion_tokens = 0
+
+    def add(self, index: int, delta: Delta) -> None:
+        self._completion_tokens += delta.num_tokens
+        if index % self._n == 0:
+            self._cached_tokens += delta.num_cached_tokens
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(self._cached_tokens),
+        )
+
+    def in_chunk(self, options: UsageOptions) -> Usage | UnsetType | None:
+        """A stream's chunks say `null` where usage comes at the end, and nothing where nobody asked."""
+        if options.in_each_chunk:
+            return self.usage()
+        return None if options.at_end else UNSET
+
+
+def sse(chunk: msgspec.Struct) -> bytes:
+    return b"data: " + encode(chunk) + b"\n\n"
+
+
+def join(deltas: Iterable[Delta]) -> Delta:
+    """A choice's deltas as one."""
+    deltas = list(deltas)
+    first, last = deltas[0], deltas[-1]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        num_tokens=sum(delta.num_tokens for delta in deltas),
+        num_cached_tokens=first.num_cached_tokens,
+        prompt_logprobs=first.prompt_logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )

@@ -1,0 +1,23 @@
+"""What an operator may set at a gateway."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class GatewaySettings(BaseModel):
+    """One gateway's limits. Times are seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gateway_id: str = "gateway"  # different in each gateway, so that equal views of the cluster do not choose alike
+    api_keys: list[str] = []  # empty: everyone may call; else only /health, /live and /metrics are open
+    max_body_bytes: int = Field(4 * 2**20, gt=0)  # JSON is parsed on the event loop: about 10 ms a MiB
+    max_inflight_requests: int = Field(4096, gt=0)  # above: 429
+    max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
+    inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts are tokenized in a thread
+    request_timeout_s: float = Field(600.0, gt=0)
+    capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it
+    max_attempts: int = Field(4, ge=1)  # submissions that may fail: a request that kills engines must not kill them all
+    local_prefill_max_tokens: int = Field(8192, ge=0)  # a decode engine prefills at most this much when it must
+    prefix_memory_chunks: int = Field(65536, gt=0)  # of 64 tokens: what the router remembers to be cached somewhere

@@ -1,0 +1,78 @@
+"""Small tools for streams of one request: several as one, and an end when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had the whole answer."""
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[list[tuple[int, T]], None]:
+    """Items of all streams with their stream's index: all that are there at once, so that one write takes a whole step.
+
+    The first stream that raises ends all, and so does closing this one.
+    """
+    if len(streams) == 1:  # the usual case, without a task or a queue
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield [(0, item)]
+        return
+    queue: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait((index, item))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(lambda _: queue.put_nowait(None))
+    running = len(tasks)
+    try:
+        while running:
+            entries = [await queue.get()]
+            while not queue.empty():
+                entries.append(queue.get_nowait())
+            if items := [entry for entry in entries if entry is not None]:
+                yield items
+            if ended := len(entries) - len(items):
+                running -= ended
+                for task in tasks:
+                    if task.done():
+                        task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work`; cancels it when the client leaves, then raises `ClientGone`. The body must have been read before."""
+    task = asyncio.ensure_future(work)
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        return await task  # cancelled from outside, this cancels `task` and waits for its end
+    except asyncio.CancelledError:
+        if gone:
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()

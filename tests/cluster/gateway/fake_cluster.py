@@ -1,0 +1,350 @@
+"""Real `EngineCore`s in this process, on a model that is a function of what it reads from its KV blocks.
+
+The "KV" of position p is a number that stands for all tokens up to p. Every step reads a request's whole context from
+its blocks, so a block that was lost, stale or misplaced on its way between engines fails the step that needs it. A
+prompt in `scripts` is answered with the script's tokens, any other one with tokens drawn from (KV, seed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.cluster.contracts import EngineGone, EngineRecord, EngineView, Role
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    Offer,
+    OfferEnded,
+    OfferOutcome,
+    Received,
+    ReceiveFailed,
+    TransferId,
+)
+from baton.engine.core.engine import EngineCore, EngineCoreConfig, EngineFailed
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, TokenLogprobs
+from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
+
+Scripts = dict[tuple[int, ...], list[int]]
+
+
+def kv_values(tokens: Sequence[int]) -> list[int]:
+    values, state = [], 0
+    for token in tokens:
+        state = hash((state, token))
+        values.append(state)
+    return values
+
+
+@dataclass
+class Row:
+    start: RowStart
+    tokens: list[int]
+    blocks: list[int]
+
+
+class FakeRunner:
+    """A `Runner` that computes each step at once."""
+
+    def __init__(self, config: EngineCoreConfig, scripts: Scripts) -> None:
+        self.memory = [[0] * config.block_size for _ in range(config.num_blocks)]
+        self.explode = False
+        self._config = config
+        self._scripts = scripts
+        self._rows: dict[int, Row] = {}
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        if self.explode:
+            raise RuntimeError("the device is gone")
+        for row in plan.freed_rows:
+            del self._rows[row]
+        for start in plan.started_rows:
+            tokens = [*start.prompt_token_ids, *start.output_token_ids]
+            self._rows[start.row] = Row(start, tokens, list(start.block_ids))
+        for chunk in plan.chunks:
+            self._write(self._rows[chunk.row], chunk)
+        return FinishedStep(StepResult(plan.step, [self._run(self._rows[chunk.row], chunk) for chunk in plan.chunks]))
+
+    def _write(self, row: Row, chunk: Chunk) -> None:
+        row.blocks += chunk.new_block_ids
+        values, size = kv_values(row.tokens), self._config.block_size
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            self.memory[row.blocks[position // size]][position % size] = values[position]
+
+    def _run(self, row: Row, chunk: Chunk) -> ChunkResult:
+        end = chunk.start + chunk.num_tokens
+        context = [value for block in row.blocks for value in self.memory[block]][:end]
+        assert context == kv_values(row.tokens[:end]), f"wrong KV for {row.start.request_id}"
+        prompt_logprobs = None
+        if chunk.prompt_logprobs:
+            targets = range(chunk.start + 1, min(end + 1, len(row.start.prompt_token_ids)))
+            count = row.start.sampling.prompt_logprobs or 0
+            prompt_logprobs = [self._logprobs(context[p - 1], row.tokens[p], count) for p in targets]
+        if not chunk.samples:
+            return ChunkResult(None, None, prompt_logprobs)
+        token = self._draw(row, context[-1])
+        row.tokens.append(token)
+        count = row.start.sampling.logprobs
+        logprobs = None if count is None else self._logprobs(context[-1], token, count)
+        return ChunkResult(token, logprobs, prompt_logprobs)
+
+    def _draw(self, row: Row, kv: int) -> int:
+        prompt = tuple(row.start.prompt_token_ids)
+        script, done = self._scripts.get(prompt), len(row.tokens) - len(prompt)
+        if script is not None and done < len(script):
+            return script[done]
+        eos = set(self._config.eos_token_ids)
+        return next(
+            token for token in map(self._hash_token, range(99), [kv] * 99, [row.start.seed] * 99) if token not in eos
+        )
+
+    def _hash_token(self, attempt: int, kv: int, seed: int) -> int:
+        return hash((attempt, kv, seed)) % self._config.vocab_size
+
+    def _logprobs(self, kv: int, token: int, count: int) -> TokenLogprobs:
+        top = [token, *(self._hash_token(1000 + i, kv, 0) for i in range(count - 1))][:count]
+        return TokenLogprobs([token, *top], [-0.25, *(-0.25 - i for i in range(len(top)))], 1)
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    answer: StepResult
+
+    def result(self) -> StepResult:
+        return self.answer
+
+
+@dataclass
+class Wire:
+    """What connects the engines' memories, and its faults."""
+
+    hold: bool = False  # transfers start and do not end
+    lose: int = 0  # so many transfers fail
+    offers: dict[bytes, tuple[FakeConnector, TransferId, list[int]]] = field(default_factory=dict)
+
+
+class FakeConnector:
+    """A `KVConnector` that copies at the next poll."""
+
+    def __init__(self, wire: Wire, memory: list[list[int]]) -> None:
+        self._wire = wire
+        self._memory = memory
+        self._next_id = 0
+        self._events: deque[ConnectorEvent] = deque()
+        self._pulls: dict[TransferId, tuple[bytes, int, list[int]]] = {}
+        self.withdrawn = 0
+
+    def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        self._next_id += 1
+        ticket = f"{id(self)}/{self._next_id}".encode()
+        self._wire.offers[ticket] = (self, self._next_id, list(block_ids))
+        return Offer(self._next_id, ticket)
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        self._end(transfer_id, OfferOutcome.WITHDRAWN)
+        self.withdrawn += 1
+
+    def receive(
+        self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
+    ) -> TransferId:
+        self._next_id += 1
+        self._pulls[self._next_id] = (ticket, first_block, list(block_ids))
+        return self._next_id
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        if self._pulls.pop(transfer_id, None):
+            self._events += [ReceiveFailed(transfer_id, "cancelled"), BlocksReleased(transfer_id)]
+
+    def poll(self) -> list[ConnectorEvent]:
+        if not self._wire.hold:
+            for transfer_id in list(self._pulls):
+                self._pull(transfer_id, *self._pulls.pop(transfer_id))
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _pull(self, transfer_id: TransferId, ticket: bytes, first_block: int, blocks: list[int]) -> None:
+        if self._wire.lose or ticket not in self._wire.offers:
+            self._wire.lose = max(0, self._wire.lose - 1)
+            self._events += [ReceiveFailed(transfer_id, "the peer is gone"), BlocksReleased(transfer_id)]
+            return
+        source, offer_id, offered = self._wire.offers[ticket]
+        for block, from_block in zip(blocks, offered[first_block:], strict=True):
+            self._memory[block][:] = source._memory[from_block]
+        source._end(offer_id, OfferOutcome.FINISHED)
+        self._events.append(Received(transfer_id))
+
+    def _end(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
+        if self._wire.offers.pop(f"{id(self)}/{transfer_id}".encode(), None):
+            self._events.append(OfferEnded(transfer_id, outcome))
+
+
+class FakeEngine:
+    """One engine's process. `pause` stops it between two steps, `die` is a kill -9."""
+
+    def __init__(self, record: EngineRecord, config: EngineCoreConfig, scripts: Scripts, wire: Wire) -> None:
+        self.record = record
+        self.runner = FakeRunner(config, scripts)
+        self.connector = FakeConnector(wire, self.runner.memory)
+        self.core = EngineCore(config, self.runner, self.connector)
+        self.streams: dict[tuple[str, int], FakeStream] = {}
+        self.submitted: list[EngineRequest] = []
+        self.alive = True
+        self.running = asyncio.Event()
+        self.running.set()
+        self.step_s = 0.0
+        self.die_after_tokens: int | None = None
+        self.refuse: EngineOutput | None = None
+        self._task = asyncio.get_running_loop().create_task(self._loop())
+
+    async def _loop(self) -> None:
+        while self.alive:
+            await self.running.wait()
+            try:
+                outputs = self.core.step()
+            except EngineFailed as failure:
+                self._publish(failure.outputs)
+                self.die()
+                raise
+            self._publish(outputs)
+            await asyncio.sleep(self.step_s if self.core.has_work() else 0.001)
+
+    def _publish(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            stream = self.streams.get((output.request_id, output.generation))
+            if stream is not None:
+                stream.queue.put_nowait(output)
+                if output.finish_reason is not None:
+                    del self.streams[output.request_id, output.generation]
+            if self.die_after_tokens is not None:
+                self.die_after_tokens -= len(output.token_ids)
+                if self.die_after_tokens <= 0:
+                    self.die()
+                    return
+
+    def die(self) -> None:
+        self.alive = False
+        self._task.cancel()
+        for stream in self.streams.values():
+            stream.queue.put_nowait(EngineGone(f"{self.record.engine_id} died"))
+        self.streams.clear()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.core.stats()
+
+
+class FakeStream:
+    """See `OutputStream`."""
+
+    def __init__(self, engine: FakeEngine, request: EngineRequest) -> None:
+        self.queue: asyncio.Queue[EngineOutput | EngineGone] = asyncio.Queue()
+        self._engine = engine
+        self._key = (request.request_id, request.generation)
+        self._ended = False
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self.queue.get()
+        if isinstance(item, EngineGone):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    async def aclose(self) -> None:
+        self._ended = True
+        if self._engine.streams.pop(self._key, None) is not None:
+            self._engine.core.abort(self._key[0])
+
+
+class FakeCluster:
+    """An `EngineClient` with its engines."""
+
+    def __init__(self, scripts: Scripts, **config: object) -> None:
+        self.scripts = scripts
+        self.wire = Wire()
+        self.config = config
+        self.members: list[FakeEngine] = []
+        self.aborts: list[tuple[str, str]] = []
+
+    def start(self, role: Role, *, fingerprint: str = "f", **config: object) -> FakeEngine:
+        rank = len(self.members)
+        core = EngineCoreConfig(**{**self.config, **config})
+        record = EngineRecord(
+            engine_id=f"{role}-{rank}",
+            epoch=1000 + rank,
+            role=role,
+            rank=rank,
+            node_id="node",
+            node_ip="127.0.0.1",
+            pid=rank,
+            address="",
+            kv_address="",
+            fingerprint=fingerprint,
+            model_id="tiny",
+            max_model_len=core.max_model_len,
+            num_blocks=core.num_blocks,
+        )
+        self.members.append(FakeEngine(record, core, self.scripts, self.wire))
+        return self.members[-1]
+
+    def engines(self) -> list[EngineView]:
+        return [EngineView(engine.record, engine.stats, len(engine.streams)) for engine in self.members if engine.alive]
+
+    def submit(self, record: EngineRecord, request: EngineRequest) -> FakeStream:
+        engine = self._find(record)
+        stream = FakeStream(engine, request)
+        if not engine.alive:
+            stream.queue.put_nowait(EngineGone(f"{record.engine_id} is gone"))
+            return stream
+        engine.submitted.append(request)
+        if engine.refuse is not None:
+            refusal = engine.refuse
+            stream.queue.put_nowait(
+                EngineOutput(
+                    request_id=request.request_id,
+                    generation=request.generation,
+                    finish_reason=refusal.finish_reason,
+                    error=refusal.error,
+                )
+            )
+            return stream
+        engine.streams[request.request_id, request.generation] = stream
+        engine.core.add(request)
+        return stream
+
+    def abort(self, record: EngineRecord, request_id: str, generation: int = 0) -> None:
+        self.aborts.append((record.engine_id, request_id))
+        engine = self._find(record)
+        if engine.alive:
+            engine.core.abort(request_id)
+
+    async def settled(self) -> None:
+        """Waits until no living engine has a block in use; fails where that does not happen."""
+        async with asyncio.timeout(5):
+            while not all(self._is_idle(engine) for engine in self.members if engine.alive):
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        for engine in self.members:
+            await engine.close()
+
+    def _find(self, record: EngineRecord) -> FakeEngine:
+        return next(engine for engine in self.members if engine.record == record)
+
+    @staticmethod
+    def _is_idle(engine: FakeEngine) -> bool:
+        stats = engine.stats
+        held = stats.num_blocks_held + stats.num_blocks_quarantined
+        return stats.num_blocks_free == stats.num_blocks and held == 0 and not engine.streams
