@@ -1,0 +1,98 @@
+"""What one step's attention needs to know about its sequences: planned once, used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FIELD_TYPES = {
+    "query_start": torch.int32,
+    "seq_lens": torch.int32,
+    "block_tables": torch.int32,
+    "positions": torch.int64,
+    "slots": torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Ragged sequences of one step. All int32 on the device unless said.
+
+    A sequence of `seq_lens[i]` tokens has its last `query_start[i + 1] - query_start[i]` tokens in this step; the KV of
+    the earlier ones is in its blocks already. Sequences with exactly one token (decodes) come first.
+    """
+
+    query_start: Tensor  # [num_seqs + 1]  sequence i's tokens are query_start[i]:query_start[i + 1]
+    seq_lens: Tensor  # [num_seqs]  tokens of KV including this step's
+    block_tables: Tensor  # [num_seqs, max_blocks]
+    positions: Tensor  # [num_tokens]  int64: position of each token in its sequence
+    slots: Tensor  # [num_tokens]  int64: block * block_size + offset where the token's KV goes
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int  # the first num_decodes sequences have exactly one query token
+
+    def __post_init__(self) -> None:
+        """Kernels read these by address: another type or a gap would be garbage. Raises `TypeError`."""
+        for name, dtype in FIELD_TYPES.items():
+            tensor: Tensor = getattr(self, name)
+            if tensor.dtype != dtype or (tensor.numel() > 1 and tensor.stride(-1) != 1):
+                raise TypeError(f"{name} is {tensor.dtype} with stride {tensor.stride()}: give contiguous {dtype}")
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @classmethod
+    def plan(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Tensor,
+        block_size: int,
+    ) -> AttentionBatch:
+        """The batch of sequences whose last `query_lens[i]` of `seq_lens[i]` tokens run in this step.
+
+        `block_tables` is int32 [num_seqs, max_blocks]; the batch lives on its device. Raises `ValueError` where a
+        length makes no sense or a table is too narrow.
+        """
+        if not len(query_lens) == len(seq_lens) == block_tables.shape[0]:
+            raise ValueError(
+                f"{len(query_lens)} query lengths, {len(seq_lens)} sequence lengths and {block_tables.shape[0]} block "
+                "tables: give one of each for every sequence"
+            )
+        for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if not 1 <= query_len <= seq_len:
+                raise ValueError(
+                    f"sequence {index} has {query_len} query tokens of {seq_len}: give from 1 to the sequence's length"
+                )
+        max_seq_len = max(seq_lens, default=0)
+        if max_seq_len > block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"a sequence of {max_seq_len} tokens does not fit {block_tables.shape[1]} blocks of {block_size}: "
+                "widen the block tables"
+            )
+        device = block_tables.device
+        query = torch.tensor(query_lens, dtype=torch.int64)
+        ends = query.cumsum(0)
+        seq = torch.tensor(seq_lens, dtype=torch.int64)
+        owner = torch.repeat_interleave(torch.arange(len(query)), query)
+        positions = torch.arange(len(owner)) + (seq - ends)[owner]
+        blocks = block_tables.cpu()[owner, positions // block_size].to(torch.int64)
+        decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+        return cls(
+            query_start=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32),
+            seq_lens=seq.to(device, torch.int32),
+            block_tables=block_tables,
+            positions=positions.to(device),
+            slots=(blocks * block_size + positions % block_size).to(device),
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max_seq_len,
+            num_decodes=decodes,
+        )

@@ -1,0 +1,81 @@
+"""Paged attention in C++ (`native/attention.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+
+from . import reference
+from .batch import AttentionBatch
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    out: Tensor | None,
+) -> Tensor:
+    kernel = _kernel()
+    if kernel is None or not _fits(q, kv):
+        return reference.paged_attention(q, kv, layer, batch, scale=scale, window=window, out=out)
+    num_tokens, num_heads, dim = q.shape
+    if q.stride(2) != 1 or q.stride(1) != dim:
+        q = q.contiguous()
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype)
+    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} {list(out.shape)}: give contiguous {q.dtype} {list(q.shape)}")
+    block_stride, head_stride, _, half_stride = kv.stride()[:4]
+    tables = batch.block_tables
+    sizes = _SIZES(
+        *(batch.num_seqs, num_heads, kv.shape[1], dim, kv.shape[4]),
+        *(q.stride(0), num_heads * dim, tables.stride(0)),
+        *(block_stride, head_stride, half_stride, window or 0),
+    )
+    kernel(
+        native.DTYPE_NUMBER[q.dtype],
+        q.data_ptr(),
+        kv.data_ptr() + layer * kv.stride(2) * kv.element_size(),
+        out.data_ptr(),
+        sizes,
+        batch.query_start.data_ptr(),
+        batch.seq_lens.data_ptr(),
+        tables.data_ptr(),
+        scale,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_SIZES = ctypes.c_int64 * 12  # the integers of AttentionBatch in native/attention.cpp
+GRANULE = 16  # heads and blocks are taken in vectors of so many dimensions and tokens
+MAX_GROUP = 128  # query heads of one KV head: rows of the kernel's tile
+
+
+def _fits(q: Tensor, kv: Tensor) -> bool:
+    """Whether the kernel covers these shapes and types; the reference covers the rest."""
+    return (
+        q.dtype == kv.dtype
+        and q.dtype in native.DTYPE_NUMBER
+        and q.shape[2] % GRANULE == 0
+        and kv.shape[4] % GRANULE == 0
+        and q.shape[1] // kv.shape[1] <= MAX_GROUP
+        and kv.stride()[4:] == (q.shape[2], 1)
+    )
+
+
+@functools.cache
+def _kernel() -> Callable[..., int | None] | None:
+    pointer = native.POINTER
+    tensors = (pointer, pointer, pointer, ctypes.POINTER(ctypes.c_int64), pointer, pointer, pointer)
+    return native.function("baton_paged_attention", native.INT, *tensors, native.F32, native.INT)

@@ -1,0 +1,40 @@
+"""The definition of paged attention: one sequence at a time, scores in full."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .batch import AttentionBatch
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `baton.kernels.attention.paged_attention`. Computes in float32, in float64 where `q` is."""
+    out = torch.empty_like(q) if out is None else out
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    num_kv_heads, block_size = kv.shape[1], kv.shape[4]
+    group = q.shape[1] // num_kv_heads
+    starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
+    for index, seq_len in enumerate(seq_lens):
+        tokens = slice(starts[index], starts[index + 1])
+        num_blocks = -(-seq_len // block_size)
+        blocks = kv[batch.block_tables[index, :num_blocks].long(), :, layer].to(compute_dtype)
+        # [block, kv_head, 2, token, dim] -> [2, head, key, dim]
+        keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group, dim=1)
+        scores = q[tokens].to(compute_dtype).transpose(0, 1) @ keys.transpose(1, 2) * scale
+        distance = batch.positions[tokens, None] - torch.arange(seq_len, device=q.device)
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[tokens] = (weights @ values).transpose(0, 1).to(out.dtype)
+    return out

@@ -1,0 +1,87 @@
+"""The CPU kernels in C++: a ctypes library that shares torch's threads.
+
+    kernel = native.function("baton_rms_norm", POINTER, ..., I64, INT)
+    if kernel is None: ...                      not to be had here: one warning was logged, the reference serves
+    kernel(x.data_ptr(), ..., rows, threads)    plain C; the interpreter's lock is released meanwhile
+
+Sources are the `*.cpp` of this folder; element types go in as `DTYPE_NUMBER`, threads as `torch.get_num_threads()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .build import NativeBuildError, library_path
+
+__all__ = ["DTYPE_NUMBER", "F32", "I64", "INT", "POINTER", "NativeBuildError", "function", "prepare"]
+
+logger = logging.getLogger(__name__)
+
+POINTER, I64, INT, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+DTYPE_NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Element types as the C functions number them; others go to the references."""
+
+
+def prepare() -> Path:
+    """Builds (seconds, the first time) and loads the kernels; returns the library's path.
+
+    For installers and for a process's start: later calls of `function` then cost nothing. Raises `NativeBuildError`
+    with the reason where the kernels cannot be had.
+    """
+    return Path(_load()._name)
+
+
+def function(name: str, *arguments: type, returns: type | None = None) -> Callable[..., int | None] | None:
+    """A C function with its argument types declared; None, after one warning, where the library cannot be had."""
+    library = _library()
+    if library is None:
+        return None
+    declared = library[name]  # indexing makes a new object: declarations of two callers do not mix
+    declared.argtypes = arguments
+    declared.restype = returns
+    return declared
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return _load()
+    except NativeBuildError as error:
+        logger.warning("CPU kernels: the plain torch references serve, many times slower. %s", error)
+        return None
+
+
+@functools.cache
+def _load() -> ctypes.CDLL:
+    path = library_path()
+    _share_openmp_of_torch()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeBuildError(f"{path} does not load: {error}") from error
+
+
+def _share_openmp_of_torch() -> None:
+    """Makes the symbols of the OpenMP runtime that torch already uses visible to libraries loaded from now on."""
+    for path in _mapped_libraries():
+        if path.name.startswith(("libgomp", "libiomp5")):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            return
+    raise NativeBuildError("torch runs without an OpenMP runtime that g++ code can share (libgomp or libiomp5)")
+
+
+def _mapped_libraries() -> list[Path]:
+    """Files that this process has loaded, by path. Importing torch loads its OpenMP runtime."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in lines)
+    return [Path(path) for path in paths if path.startswith("/")]

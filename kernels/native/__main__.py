@@ -1,0 +1,17 @@
+"""`python -m baton.kernels.native`: builds the CPU kernels ahead of their first use. For installers."""
+
+from __future__ import annotations
+
+from . import NativeBuildError, prepare
+
+
+def main() -> None:
+    """Prints where the library is, or why there is none: the references serve then, so that is no failure."""
+    try:
+        print(f"CPU kernels: {prepare()}")
+    except NativeBuildError as error:
+        print(f"warning: CPU kernels: the plain torch references will serve, many times slower. {error}")
+
+
+if __name__ == "__main__":
+    main()

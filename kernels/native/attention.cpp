@@ -1,0 +1,184 @@
+// Paged attention: shares the tiles of attention_tile.h out over threads.
+//
+// A task is (tile of query tokens of one sequence, KV head). Keys are taken in parts of SPLIT; each part is summed on its
+// own and the parts are merged in order. So a decode over a long context can be shared out, with one task for each part,
+// and gives bitwise what one thread would have given.
+#include <memory>
+#include <vector>
+
+#include "attention_tile.h"
+
+namespace baton {
+
+constexpr int64_t SPLIT = 512;      // keys of a part, a multiple of KEYS
+constexpr int64_t MAX_ROWS = 128;   // rows of a tile: enough to make packing a key block cheap
+constexpr float LOG2_E = 1.44269504088896341f;
+constexpr int64_t SMALL_ROWS = 32;  // tiles of at most so many rows may be shared out by parts
+
+struct AttentionBatch {
+    int64_t num_seqs, q_heads, kv_heads, dim, block_size, q_stride, out_stride, table_stride;
+    int64_t block_stride, head_stride, half_stride, window;
+    const int32_t *query_start, *seq_lens, *tables;
+    float scale;
+
+    int64_t group() const { return q_heads / kv_heads; }
+};
+
+struct AttentionTask {
+    int64_t seq, head, token, tokens;  // `token` counts from the step's first
+    int64_t position;                  // of that token in its sequence
+    int64_t key_begin, key_end;        // begins at a multiple of SPLIT, or is where the window begins
+    int64_t part;                      // where to leave the state; -1: write the result
+};
+
+struct SharedTile {  // a tile whose parts are tasks of their own
+    AttentionTask whole;
+    int64_t first_part, parts;
+};
+
+struct AttentionPlan {
+    std::vector<AttentionTask> tasks;
+    std::vector<SharedTile> shared;
+    int64_t parts = 0;
+
+    AttentionPlan(const AttentionBatch& batch, int threads) {
+        int64_t tile_tokens = std::max<int64_t>(1, MAX_ROWS / batch.group());
+        for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
+            int64_t start = batch.query_start[seq], count = batch.query_start[seq + 1] - start;
+            int64_t first_position = batch.seq_lens[seq] - count;
+            int64_t tiles = (count + tile_tokens - 1) / tile_tokens;
+            for (int64_t tile = tiles; tile-- > 0;) {  // the last sees the most keys: it goes first
+                int64_t begin = tile * tile_tokens, tokens = std::min(tile_tokens, count - begin);
+                for (int64_t head = 0; head < batch.kv_heads; head++)
+                    add({seq, head, start + begin, tokens, first_position + begin, 0, 0, -1}, batch, threads);
+            }
+        }
+    }
+
+    void add(AttentionTask task, const AttentionBatch& batch, int threads) {
+        Sight sight{batch.window};
+        task.key_begin = sight.begin(task.position) / KEYS * KEYS;
+        task.key_end = sight.end(task.position + task.tokens - 1);
+        int64_t count = (task.key_end - 1) / SPLIT - task.key_begin / SPLIT + 1;
+        bool small = task.tokens * batch.group() <= SMALL_ROWS;
+        bool few = batch.num_seqs * batch.kv_heads < 4 * threads;
+        if (count == 1 || !small || !few) {
+            tasks.push_back(task);
+            return;
+        }
+        shared.push_back({task, parts, count});
+        for (int64_t i = 0; i < count; i++) {
+            AttentionTask part = task;
+            int64_t split = task.key_begin / SPLIT + i;
+            part.key_begin = std::max(task.key_begin, split * SPLIT);
+            part.key_end = std::min(task.key_end, (split + 1) * SPLIT);
+            part.part = parts++;
+            tasks.push_back(part);
+        }
+    }
+};
+
+// Memory that a thread keeps from call to call.
+inline float* attention_scratch(int64_t floats) {
+    struct Free { void operator()(float* p) const { std::free(p); } };
+    static thread_local std::unique_ptr<float, Free> memory;
+    static thread_local int64_t size = 0;
+    if (size < floats) {
+        int64_t bytes = (floats * static_cast<int64_t>(sizeof(float)) + 63) / 64 * 64;
+        memory.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
+        size = floats;
+    }
+    return memory.get();
+}
+
+template <class Op, class T> struct AttentionRun {
+    const AttentionBatch& batch;
+    const T *q, *kv;
+    T* out;
+
+    int64_t state_size() const { return MAX_ROWS * row_state_size(batch.dim); }
+    int64_t part_size() const { return SMALL_ROWS * row_state_size(batch.dim); }
+
+    void run(int threads) const {
+        AttentionPlan plan(batch, threads);
+        std::unique_ptr<float[]> parts(new float[plan.parts * part_size()]);
+        int64_t count = static_cast<int64_t>(plan.tasks.size());
+#pragma omp parallel num_threads(threads) if (count > 1)
+        {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < count; i++) run_task(plan.tasks[i], parts.get());
+#pragma omp for schedule(dynamic, 1)
+            for (size_t i = 0; i < plan.shared.size(); i++) finish_shared(plan.shared[i], parts.get());
+        }
+    }
+
+    void run_task(const AttentionTask& task, float* parts) const {
+        int64_t dim = batch.dim, group = batch.group(), rows = task.tokens * group;
+        int64_t operand = sizeof(typename Op::T), block = KEYS * dim * operand / sizeof(float);
+        float* scratch = attention_scratch(2 * state_size() + 2 * block + MAX_ROWS * dim);
+        float *total = scratch, *part = total + state_size(), *blocks = part + state_size();
+        AttentionTile<Op, T> tile{dim, rows, group, task.position, Sight{batch.window}, batch.scale * LOG2_E,
+                                  reinterpret_cast<typename Op::T*>(blocks + 2 * block),
+                                  reinterpret_cast<typename Op::T*>(blocks),
+                                  reinterpret_cast<typename Op::T*>(blocks + block), total};
+        for (int64_t r = 0; r < rows; r++) {
+            const T* from = q + (task.token + r / group) * batch.q_stride + (task.head * group + r % group) * dim;
+            Packer<Op, T>::queries(from, dim, tile.queries + r * dim);
+        }
+        Pages<T> pages{kv + task.head * batch.head_stride, batch.tables + task.seq * batch.table_stride,
+                       batch.block_size, batch.block_stride, batch.half_stride, dim};
+        for (int64_t begin = task.key_begin; begin < task.key_end;) {
+            int64_t end = std::min(task.key_end, (begin / SPLIT + 1) * SPLIT);
+            tile.state = begin == task.key_begin ? total : part;
+            tile.clear();
+            tile.attend(pages, begin, end);
+            if (tile.state == part) merge_rows(total, part, rows, dim);
+            begin = end;
+        }
+        if (task.part >= 0) std::copy(total, total + rows * row_state_size(dim), parts + task.part * part_size());
+        else write(task, total);
+    }
+
+    void finish_shared(const SharedTile& shared, float* parts) const {
+        float* total = parts + shared.first_part * part_size();
+        int64_t rows = shared.whole.tokens * batch.group();
+        for (int64_t i = 1; i < shared.parts; i++) merge_rows(total, total + i * part_size(), rows, batch.dim);
+        write(shared.whole, total);
+    }
+
+    void write(const AttentionTask& task, const float* state) const {
+        int64_t dim = batch.dim, group = batch.group();
+        for (int64_t r = 0; r < task.tokens * group; r++, state += row_state_size(dim)) {
+            T* to = out + (task.token + r / group) * batch.out_stride + (task.head * group + r % group) * dim;
+            float share = 1.0f / sum(load(state + dim));
+            for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(state + d) * share);
+        }
+    }
+};
+
+template <class T> struct AttentionOp { using Type = Floats; };
+#if BATON_HAS_PAIRS
+template <> struct AttentionOp<bf16> { using Type = Pairs; };
+#endif
+
+template <class T>
+void paged_attention(const AttentionBatch& batch, const void* q, const void* kv, void* out, int threads) {
+    AttentionRun<typename AttentionOp<T>::Type, T>{batch, static_cast<const T*>(q), static_cast<const T*>(kv),
+                                                  static_cast<T*>(out)}.run(threads);
+}
+
+}  // namespace baton
+
+extern "C" {
+
+// sizes: the integers of AttentionBatch in its order; dim and block_size are multiples of 16, query heads a multiple of
+// KV heads and at most 128 times as many. kv_layer points at the layer in block 0 and head 0.
+void baton_paged_attention(int dtype, const void* q, const void* kv_layer, void* out, const int64_t* sizes,
+                           const int32_t* query_start, const int32_t* seq_lens, const int32_t* tables, float scale,
+                           int threads) {
+    baton::AttentionBatch batch{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],    sizes[6], sizes[7],
+                                sizes[8], sizes[9], sizes[10], sizes[11], query_start, seq_lens, tables, scale};
+    BATON_DISPATCH(dtype, baton::paged_attention, batch, q, kv_layer, out, threads)
+}
+
+}

@@ -1,0 +1,84 @@
+// Head norm, rotation and KV write of one layer's new tokens, in one pass over q, k and v.
+#include <cmath>
+
+#include "vec.h"
+
+namespace baton {
+
+constexpr int MAX_HEAD_DIM = 512;
+
+struct RopeBatch {
+    int64_t tokens, q_heads, kv_heads, head_dim, rotary_dim, block_size;
+    int64_t q_stride, k_stride, v_stride;                            // elements from token to token
+    int64_t block_stride, head_stride, half_stride;                  // elements in kv: block, KV head, from K to V
+    const float* cos_sin;                                            // [max_positions][rotary_dim]
+    const int64_t *positions, *slots;
+    float eps;
+};
+
+// Normalises (where there is a norm) and rotates one head in place.
+template <class T> void turn_head(T* head, const T* norm, const float* cosines, const RopeBatch& batch) {
+    float values[MAX_HEAD_DIM];
+    int64_t dim = batch.head_dim, half = batch.rotary_dim / 2;
+    f32x16 squares = {};
+    for_lanes(dim, [&](int64_t i, int lanes) {
+        f32x16 v = load_upto(head + i, lanes);
+        squares += v * v;
+        store_upto(values + i, v, lanes);
+    });
+    if (norm != nullptr) {
+        f32x16 scale = splat(1.0f / std::sqrt(sum(squares) / dim + batch.eps));
+        for_lanes(dim, [&](int64_t i, int lanes) {
+            store_upto(values + i, load_upto(values + i, lanes) * scale * load_upto(norm + i, lanes), lanes);
+        });
+    }
+    const float* sines = cosines + half;
+    for_lanes(half, [&](int64_t i, int lanes) {
+        f32x16 first = load_upto(values + i, lanes), second = load_upto(values + half + i, lanes);
+        f32x16 cosine = load_upto(cosines + i, lanes), sine = load_upto(sines + i, lanes);
+        store_upto(head + i, first * cosine - second * sine, lanes);
+        store_upto(head + half + i, second * cosine + first * sine, lanes);
+    });
+    for_lanes(dim - 2 * half, [&](int64_t i, int lanes) {
+        store_upto(head + 2 * half + i, load_upto(values + 2 * half + i, lanes), lanes);
+    });
+}
+
+template <class T>
+void rope_and_cache(void* q, void* k, const void* v, const void* q_norm, const void* k_norm, void* kv_layer,
+                    const RopeBatch& batch, int threads) {
+    bool parallel = batch.tokens * (batch.q_heads + batch.kv_heads) >= 1024;  // below that, waking threads takes longer
+    int64_t head_bytes = batch.head_dim * sizeof(T);
+#pragma omp parallel for num_threads(threads) if (parallel)
+    for (int64_t t = 0; t < batch.tokens; t++) {
+        const float* cosines = batch.cos_sin + batch.positions[t] * batch.rotary_dim;
+        T* q_token = static_cast<T*>(q) + t * batch.q_stride;
+        for (int64_t h = 0; h < batch.q_heads; h++)
+            turn_head(q_token + h * batch.head_dim, static_cast<const T*>(q_norm), cosines, batch);
+
+        int64_t block = batch.slots[t] / batch.block_size, offset = batch.slots[t] % batch.block_size;
+        T* page = static_cast<T*>(kv_layer) + block * batch.block_stride + offset * batch.head_dim;
+        for (int64_t h = 0; h < batch.kv_heads; h++, page += batch.head_stride) {
+            T* k_head = static_cast<T*>(k) + t * batch.k_stride + h * batch.head_dim;
+            turn_head(k_head, static_cast<const T*>(k_norm), cosines, batch);
+            std::memcpy(page, k_head, head_bytes);
+            std::memcpy(page + batch.half_stride, static_cast<const T*>(v) + t * batch.v_stride + h * batch.head_dim,
+                        head_bytes);
+        }
+    }
+}
+
+}  // namespace baton
+
+extern "C" {
+
+// sizes: the integers of RopeBatch in its order. kv_layer points at the layer in block 0 and head 0. Norms may be null.
+void baton_rope_and_cache(int dtype, void* q, void* k, const void* v, const void* q_norm, const void* k_norm,
+                          void* kv_layer, const int64_t* sizes, const float* cos_sin, const int64_t* positions,
+                          const int64_t* slots, float eps, int threads) {
+    baton::RopeBatch batch{sizes[0], sizes[1], sizes[2],  sizes[3],  sizes[4], sizes[5],  sizes[6], sizes[7],
+                           sizes[8], sizes[9], sizes[10], sizes[11], cos_sin,  positions, slots,    eps};
+    BATON_DISPATCH(dtype, baton::rope_and_cache, q, k, v, q_norm, k_norm, kv_layer, batch, threads)
+}
+
+}

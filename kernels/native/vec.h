@@ -1,0 +1,225 @@
+// Sixteen floats at a time, on whatever the CPU has.
+//
+// Written with the compiler's vector extension: it becomes AVX-512, AVX2, NEON or plain code. Intrinsics appear only
+// where the extension cannot say it: conversions here, the bfloat16 dot product in dot_tile.h.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace baton {
+
+constexpr int LANES = 16;
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+enum class DType : int { F32 = 0, BF16 = 1, F16 = 2 };  // numbers shared with native/__init__.py
+
+inline f32x16 splat(float x) { return x - f32x16{}; }
+
+template <class V> inline V load_bytes(const void* p) { V v; std::memcpy(&v, p, sizeof(V)); return v; }
+template <class V> inline void store_bytes(void* p, V v) { std::memcpy(p, &v, sizeof(V)); }
+
+// ---- comparisons ----------------------------------------------------------------------------------------------------
+
+// Compilers compare vectors wider than the CPU's one element after the other, so without AVX-512 halves are compared.
+#if defined(__AVX512F__)
+inline i32x16 greater(f32x16 a, f32x16 b) { return a > b; }
+inline i32x16 at_least(f32x16 a, f32x16 b) { return a >= b; }
+inline f32x16 choose(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
+inline bool any(i32x16 mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+#else
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef int64_t i64x4 __attribute__((vector_size(32)));
+
+struct Halves {
+    f32x8 half[2];
+    explicit Halves(f32x16 v) { std::memcpy(half, &v, sizeof v); }
+};
+
+inline i32x16 greater(f32x16 a, f32x16 b) {
+    Halves x(a), y(b);
+    i32x8 masks[2] = {x.half[0] > y.half[0], x.half[1] > y.half[1]};
+    return load_bytes<i32x16>(masks);
+}
+
+inline i32x16 at_least(f32x16 a, f32x16 b) {
+    Halves x(a), y(b);
+    i32x8 masks[2] = {x.half[0] >= y.half[0], x.half[1] >= y.half[1]};
+    return load_bytes<i32x16>(masks);
+}
+
+inline f32x16 choose(i32x16 mask, f32x16 yes, f32x16 no) {
+    return reinterpret_cast<f32x16>((mask & reinterpret_cast<i32x16>(yes)) | (~mask & reinterpret_cast<i32x16>(no)));
+}
+
+inline bool any(i32x16 mask) {
+    i64x4 halves[2];
+    std::memcpy(halves, &mask, sizeof mask);
+    i64x4 either = halves[0] | halves[1];
+    return (either[0] | either[1] | either[2] | either[3]) != 0;
+}
+#endif
+
+// b where either is not a number: put the bound first to let NaN through.
+inline f32x16 max(f32x16 a, f32x16 b) { return choose(greater(a, b), a, b); }
+
+// ---- over the lanes -------------------------------------------------------------------------------------------------
+
+// Combines all lanes, in the order of a binary tree; every lane of the result holds it.
+template <class Combine> inline f32x16 fold(f32x16 v, Combine combine) {
+    v = combine(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    v = combine(v, __builtin_shuffle(v, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+    v = combine(v, __builtin_shuffle(v, i32x16{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+    return combine(v, __builtin_shuffle(v, i32x16{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+}
+
+inline float sum(f32x16 v) { return fold(v, [](f32x16 a, f32x16 b) { return a + b; })[0]; }
+inline f32x16 maximum(f32x16 v) { return fold(v, [](f32x16 a, f32x16 b) { return max(a, b); }); }
+
+// ---- conversions ----------------------------------------------------------------------------------------------------
+
+inline f32x16 to_float(u16x16 raw, bf16) {
+    return reinterpret_cast<f32x16>(__builtin_convertvector(raw, u32x16) << 16);
+}
+
+inline u16x16 from_float(f32x16 v, bf16) {
+#if defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#else  // round to nearest, ties to even; a NaN stays one
+    u32x16 bits = reinterpret_cast<u32x16>(v);
+    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    u32x16 nan = reinterpret_cast<u32x16>(v != v);
+    return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), u16x16);
+#endif
+}
+
+inline f32x16 to_float(u16x16 raw, f16) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps((__m256i)raw);
+#else  // shift exponent and mantissa into place, then multiply by 2^112: exact for subnormals too
+    u32x16 bits = __builtin_convertvector(raw, u32x16);
+    u32x16 magnitude = (bits & 0x7fffu) << 13;
+    f32x16 scaled = reinterpret_cast<f32x16>(magnitude) * splat(0x1p112f);
+    u32x16 special = reinterpret_cast<u32x16>(magnitude >= (0x7c00u << 13));
+    u32x16 value = (special & (magnitude | 0x7f800000u)) | (~special & reinterpret_cast<u32x16>(scaled));
+    return reinterpret_cast<f32x16>(value | ((bits & 0x8000u) << 16));
+#endif
+}
+
+inline u16x16 from_float(f32x16 v, f16) {
+#if defined(__AVX512F__)
+    return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+    u16x16 out;
+    __m256 halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    __m128i packed[2] = {_mm256_cvtps_ph(halves[0], 0), _mm256_cvtps_ph(halves[1], 0)};
+    std::memcpy(&out, packed, sizeof out);
+    return out;
+#else
+    u16x16 out;
+    for (int i = 0; i < LANES; i++) {
+        _Float16 half = static_cast<_Float16>(v[i]);
+        uint16_t bits;
+        std::memcpy(&bits, &half, sizeof bits);
+        out[i] = bits;
+    }
+    return out;
+#endif
+}
+
+template <class T> inline f32x16 load(const T* p) { return to_float(load_bytes<u16x16>(p), T{}); }
+template <> inline f32x16 load(const float* p) { return load_bytes<f32x16>(p); }
+template <class T> inline void store(T* p, f32x16 v) { store_bytes(p, from_float(v, T{})); }
+template <> inline void store(float* p, f32x16 v) { store_bytes(p, v); }
+
+// The first n (< 16) elements; the other lanes are zero.
+template <class T> inline f32x16 load_first(const T* p, int n) {
+    T lanes[LANES] = {};
+    std::memcpy(lanes, p, n * sizeof(T));
+    return load(lanes);
+}
+template <class T> inline void store_first(T* p, f32x16 v, int n) {
+    T lanes[LANES];
+    store(lanes, v);
+    std::memcpy(p, lanes, n * sizeof(T));
+}
+
+// Calls body(i, load16, store16) for every group of sixteen of n elements, the last of which may be partial.
+template <class Body> inline void for_lanes(int64_t n, Body body) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) body(i, LANES);
+    if (i < n) body(i, static_cast<int>(n - i));
+}
+template <class T> inline f32x16 load_upto(const T* p, int n) { return n == LANES ? load(p) : load_first(p, n); }
+template <class T> inline void store_upto(T* p, f32x16 v, int n) {
+    if (n == LANES) store(p, v); else store_first(p, v, n);
+}
+
+// ---- e^x ------------------------------------------------------------------------------------------------------------
+
+// Within 2 units in the last place for -87 <= x <= 88, the value at the border beyond; e^0 is exactly 1, NaN stays.
+// x = n ln 2 + r with |r| <= ln 2 / 2, then a polynomial for e^r (minimax, as in the Cephes library's expf).
+inline f32x16 exponential(f32x16 x) {
+    x = max(splat(-87.0f), x);
+    x = choose(greater(x, splat(88.0f)), splat(88.0f), x);
+    const f32x16 rounder = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    f32x16 shifted = x * 1.44269504088896341f + rounder;
+    i32x16 exponent = reinterpret_cast<i32x16>(shifted) - reinterpret_cast<i32x16>(rounder);
+    f32x16 n = shifted - rounder;
+    f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    f32x16 p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return reinterpret_cast<f32x16>(reinterpret_cast<i32x16>(p) + (exponent << 23));
+}
+
+// 2^x within 2 units in the last place for x <= 127; 2^0 is exactly 1; below -126 some number of at most 2^-126.
+// x = n + r with |r| <= 1/2, then a polynomial for 2^r (fitted on Chebyshev nodes, relative error 2e-9).
+inline f32x16 power_of_two(f32x16 x) {
+    x = max(splat(-126.0f), x);
+#if defined(__AVX512F__)
+    f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const f32x16 rounder = splat(12582912.0f);
+    f32x16 shifted = x + rounder, n = shifted - rounder;
+#endif
+    f32x16 r = x - n;
+    f32x16 p = splat(1.546144746e-04f);
+    p = p * r + 1.339086735e-03f;
+    p = p * r + 9.618056670e-03f;
+    p = p * r + 5.550357104e-02f;
+    p = p * r + 2.402265092e-01f;
+    p = p * r + 6.931471880e-01f;
+    p = p * r + 1.0f;
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    i32x16 exponent = reinterpret_cast<i32x16>(shifted) - reinterpret_cast<i32x16>(rounder);
+    return reinterpret_cast<f32x16>(reinterpret_cast<i32x16>(p) + (exponent << 23));
+#endif
+}
+
+}  // namespace baton
+
+// Calls function<T>(args...) for the element type with number `dtype`.
+#define BATON_DISPATCH(dtype, function, ...)                                    \
+    switch (static_cast<baton::DType>(dtype)) {                                 \
+        case baton::DType::F32: function<float>(__VA_ARGS__); break;            \
+        case baton::DType::BF16: function<baton::bf16>(__VA_ARGS__); break;     \
+        case baton::DType::F16: function<baton::f16>(__VA_ARGS__); break;       \
+    }

@@ -1,0 +1,35 @@
+"""Head norm, rotary position embedding and the write into the KV cache, fused."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton.kernels.attention.batch import AttentionBatch
+
+from . import cpu, reference
+
+__all__ = ["rope_and_cache"]
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Changes q [T, H, D] and k [T, KV, D] in place, writes k and v to the batch's slots of `layer` in kv, returns q.
+
+    Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D] and `eps`, where given) and rotated
+    (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim on stay).
+    `cos_sin` [max_positions, rotary_dim] float32: cosines, then sines. Computed in float32, rounded once.
+    q, k and v may be views into one tensor: only their last two dimensions must be contiguous.
+    """
+    run = cpu.rope_and_cache if q.is_cpu else reference.rope_and_cache
+    return run(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps)

@@ -1,0 +1,86 @@
+"""Head norm, rotation and KV write in C++ (`native/rope_kv.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+from baton.kernels.attention.batch import AttentionBatch
+
+from . import reference
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    kernel = _kernel()
+    number = native.DTYPE_NUMBER.get(q.dtype)
+    if kernel is None or number is None or not _fits(q, k, v, cos_sin, kv, q_norm, k_norm):
+        return reference.rope_and_cache(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    block_stride, head_stride, _, half_stride = kv.stride()[:4]
+    sizes = _SIZES(
+        *(q.shape[0], q.shape[1], k.shape[1], q.shape[2], cos_sin.shape[1], kv.shape[4]),
+        *(q.stride(0), k.stride(0), v.stride(0)),
+        *(block_stride, head_stride, half_stride),
+    )
+    kernel(
+        number,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        0 if q_norm is None else q_norm.data_ptr(),
+        0 if k_norm is None else k_norm.data_ptr(),
+        kv.data_ptr() + layer * kv.stride(2) * kv.element_size(),
+        sizes,
+        cos_sin.data_ptr(),
+        batch.positions.data_ptr(),
+        batch.slots.data_ptr(),
+        eps,
+        torch.get_num_threads(),
+    )
+    return q
+
+
+_SIZES = ctypes.c_int64 * 12  # the integers of RopeBatch in native/rope_kv.cpp
+
+
+def _fits(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+) -> bool:
+    """Whether the kernel's view of the tensors is right: one type, contiguous heads, contiguous tables."""
+    dim = q.shape[2]
+    same_type = k.dtype == v.dtype == kv.dtype == q.dtype and cos_sin.dtype == torch.float32
+    same_type &= all(norm is None or norm.dtype == q.dtype for norm in (q_norm, k_norm))
+    contiguous_heads = all(heads.stride(2) == 1 and heads.stride(1) == dim for heads in (q, k, v))
+    return (
+        same_type
+        and contiguous_heads
+        and cos_sin.is_contiguous()
+        and kv.stride()[4:] == (dim, 1)
+        and dim <= MAX_HEAD_DIM
+    )
+
+
+MAX_HEAD_DIM = 512  # as in native/rope_kv.cpp
+
+
+@functools.cache
+def _kernel() -> Callable[..., int | None] | None:
+    pointers = (native.POINTER,) * 6
+    tables = (ctypes.POINTER(ctypes.c_int64), native.POINTER, native.POINTER, native.POINTER)
+    return native.function("baton_rope_and_cache", native.INT, *pointers, *tables, native.F32, native.INT)

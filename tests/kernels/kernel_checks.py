@@ -1,0 +1,77 @@
+"""What the tests of the kernels share: how accurate is accurate, and paged sequences with poison around them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.kernels.attention import AttentionBatch
+
+BLOCK_SIZE = 16
+MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
+
+
+def assert_as_accurate(result: Tensor, exact: Tensor, same_precision: Tensor, slack: float = 2.0) -> None:
+    """`result` is about as near to the float64 result as the plain reference in the same precision is."""
+    assert result.dtype == same_precision.dtype
+    assert result.shape == exact.shape
+    assert not result.isnan().any(), "poison came through"
+    if result.numel() == 0:
+        return
+    error = (result.double() - exact).abs().max().item()
+    unavoidable = (same_precision.double() - exact).abs().max().item()
+    rounding = torch.finfo(result.dtype).eps * exact.abs().max().item()
+    assert error <= slack * max(unavoidable, rounding), f"error {error:.3g}, the reference makes {unavoidable:.3g}"
+
+
+@dataclass(frozen=True)
+class PagedSequences:
+    kv: Tensor
+    batch: AttentionBatch
+    query_lens: Sequence[int]
+
+
+def paged_sequences(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    num_layers: int = 2,
+    layer: int = 1,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = BLOCK_SIZE,
+    seed: int = 0,
+) -> PagedSequences:
+    """Sequences in shuffled blocks. Whatever no query may see is NaN: other layers, free blocks, tails of blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-length // block_size) for length in seq_lens]
+    num_blocks = sum(counts) + 2
+    kv = torch.full((num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim), float("nan"), dtype=dtype)
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    tables = torch.zeros(len(seq_lens), max(counts, default=0), dtype=torch.int32)
+    for index, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
+        blocks = [free.pop() for _ in range(count)]
+        tables[index, :count] = torch.tensor(blocks, dtype=torch.int32)
+        for position in range(0, length, block_size):
+            tokens = min(block_size, length - position)
+            values = torch.randn(num_kv_heads, 2, tokens, head_dim, generator=generator)
+            kv[blocks[position // block_size], :, layer, :, :tokens] = values.to(dtype)
+    return PagedSequences(kv, AttentionBatch.plan(query_lens, seq_lens, tables, block_size), query_lens)
+
+
+def without_poison(kv: Tensor) -> Tensor:
+    return torch.nan_to_num(kv, nan=0.0)
+
+
+def untouched_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of any size that takes memory only where it is written: its other pages do not exist."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype=dtype).view(shape)

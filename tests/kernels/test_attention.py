@@ -1,0 +1,212 @@
+"""Paged attention: against the definition in float64, with NaN in everything that must not be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, untouched_memory, without_poison
+from torch import Tensor
+
+from baton.kernels.attention import AttentionBatch, paged_attention, reference
+
+LAYER = 1
+RAGGED = ([1, 1, 1, 5, 70, 130], [600, 1, 17, 1300, 70, 250])  # decodes, a chunk after a long prefix, whole prompts
+
+
+def queries(sequences: PagedSequences, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(sequences.batch.num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+
+
+def attend(q: Tensor, sequences: PagedSequences, window: int | None = None) -> Tensor:
+    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    result = paged_attention(q, sequences.kv, LAYER, sequences.batch, scale=q.shape[2] ** -0.5, window=window, out=out)
+    assert result is out
+    return out
+
+
+def check(q: Tensor, sequences: PagedSequences, window: int | None = None) -> None:
+    result = attend(q, sequences, window)
+    scale, clean = q.shape[2] ** -0.5, without_poison(sequences.kv)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, scale=scale, window=window)
+    same = reference.paged_attention(q, clean, LAYER, sequences.batch, scale=scale, window=window)
+    assert_as_accurate(result, exact, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (3, 1), (8, 1), (6, 6), (16, 8)])
+def test_query_heads_share_key_value_heads_in_any_ratio(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, num_threads: int
+) -> None:
+    sequences = paged_sequences(*RAGGED, num_kv_heads=num_kv_heads, dtype=dtype)
+    check(queries(sequences, num_heads, 64, dtype), sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_heads_have_any_multiple_of_16_dimensions(dtype: torch.dtype, head_dim: int) -> None:
+    sequences = paged_sequences(*RAGGED, head_dim=head_dim, dtype=dtype)
+    check(queries(sequences, 4, head_dim, dtype), sequences)
+
+
+@pytest.mark.parametrize("head_dim", [24, 20])
+def test_other_head_dimensions_are_served_too(head_dim: int) -> None:
+    sequences = paged_sequences([1, 20], [40, 20], head_dim=head_dim)
+    clean = PagedSequences(without_poison(sequences.kv), sequences.batch, sequences.query_lens)
+    check(queries(sequences, 4, head_dim, torch.float32), clean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 2, 16, 100, 513, 5000])
+def test_a_window_hides_older_keys(dtype: torch.dtype, window: int, num_threads: int) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    check(queries(sequences, 4, 64, dtype), sequences, window)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_blocks_hold_any_multiple_of_16_tokens(block_size: int) -> None:
+    sequences = paged_sequences(*RAGGED, block_size=block_size)
+    check(queries(sequences, 4, 64, torch.float32), sequences)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1025])
+def test_one_query_sees_every_key_of_any_context_length(length: int, num_threads: int) -> None:
+    sequences = paged_sequences([1], [length], num_kv_heads=1, dtype=torch.bfloat16)
+    check(queries(sequences, 2, 64, torch.bfloat16), sequences)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_winner() -> None:
+    sequences = paged_sequences([1, 30], [200, 30])
+    check(queries(sequences, 4, 64, torch.float32) * 1000, sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(dtype: torch.dtype) -> None:
+    sequences = paged_sequences([1, 30], [200, 30], dtype=dtype)
+    q = queries(sequences, 4, 64, dtype)
+    q[7, 2, 5] = float("nan")
+    spoiled = torch.zeros(31, 4, dtype=torch.bool)
+    spoiled[7, 2] = True
+    assert torch.equal(attend(q, sequences).isnan().any(-1), spoiled)
+
+
+def test_an_empty_batch_gives_an_empty_result() -> None:
+    sequences = paged_sequences([], [])
+    assert attend(torch.empty(0, 4, 64), sequences).shape == (0, 4, 64)
+
+
+def test_queries_may_be_a_view_into_a_fused_projection() -> None:
+    sequences = paged_sequences(*RAGGED, dtype=torch.bfloat16)
+    fused = torch.randn(sequences.batch.num_tokens, 4 * 64 + 2 * 2 * 64).bfloat16()
+    check(fused[:, : 4 * 64].unflatten(1, (4, 64)), sequences)
+
+
+# ---- a token's result depends on its own sequence alone, to the last bit --------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_sequence_gives_the_same_bits_alone_as_in_a_batch(dtype: torch.dtype, window: int | None) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    q = queries(sequences, 4, 64, dtype)
+    together = attend(q, sequences, window)
+    starts = sequences.batch.query_start.tolist()
+    for index, (query_len, seq_len) in enumerate(zip(*RAGGED, strict=True)):
+        table = sequences.batch.block_tables[index : index + 1]
+        alone = PagedSequences(sequences.kv, AttentionBatch.plan([query_len], [seq_len], table, 16), [query_len])
+        tokens = slice(starts[index], starts[index + 1])
+        assert torch.equal(attend(q[tokens], alone, window), together[tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 90, 600])
+@pytest.mark.parametrize("cuts", [[1], [64], [37, 513], list(range(1, 40))])
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(
+    dtype: torch.dtype, window: int | None, cuts: list[int]
+) -> None:
+    length = 700
+    whole = paged_sequences([length], [length], dtype=dtype)
+    q = queries(whole, 4, 64, dtype)
+    expected = attend(q, whole, window)
+    for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
+        batch = AttentionBatch.plan([end - begin], [end], whole.batch.block_tables, 16)
+        chunk = attend(q[begin:end], PagedSequences(whole.kv, batch, [end - begin]), window)
+        assert torch.equal(chunk, expected[begin:end])
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    for lengths in (RAGGED, ([1], [5000])):  # the lone decode is shared out over its keys where there are threads
+        sequences = paged_sequences(*lengths, dtype=torch.bfloat16)
+        q = queries(sequences, 4, 64, torch.bfloat16)
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(attend(q, sequences))
+        torch.set_num_threads(1)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_beyond_4_gib_of_elements_are_found() -> None:
+    small = paged_sequences([3], [40], num_layers=LAYER + 1, dtype=torch.bfloat16)
+    block_elements = small.kv[0].numel()
+    far = (1 << 32) // block_elements + 1
+    kv = untouched_memory((far + small.kv.shape[0], *small.kv.shape[1:]), torch.bfloat16)
+    kv[far:] = small.kv
+    batch = AttentionBatch.plan([3], [40], small.batch.block_tables + far, 16)
+    q = queries(small, 4, 64, torch.bfloat16)
+    assert torch.equal(attend(q, PagedSequences(kv, batch, [3])), attend(q, small))
+
+
+def test_a_window_that_hides_the_query_itself_is_refused() -> None:
+    sequences = paged_sequences([1], [4])
+    with pytest.raises(ValueError, match="give at least 1"):
+        attend(queries(sequences, 4, 64, torch.float32), sequences, window=0)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    sequences = paged_sequences([1], [4])
+    with pytest.raises(ValueError, match="do not divide"):
+        attend(queries(sequences, 3, 64, torch.float32), sequences)
+
+
+def test_an_output_of_another_shape_is_refused() -> None:
+    sequences = paged_sequences([1], [4])
+    q = queries(sequences, 4, 64, torch.float32)
+    with pytest.raises(ValueError, match="give contiguous"):
+        paged_attention(q, sequences.kv, LAYER, sequences.batch, scale=1.0, out=torch.empty(2, 4, 64))
+
+
+# ---- the plan of a step ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_places_every_token() -> None:
+    tables = torch.tensor([[7, 0], [2, 5], [4, 0]], dtype=torch.int32)
+    batch = AttentionBatch.plan([1, 1, 3], [4, 18, 3], tables, 16)
+    assert batch.query_start.tolist() == [0, 1, 2, 5]
+    assert batch.positions.tolist() == [3, 17, 0, 1, 2]
+    assert batch.slots.tolist() == [7 * 16 + 3, 5 * 16 + 1, 64, 65, 66]
+    assert (batch.num_seqs, batch.num_tokens, batch.num_decodes) == (3, 5, 2)
+    assert (batch.max_query_len, batch.max_seq_len) == (3, 18)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "complaint"),
+    [([1], [1, 1], "one of each"), ([0], [4], "from 1 to"), ([5], [4], "from 1 to"), ([1], [17], "widen")],
+)
+def test_a_plan_that_makes_no_sense_is_refused(query_lens: list[int], seq_lens: list[int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        AttentionBatch.plan(query_lens, seq_lens, torch.zeros(1, 1, dtype=torch.int32), 16)
+
+
+def test_tables_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"block_tables is torch\.int64"):
+        AttentionBatch.plan([1], [4], torch.zeros(1, 1, dtype=torch.int64), 16)
+
+
+def test_tables_with_gaps_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"block_tables is .* with stride"):
+        AttentionBatch.plan([1], [4], torch.zeros(1, 4, dtype=torch.int32)[:, ::2], 16)

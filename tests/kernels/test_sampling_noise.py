@@ -1,0 +1,136 @@
+"""The random numbers behind the draws: right, independent, and a function of seed, position and token only."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels.sampling import SamplingBatch, cpu, reference, sample
+from baton.kernels.sampling.noise import gumbel, philox, portable_log, random_words
+
+
+def draws(logits: Tensor, count: int, *, seed: int = 5, position: int = 0, temperature: float = 1.0) -> Tensor:
+    """Draws `[count]` from one row of logits with one seed at successive positions."""
+    positions = torch.arange(position, position + count)
+    batch = SamplingBatch(
+        seeds=torch.full_like(positions, seed), positions=positions, temperature=torch.full((count,), temperature)
+    )
+    return sample(logits.expand(count, -1).contiguous(), batch)
+
+
+def assert_fits(counts: Tensor, expected: Tensor) -> None:
+    """Pearson's chi-square; 5 standard deviations, so that a sound generator fails about once in a million seeds."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    freedom = counts.numel() - 1
+    assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom), f"chi-square {statistic:.1f} of {freedom}"
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_words_its_authors_published(
+    counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
+) -> None:
+    """Known answers of the Random123 library for philox4x32 with 10 rounds."""
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
+    k0, k1 = (torch.tensor([word]) for word in key)
+    assert tuple(int(word) for word in philox((c0, c1, c2, c3), (k0, k1))) == words
+
+
+def test_the_logarithm_is_right_to_the_last_bits() -> None:
+    x = torch.cat([torch.logspace(-300, 300, 5000, dtype=torch.float64), 1 - torch.logspace(-16, -0.1, 500).double()])
+    error = (portable_log(x) - x.log()).abs() / x.log().abs().clamp(min=1e-300)
+    assert float(error.max()) < 1e-15
+
+
+def test_noise_is_finite_for_every_word() -> None:
+    noise = gumbel(torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1]))
+    assert noise.isfinite().all()
+    assert noise.diff().gt(0).all()
+    assert float(noise[-1]) < 22.9
+
+
+GROUPED = 501  # neighbouring tokens that are counted together
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.8])
+def test_tokens_come_up_as_often_as_softmax_says(temperature: float) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5, -math.inf, 0.25, -2.0, 2.0])
+    count = 40_000
+    counts = draws(logits, count, temperature=temperature).bincount(minlength=len(logits)).double()
+    expected = count * (logits.double() / temperature).softmax(0)
+    assert counts[7] == 0
+    assert_fits(counts[expected > 0], expected[expected > 0])
+
+
+def test_no_part_of_a_large_vocabulary_is_preferred() -> None:
+    vocab_size, count = 32_064, 6_000
+    parts = draws(torch.zeros(vocab_size), count).bincount(minlength=vocab_size).view(-1, GROUPED).sum(dim=1)
+    assert_fits(parts.double(), torch.full((len(parts),), count * GROUPED / vocab_size).double())
+    lanes = draws(torch.zeros(vocab_size), count, seed=6).remainder(64).bincount(minlength=64).double()
+    assert_fits(lanes, torch.full((64,), count / 64).double())
+
+
+@pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1, 1), (1 << 32, 0), (0, 1 << 32)])
+def test_draws_of_neighbouring_seeds_and_positions_are_independent(seed_step: int, position_step: int) -> None:
+    vocab_size, count = 8, 20_000
+    at = torch.arange(count) * 2
+    logits = torch.zeros(count, vocab_size)
+
+    def at_step(step: int) -> Tensor:
+        seeds, positions = 77 + seed_step * step + 0 * at, at + position_step * step
+        if not position_step:
+            seeds, positions = seeds + at, positions * 0
+        return sample(logits, SamplingBatch(seeds=seeds, positions=positions, temperature=torch.ones(count)))
+
+    pairs = (at_step(0) * vocab_size + at_step(1)).bincount(minlength=vocab_size**2).double()
+    assert_fits(pairs, torch.full((vocab_size**2,), count / vocab_size**2).double())
+
+
+def test_a_draw_depends_on_its_own_seed_position_and_logits_only() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(33, 5000, generator=generator)
+    seeds = torch.randint(2**62, (33,), generator=generator)
+    positions = torch.randint(10_000, (33,), generator=generator)
+
+    def drawn(rows: Tensor) -> Tensor:
+        batch = SamplingBatch(
+            seeds=seeds[rows],
+            positions=positions[rows],
+            temperature=torch.linspace(0.2, 2, 33)[rows],
+            top_p=torch.linspace(0.3, 1, 33)[rows],
+        )
+        return sample(logits[rows], batch)
+
+    together = drawn(torch.arange(33))
+    shuffled = torch.randperm(33, generator=generator)
+    assert drawn(shuffled).equal(together[shuffled])
+    assert torch.cat([drawn(torch.tensor([row])) for row in range(33)]).equal(together)
+
+
+def test_draws_are_the_same_on_every_machine() -> None:
+    """Tokens written down once: seeds that users keep must go on giving the same answers."""
+    logits = (torch.arange(1000) * 37 % 101).float() / 25
+    expected = [554, 529, 253, 92, 696, 924, 562, 591]
+    for draw in (cpu.sample, reference.sample):
+        positions = torch.arange(8)
+        seeds = torch.tensor([0, 1, 2**31, 2**32, 2**62, 2**63 - 1, 42, 42])
+        batch = SamplingBatch(seeds=seeds, positions=positions, temperature=torch.ones(8))
+        assert draw(logits.repeat(8, 1), batch).tolist() == expected
+
+
+def test_words_of_a_token_do_not_depend_on_the_size_of_the_vocabulary() -> None:
+    seeds, positions = torch.tensor([9, 8]), torch.tensor([7, 2**33])
+    assert random_words(seeds, positions, 1000)[:, :70].equal(random_words(seeds, positions, 70))
