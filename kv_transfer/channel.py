@@ -1,0 +1,141 @@
+"""The control channel: small messages between engines.
+
+    reader's DEALER, one a peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
+
+Whoever reads connects; answers go back over the connection on which the question came. Messages may be lost when a
+connection breaks: the state machines ask again. A peer that restarts at the same address gets a new connection (its
+`kv_address` may be the same, its epoch is not).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import time
+from typing import Protocol
+
+import zmq
+
+from .curve import ClusterKey
+
+Route = int | bytes  # a connection that we opened, or the one on which a peer's message came
+
+MAX_MESSAGE_BYTES = 4 << 20
+LINGER_MS = 200  # what was said last (Finish, Abort) still goes out when a socket is closed
+
+
+class Channel(Protocol):
+    """One thread uses a channel. No call blocks."""
+
+    address: str
+
+    def connect(self, address: str) -> Route: ...
+
+    def disconnect(self, route: Route) -> None: ...
+
+    def send(self, route: Route, data: bytes) -> bool:
+        """False: dropped, since the peer is gone or takes nothing."""
+        ...
+
+    def receive(self) -> list[tuple[Route, bytes]]:
+        """Everything that has come."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ZmqChannel:
+    """A `Channel` over TCP. `wait` and `wake` let the thread that uses it sleep."""
+
+    def __init__(self, host: str, key: ClusterKey | None, port: int = 0) -> None:
+        """Binds `host` at once; port 0 is a free one. Without a key anyone who reaches the port may talk: for tests."""
+        self._key = key
+        self._context = zmq.Context()
+        self._server = self._socket(zmq.ROUTER, host)
+        self._server.router_mandatory = True  # a reply to a peer that left is an error, not silence
+        if key is not None:
+            key.secure_server(self._server)
+        bracketed = f"[{host}]" if ":" in host else host
+        self._server.bind(f"tcp://{bracketed}:{port or '*'}")
+        self.address = self._server.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._numbers = itertools.count(1)
+        self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._server, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+
+    def connect(self, address: str) -> Route:
+        dealer = self._socket(zmq.DEALER, address)
+        if self._key is not None:
+            self._key.secure_client(dealer)
+        dealer.connect(address)
+        number = next(self._numbers)
+        self._dealers[number] = dealer
+        self._poller.register(dealer, zmq.POLLIN)
+        return number
+
+    def disconnect(self, route: Route) -> None:
+        if isinstance(route, int) and (dealer := self._dealers.pop(route, None)) is not None:
+            self._poller.unregister(dealer)
+            dealer.close()
+
+    def send(self, route: Route, data: bytes) -> bool:
+        try:
+            if isinstance(route, bytes):
+                self._server.send_multipart([route, data], zmq.NOBLOCK)
+            else:
+                self._dealers[route].send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def receive(self) -> list[tuple[Route, bytes]]:
+        arrived: list[tuple[Route, bytes]] = []
+        for identity, *frames in _drain(self._server):
+            arrived.append((identity, b"".join(frames)))
+        for number, dealer in self._dealers.items():
+            arrived += ((number, b"".join(frames)) for frames in _drain(dealer))
+        return arrived
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when a message is there, after `wake`, or after the timeout; below 1 ms it sleeps through."""
+        if timeout_s < 1e-3:
+            time.sleep(timeout_s)
+        else:
+            self._poller.poll(math.ceil(timeout_s * 1e3))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+
+    def wake(self) -> None:
+        """Ends a `wait`, from any thread."""
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        for route in list(self._dealers):
+            self.disconnect(route)
+        self._server.close()
+        self._context.term()
+        os.close(self._wakeup)
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = LINGER_MS
+        socket.ipv6 = "[" in address or address.count(":") > 1
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
+        socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 15000  # a host that vanished is a broken connection
+        return socket
+
+
+def _drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+    messages = []
+    try:
+        while True:
+            messages.append(socket.recv_multipart(zmq.NOBLOCK))
+    except zmq.Again:
+        return messages

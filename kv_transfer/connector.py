@@ -1,0 +1,199 @@
+"""The engine's `KVConnector`: hand-offs over NIXL, in a thread of their own.
+
+step loop ──calls──> queue ──> transfer thread: sockets, NIXL agent, state machines ──events──> poll()
+                                                                                   └──> wake()
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+
+from baton.engine.core.connector import ConnectorEvent, Offer, TransferId
+from baton.engine.core.layout import KVRegion
+
+from .channel import ZmqChannel
+from .curve import ClusterKey
+from .errors import TransferThreadDied, TransportError
+from .handoff import Handoff, TransferStats
+from .messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
+from .settings import PeerInfo, TransferSettings
+from .transports import Transport
+from .transports.nixl import NixlTransport
+
+__all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0  # for reads that still run
+
+
+class TransferConnector:
+    """Implements `engine.core.connector.KVConnector`; see there for offers and receives.
+
+    One transfer thread owns the sockets and the transport. The step loop's calls only enqueue; `wake` is called from
+    the transfer thread whenever `poll` has something new. Raises `TransportError` if the region cannot be registered.
+    """
+
+    def __init__(
+        self,
+        region: KVRegion,
+        *,
+        engine_id: str,
+        epoch: int,
+        host: str,
+        key: ClusterKey | None,
+        settings: TransferSettings | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`host`: the address of this machine that peers reach. Without a `key` anyone may talk: for tests only."""
+        self._me = EngineKey(engine_id, epoch)
+        self._region = region
+        self._settings = settings or TransferSettings()
+        self._fingerprint = region.layout.fingerprint
+        self._wake = wake
+        self._ids = itertools.count(1)
+        self._commands: collections.deque[Callable[[Handoff], None]] = collections.deque()
+        self._events: collections.deque[ConnectorEvent] = collections.deque()
+        self._stats = TransferStats()
+        self._failure: Exception | None = None
+        self._closing = threading.Event()
+        self._channel = ZmqChannel(host, key)
+        self.address = self._channel.address  # this engine's `kv_address`
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="baton-transfer", daemon=True)
+        self._thread.start()
+        try:
+            started.result(timeout=START_TIMEOUT_S)
+        except TransportError:
+            self.close()
+            raise
+
+    def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        transfer_id = next(self._ids)
+        lease = LeaseKey(self._me, request_id, generation, transfer_id)
+        ticket = Ticket(
+            version=TICKET_VERSION,
+            lease=lease,
+            kv_address=self.address,
+            fingerprint=self._fingerprint,
+            transport=self._settings.transport,
+            num_tokens=num_tokens,
+            lease_s=self._settings.lease_s,
+            runs=runs_of(block_ids),
+        )
+        num_blocks = len(block_ids)
+        self._enqueue(lambda handoff: handoff.offer(lease, num_blocks))
+        return Offer(transfer_id, ticket.encode())
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        self._enqueue(lambda handoff: handoff.withdraw(transfer_id))
+
+    def receive(
+        self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
+    ) -> TransferId:
+        transfer_id = next(self._ids)
+        blocks = list(block_ids)
+        self._enqueue(lambda handoff: handoff.receive(transfer_id, ticket, first_block, blocks))
+        return transfer_id
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self._enqueue(lambda handoff: handoff.cancel(transfer_id))
+
+    def poll(self) -> list[ConnectorEvent]:
+        """What happened since the last call, in order. Raises `TransferThreadDied` once nothing more can happen."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        if not events and self._failure is not None:
+            raise TransferThreadDied(
+                f"KV transfers of {self._me.engine_id} stopped: {self._failure}"
+            ) from self._failure
+        return events
+
+    def peers_changed(self, live: Collection[PeerInfo]) -> None:
+        """All engines that are alive now. Those with our layout are connected and warmed; whoever left is dropped."""
+        snapshot = list(live)
+        self._enqueue(lambda handoff: handoff.peers_changed(snapshot))
+
+    def stats(self) -> TransferStats:
+        """As of the transfer thread's last round."""
+        return self._stats
+
+    def close(self) -> None:
+        """Gives up all receives, waits a little for reads that still run, and frees the memory's registration."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._channel.wake()
+        self._thread.join()
+        self._channel.close()
+
+    def _enqueue(self, command: Callable[[Handoff], None]) -> None:
+        if self._closing.is_set() or self._failure is not None:
+            return
+        self._commands.append(command)
+        self._channel.wake()
+
+    # ------------------------------------------------------------------ in the transfer thread
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            transport = self._make_transport()
+        except Exception as error:
+            started.set_exception(error)
+            return
+        handoff = Handoff(
+            self._me, self._region, self._channel, transport, self._settings, time.monotonic, self._events.append
+        )
+        started.set_result(None)
+        try:
+            while not self._closing.is_set():
+                self._channel.wait(self._round(handoff))
+            self._wind_up(handoff)
+        except Exception as error:
+            logger.exception("the transfer thread of %s died", self._me.engine_id)
+            self._die(handoff, error)
+        transport.close()
+
+    def _round(self, handoff: Handoff) -> float:
+        while self._commands:
+            self._commands.popleft()(handoff)
+        pause_s = handoff.pump()
+        self._stats = handoff.stats()
+        if self._events:
+            self._wake()
+        return pause_s
+
+    def _wind_up(self, handoff: Handoff) -> None:
+        handoff.abandon("the engine is closing")
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while handoff.any_read and time.monotonic() < deadline:
+            self._channel.wait(self._round(handoff))
+
+    def _die(self, handoff: Handoff, error: Exception) -> None:
+        """Whatever broke, no request may wait for ever: receives fail, and `poll` raises after it has told so."""
+        try:
+            handoff.abandon(f"KV transfers stopped: {error}")
+        except Exception:
+            logger.exception("receives could not be failed one by one")
+        self._failure = error
+        self._wake()
+
+    def _make_transport(self) -> Transport:
+        makers = {
+            "nixl": functools.partial(
+                NixlTransport, self._region, f"{self._me.engine_id}:{self._me.epoch}", self._settings.backends
+            )
+        }
+        maker = makers.get(self._settings.transport)
+        if maker is None:
+            raise TransportError(f"no transport {self._settings.transport!r}; there is: {', '.join(makers)}")
+        return maker()

@@ -1,0 +1,23 @@
+"""Everything this package raises."""
+
+from __future__ import annotations
+
+
+class TransferError(Exception):
+    """Base of all errors of KV transfers."""
+
+
+class MalformedMessage(TransferError):
+    """Bytes from another process are no message, or no ticket, of this version."""
+
+
+class TransportError(TransferError):
+    """The transport refused: memory that cannot be registered, a peer that cannot be reached, a read that failed."""
+
+
+class TransferThreadDied(TransferError):
+    """The transfer thread met an error of our own making (its cause is chained): the process should be replaced."""
+
+
+class InvalidClusterKey(TransferError):
+    """The bytes are no cluster key."""

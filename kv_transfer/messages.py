@@ -1,0 +1,223 @@
+"""What engines say to each other about blocks, and the ticket that starts it.
+
+    reader                                holder
+      Hello ------------------------------->        who are you, do our layouts match?
+        <------------------------------ Welcome     how to reach my memory (or Unwelcome: why not)
+      Claim ------------------------------->        I read what this ticket offers
+        <------------------------------ Granted     held for lease_s from when you sent that (or Refused)
+      Renew ------------------------------->        I am not done
+        <------------------------------ Granted
+        <---------------------------- Withdrawn     please give up
+      Finish | Abort ---------------------->        I need it no longer
+
+Every message about a lease names both ends: the offer of one process (engine, epoch, request, generation) and the
+receive of one process. An end that does not know itself in a message counts and drops it.
+
+Bytes come from other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from .errors import MalformedMessage
+
+T = TypeVar("T")
+
+TICKET_VERSION = 1
+MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
+MAX_METADATA_BYTES = 1 << 20
+
+Name = Annotated[str, Meta(min_length=1, max_length=4096)]
+Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+Seconds = Annotated[float, Meta(gt=0, le=86400.0)]
+Reason = Annotated[str, Meta(max_length=4096)]
+
+
+class EngineKey(msgspec.Struct, frozen=True, array_like=True):
+    """One process. `epoch` is random per start, so a restarted engine has another key."""
+
+    engine_id: Name
+    epoch: Id
+
+
+class LeaseKey(msgspec.Struct, frozen=True, array_like=True):
+    """One offer of one process."""
+
+    holder: EngineKey
+    request_id: Name
+    generation: Id
+    offer: Id  # the holder's transfer id
+
+
+class ReaderKey(msgspec.Struct, frozen=True, array_like=True):
+    """One receive of one process."""
+
+    engine: EngineKey
+    receive: Id  # the reader's transfer id
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    sender: EngineKey
+    to: EngineKey
+    fingerprint: Name
+    transport: Name
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    sender: EngineKey
+    to: EngineKey
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]  # of the transport
+
+
+class Unwelcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Sender is whom the hello was meant for, who may be another than who answers."""
+
+    sender: EngineKey
+    to: EngineKey
+    reason: Reason
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    lease: LeaseKey
+    reader: ReaderKey
+    number: Id  # counts claims and renewals of one receive, so that a grant tells from when it counts
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    lease: LeaseKey
+    reader: ReaderKey
+    number: Id
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The blocks stay for at least `lease_s` from when the reader sent message `number`."""
+
+    lease: LeaseKey
+    reader: ReaderKey
+    number: Id
+    lease_s: Seconds
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    lease: LeaseKey
+    reader: ReaderKey
+    reason: Reason
+
+
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The holder would like its blocks back before the lease ends; it waits for `Abort` or `Finish`."""
+
+    lease: LeaseKey
+    reader: ReaderKey
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    lease: LeaseKey
+    reader: ReaderKey
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    lease: LeaseKey
+    reader: ReaderKey
+
+
+FromReader = Claim | Renew | Finish | Abort
+FromHolder = Granted | Refused | Withdrawn
+Message = Hello | Welcome | Unwelcome | Claim | Renew | Granted | Refused | Withdrawn | Finish | Abort
+
+_encoder = msgspec.msgpack.Encoder()
+_message_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises `MalformedMessage` for bytes that are no message."""
+    return decode_as(_message_decoder, data, "transfer message")
+
+
+def decode_as(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
+    """Raises `MalformedMessage`, and nothing else, whatever the bytes are."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"{len(data)} bytes are no {what}: {error}") from error
+
+
+class BlockRun(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks first, first + 1, ... first + count - 1."""
+
+    first: Id
+    count: Count
+
+
+def runs_of(block_ids: Iterable[int]) -> tuple[BlockRun, ...]:
+    """Run-length coding of block ids in their order; ascending neighbours share a run."""
+    runs: list[list[int]] = []
+    for block in block_ids:
+        if runs and block == runs[-1][0] + runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([block, 1])
+    return tuple(BlockRun(first, count) for first, count in runs)
+
+
+def blocks_of(runs: Sequence[BlockRun]) -> list[int]:
+    return [block for run in runs for block in range(run.first, run.first + run.count)]
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """The offer of finished blocks, as it travels through the gateway. Promised for `lease_s` from when it is sent."""
+
+    version: int
+    lease: LeaseKey
+    kv_address: Name  # the holder's control socket
+    fingerprint: Name
+    transport: Name
+    num_tokens: Annotated[int, Meta(ge=1, le=2**40)]
+    lease_s: Seconds
+    runs: tuple[BlockRun, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(run.count for run in self.runs)
+
+    @property
+    def block_ids(self) -> list[int]:
+        return blocks_of(self.runs)
+
+    def encode(self) -> bytes:
+        return _encoder.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ticket:
+        """Raises `MalformedMessage` for bytes that are no ticket of this version."""
+        ticket = decode_as(_ticket_decoder, data, "ticket")
+        if ticket.version != TICKET_VERSION:
+            raise MalformedMessage(
+                f"the ticket has version {ticket.version}, this engine reads version {TICKET_VERSION}"
+            )
+        if not 1 <= ticket.num_blocks <= MAX_BLOCKS:
+            raise MalformedMessage(f"the ticket offers {ticket.num_blocks} blocks; from 1 to {MAX_BLOCKS} are allowed")
+        return ticket
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raises `MalformedMessage` where the blocks and the tokens do not go together."""
+        needed = math.ceil(self.num_tokens / block_size)
+        if needed != self.num_blocks:
+            raise MalformedMessage(
+                f"the ticket offers {self.num_blocks} blocks for {self.num_tokens} tokens;"
+                f" blocks of {block_size} need {needed}"
+            )
+
+
+_ticket_decoder = msgspec.msgpack.Decoder(Ticket)

@@ -1,0 +1,195 @@
+"""Engines whose memory we may read: connected and warmed when they appear, not at their first request.
+
+connect, Hello ──> GREETING ──Welcome──> WARMING ──memory answers──> READY
+                      ^  │                  │                          │
+                      │  └─Unwelcome─> REFUSED                         │
+                      └──────────── the transport broke ───────────────┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Callable, Collection
+
+from .channel import Channel, Route
+from .errors import TransferError
+from .messages import EngineKey, Hello, Unwelcome, Welcome, encode
+from .settings import PeerInfo
+from .transports import PeerHandle, PeerState, Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_GREET_PAUSE_S = 10.0
+
+
+class PeerStatus(enum.Enum):
+    GREETING = enum.auto()
+    WARMING = enum.auto()
+    READY = enum.auto()
+    REFUSED = enum.auto()
+
+
+@dataclasses.dataclass(slots=True)
+class Peer:
+    key: EngineKey
+    address: str
+    route: Route
+    listed: bool  # the directory knows it; otherwise a ticket named it first
+    greet_at: float
+    greet_pause_s: float
+    status: PeerStatus = PeerStatus.GREETING
+    memory: PeerHandle | None = None
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Myself:
+    """What we say of ourselves in a greeting."""
+
+    key: EngineKey
+    fingerprint: str
+
+
+class Peers:
+    """All peers of one engine. Times are seconds on the caller's clock."""
+
+    def __init__(self, me: Myself, channel: Channel, transport: Transport, retry_s: float) -> None:
+        self._me = me
+        self._channel = channel
+        self._transport = transport
+        self._retry_s = retry_s
+        self._peers: dict[EngineKey, Peer] = {}
+        self._retired: list[PeerHandle] = []  # forgotten by the transport once no read of it is left
+        self._unpaired: set[EngineKey] = set()  # live engines of another layout, told once
+
+    def get(self, key: EngineKey) -> Peer | None:
+        return self._peers.get(key)
+
+    @property
+    def num_ready(self) -> int:
+        return sum(peer.status is PeerStatus.READY for peer in self._peers.values())
+
+    @property
+    def any_warming(self) -> bool:
+        return any(peer.status is PeerStatus.WARMING for peer in self._peers.values())
+
+    @property
+    def next_greeting(self) -> float | None:
+        waiting = (peer.greet_at for peer in self._peers.values() if peer.status is PeerStatus.GREETING)
+        return min(waiting, default=None)
+
+    def changed(self, live: Collection[PeerInfo], now: float) -> list[EngineKey]:
+        """Connects to those that are new. Returns those that left; they are forgotten."""
+        paired = {info.key: info for info in live if self._pairs(info)}
+        self._unpaired &= {info.key for info in live}
+        left = [peer.key for peer in self._peers.values() if peer.listed and peer.key not in paired]
+        for key in left:
+            self._forget(key)
+        for info in paired.values():
+            self.connect(info.key, info.kv_address, now).listed = True
+        return left
+
+    def connect(self, key: EngineKey, address: str, now: float) -> Peer:
+        """The peer, known or new."""
+        peer = self._peers.get(key)
+        if peer is None:
+            route = self._channel.connect(address)
+            peer = Peer(key, address, route, listed=False, greet_at=now, greet_pause_s=self._retry_s)
+            self._peers[key] = peer
+        return peer
+
+    def forget_idle(self, in_use: Callable[[EngineKey], bool]) -> None:
+        """Drops peers that only a ticket named, once no receive needs them."""
+        for peer in [peer for peer in self._peers.values() if not peer.listed and not in_use(peer.key)]:
+            self._forget(peer.key)
+
+    def broke(self, key: EngineKey, now: float) -> None:
+        """A read of it failed: an endpoint does not recover, so begin anew."""
+        peer = self._peers.get(key)
+        if peer is not None and peer.memory is not None:
+            self._retire(peer)
+            peer.status, peer.greet_at = PeerStatus.GREETING, now
+
+    def on_welcome(self, route: Route, message: Welcome, now: float) -> bool:
+        """False: not the answer to a greeting of ours."""
+        peer = self._answering(route, message)
+        if peer is None:
+            return False
+        try:
+            peer.memory = self._transport.add_peer(message.metadata)
+        except TransferError as error:
+            logger.warning("cannot reach the memory of %s: %s", peer.key.engine_id, error)
+            self._again_later(peer, now)
+        else:
+            peer.status = PeerStatus.WARMING
+        return True
+
+    def on_unwelcome(self, route: Route, message: Unwelcome) -> Peer | None:
+        """The peer that will not have us; None if it was not asked."""
+        peer = self._answering(route, message)
+        if peer is not None:
+            logger.warning("%s at %s refuses to pair: %s", peer.key.engine_id, peer.address, message.reason)
+            peer.status, peer.refusal = PeerStatus.REFUSED, message.reason
+        return peer
+
+    def poll(self, now: float, reads: Callable[[PeerHandle], bool]) -> list[EngineKey]:
+        """Greets, warms, and lets go of memories that have no `reads` left. Returns the peers that became ready."""
+        ready = []
+        for peer in self._peers.values():
+            if peer.status is PeerStatus.GREETING and now >= peer.greet_at:
+                self._greet(peer, now)
+            elif peer.status is PeerStatus.WARMING and self._warm(peer, now):
+                ready.append(peer.key)
+        for memory in [memory for memory in self._retired if not reads(memory)]:
+            self._retired.remove(memory)
+            self._transport.remove_peer(memory)
+        return ready
+
+    def _pairs(self, info: PeerInfo) -> bool:
+        if info.key == self._me.key:
+            return False
+        if info.fingerprint == self._me.fingerprint:
+            return True
+        if info.key not in self._unpaired:
+            self._unpaired.add(info.key)
+            logger.info("not paired with %s: its KV layout is %s", info.engine_id, info.fingerprint)
+        return False
+
+    def _answering(self, route: Route, message: Welcome | Unwelcome) -> Peer | None:
+        peer = self._peers.get(message.sender)
+        expected = peer is not None and peer.route == route and peer.status is PeerStatus.GREETING
+        return peer if expected and message.to == self._me.key else None
+
+    def _greet(self, peer: Peer, now: float) -> None:
+        hello = Hello(self._me.key, peer.key, self._me.fingerprint, self._transport.name)
+        self._channel.send(peer.route, encode(hello))
+        self._again_later(peer, now)
+
+    def _again_later(self, peer: Peer, now: float) -> None:
+        peer.greet_at = now + peer.greet_pause_s
+        peer.greet_pause_s = min(2 * peer.greet_pause_s, MAX_GREET_PAUSE_S)
+
+    def _warm(self, peer: Peer, now: float) -> bool:
+        assert peer.memory is not None
+        state = self._transport.peer_state(peer.memory)
+        if state is PeerState.CONNECTED:
+            peer.status, peer.greet_pause_s = PeerStatus.READY, self._retry_s
+            logger.info("connected to %s at %s", peer.key.engine_id, peer.address)
+            return True
+        if state is PeerState.BROKEN:
+            self._retire(peer)
+            peer.status = PeerStatus.GREETING
+            self._again_later(peer, now)
+        return False
+
+    def _forget(self, key: EngineKey) -> None:
+        peer = self._peers.pop(key)
+        self._channel.disconnect(peer.route)
+        self._retire(peer)
+
+    def _retire(self, peer: Peer) -> None:
+        if peer.memory is not None:
+            self._retired.append(peer.memory)
+            peer.memory = None

@@ -1,0 +1,59 @@
+"""What can be set about transfers, and how a peer is named."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from .messages import EngineKey
+from .receives import Patience
+
+
+class InvalidTransferSettings(ValueError):
+    """A setting is out of its range."""
+
+
+class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All times in seconds. Raises `InvalidTransferSettings` for values that cannot work."""
+
+    transport: str = "nixl"
+    backends: tuple[str, ...] = ("UCX",)  # of NIXL
+    lease_s: float = 30.0  # how long finished blocks wait for their reader, and for each sign of life of it
+    margin_s: float = 0.5  # a read that ends this close to the end of the lease does not count
+    renew_at: float = 0.5  # share of the lease after which a read that still runs renews it
+    retry_s: float = 0.5  # an unanswered message is sent again after this
+    connect_s: float = 5.0  # a receive fails when the holder's memory cannot be reached within this
+    batch_bytes: int = 64 << 20  # of one read; a receive that is given up begins no further one
+    reads_in_flight: int = 2  # of one receive
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "margin_s", "retry_s", "connect_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InvalidTransferSettings(f"{name} is {value}; it must be a positive number of seconds")
+        if not self.margin_s + self.retry_s < self.lease_s * (1 - self.renew_at) or not 0 < self.renew_at < 1:
+            raise InvalidTransferSettings(
+                f"lease_s={self.lease_s:g} and renew_at={self.renew_at:g} leave no time to renew before"
+                f" margin_s={self.margin_s:g} and retry_s={self.retry_s:g}:"
+                " raise lease_s, or lower renew_at (between 0 and 1), margin_s or retry_s"
+            )
+        if self.batch_bytes < 1 or self.reads_in_flight < 1 or not self.backends:
+            raise InvalidTransferSettings("batch_bytes and reads_in_flight must be at least 1, backends must name one")
+
+    @property
+    def patience(self) -> Patience:
+        return Patience(self.connect_s, self.retry_s, self.margin_s, self.renew_at)
+
+
+class PeerInfo(msgspec.Struct, frozen=True):
+    """An engine that is alive, as the directory knows it."""
+
+    engine_id: str
+    epoch: int
+    kv_address: str
+    fingerprint: str
+
+    @property
+    def key(self) -> EngineKey:
+        return EngineKey(self.engine_id, self.epoch)

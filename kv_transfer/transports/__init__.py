@@ -1,0 +1,74 @@
+"""Ways of reading another engine's memory. One thread uses a transport.
+
+add_peer ──> CONNECTING ──> CONNECTED | BROKEN ──> remove_peer (when no read of it is left)
+read ──> RUNNING ──> DONE | FAILED ──> release (until it says that nothing can write any more)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+PeerHandle = int
+ReadHandle = int
+
+
+class ByteRange(NamedTuple):
+    """One contiguous piece to read: offsets count from the start of the peer's and of our own region."""
+
+    remote: int
+    local: int
+    num_bytes: int
+
+
+class PeerState(enum.Enum):
+    CONNECTING = enum.auto()
+    CONNECTED = enum.auto()
+    BROKEN = enum.auto()
+
+
+class ReadState(enum.Enum):
+    RUNNING = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+class Transport(Protocol):
+    """Reads byte ranges of peers' registered regions into our own, which was registered when the transport was made.
+
+    Calls return at once, except that `read` may do its copying before it returns (shared memory works like that).
+    What a peer does wrong is a state or a `TransportError`.
+    """
+
+    name: str
+
+    def metadata(self) -> bytes:
+        """What a peer's `add_peer` needs to read our region."""
+        ...
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        """Begins to connect. Raises `TransportError` for metadata that make no sense."""
+        ...
+
+    def peer_state(self, peer: PeerHandle) -> PeerState: ...
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        """Forgets a peer of which no read is left."""
+        ...
+
+    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+        """Begins to read. Raises `TransportError` for ranges outside the regions; nothing was started then."""
+        ...
+
+    def poll(self, read: ReadHandle) -> ReadState: ...
+
+    def release(self, read: ReadHandle) -> bool:
+        """For a read that is DONE or FAILED. True: gone, and nothing can write into our region any more."""
+        ...
+
+    def progress(self) -> None:
+        """Serves peers that read our memory over lanes that need our CPU, as TCP does."""
+        ...
+
+    def close(self) -> None: ...

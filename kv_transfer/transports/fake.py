@@ -1,0 +1,179 @@
+"""Memory of several engines in one process, read in virtual time, with faults: the whole `Transport` without NIXL."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ..errors import TransportError
+from ..messages import decode_as
+from ..virtual import VirtualClock
+from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+
+
+@dataclasses.dataclass
+class TransportFaults:
+    """Dials. Probabilities are per read; times in seconds are drawn evenly from their range."""
+
+    connect_s: tuple[float, float] = (0.0, 0.0)
+    read_s: tuple[float, float] = (0.0, 0.0)
+    slow: float = 0.0  # the read takes `slow_s` instead
+    slow_s: tuple[float, float] = (0.0, 0.0)
+    fail: float = 0.0  # the read reports failure half-way ...
+    late_s: tuple[float, float] = (0.0, 0.0)  # ... and what is left of it lands up to this much later
+    corrupt: float = 0.0  # one byte of one range is another
+    refuse: float = 0.0  # `read` raises
+    break_peer: float = 0.0  # connecting fails
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+
+
+_metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
+
+
+class FakeFabric:
+    """All memories by agent name. `on_write(agent, offset, num_bytes)` sees every byte that lands anywhere."""
+
+    def __init__(self, clock: VirtualClock, rng: random.Random, faults: TransportFaults | None = None) -> None:
+        self.clock = clock
+        self.rng = rng
+        self.faults = faults or TransportFaults()
+        self.on_write: Callable[[str, int, int], None] = lambda agent, offset, num_bytes: None
+        self._memories: dict[str, bytearray] = {}
+
+    def attach(self, name: str, memory: bytearray) -> FakeTransport:
+        self._memories[name] = memory
+        return FakeTransport(self, name)
+
+    def kill(self, name: str) -> None:
+        """The process is gone: nobody reads its memory, and nothing lands in it."""
+        self._memories.pop(name, None)
+
+    def memory(self, name: str) -> bytearray | None:
+        return self._memories.get(name)
+
+    def copy(self, source: str, target: str, piece: ByteRange, *, corrupt: bool) -> None:
+        read, written = self._memories.get(source), self._memories.get(target)
+        if read is None or written is None:
+            return
+        data = bytearray(read[piece.remote : piece.remote + piece.num_bytes])
+        if corrupt:
+            data[self.rng.randrange(len(data))] ^= 0xFF
+        written[piece.local : piece.local + piece.num_bytes] = data
+        self.on_write(target, piece.local, piece.num_bytes)
+
+
+@dataclasses.dataclass(slots=True)
+class _Read:
+    source: str
+    pieces: list[ByteRange]
+    corrupt: bool
+    state: ReadState = ReadState.RUNNING
+    landed: bool = False  # the last write has happened
+
+
+class FakeTransport:
+    """A `Transport` of a `FakeFabric`."""
+
+    name = "fake"
+
+    def __init__(self, fabric: FakeFabric, agent: str) -> None:
+        self._fabric = fabric
+        self._agent = agent
+        self._ids = itertools.count(1)
+        self._peers: dict[PeerHandle, tuple[str, PeerState]] = {}
+        self._reads: dict[ReadHandle, _Read] = {}
+
+    def metadata(self) -> bytes:
+        return msgspec.msgpack.encode(_Metadata(self._agent))
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        name = decode_as(_metadata_decoder, metadata, "metadata of a fake peer").name
+        peer = next(self._ids)
+        self._peers[peer] = (name, PeerState.CONNECTING)
+        broken = self._fabric.rng.random() < self._fabric.faults.break_peer
+        state = PeerState.BROKEN if broken else PeerState.CONNECTED
+        self._after(self._fabric.faults.connect_s, lambda: self._connected(peer, state))
+        return peer
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        return self._peers[peer][1]
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        del self._peers[peer]
+
+    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+        source = self._peers[peer][0]
+        faults, rng = self._fabric.faults, self._fabric.rng
+        self._check(source, ranges)
+        if rng.random() < faults.refuse:
+            raise TransportError("this read is refused, as the fault dial says")
+        handle = next(self._ids)
+        read = self._reads[handle] = _Read(source, list(ranges), corrupt=rng.random() < faults.corrupt)
+        seconds = faults.slow_s if rng.random() < faults.slow else faults.read_s
+        if rng.random() < faults.fail:
+            self._after(seconds, lambda: self._fail_half_way(read))
+        else:
+            self._after(seconds, lambda: self._finish(read))
+        return handle
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        return self._reads[read].state
+
+    def release(self, read: ReadHandle) -> bool:
+        entry = self._reads[read]
+        assert entry.state is not ReadState.RUNNING, "a read that runs may still write"
+        if not entry.landed:
+            return False
+        del self._reads[read]
+        return True
+
+    def progress(self) -> None:
+        """Memory in one process needs no help."""
+
+    def close(self) -> None:
+        self._fabric.kill(self._agent)
+
+    def _after(self, seconds: tuple[float, float], action: Callable[[], None]) -> None:
+        self._fabric.clock.after(self._fabric.rng.uniform(*seconds), action)
+
+    def _connected(self, peer: PeerHandle, state: PeerState) -> None:
+        if peer in self._peers:
+            name = self._peers[peer][0]
+            self._peers[peer] = (name, state if self._fabric.memory(name) is not None else PeerState.BROKEN)
+
+    def _finish(self, read: _Read) -> None:
+        alive = self._fabric.memory(read.source) is not None
+        if alive:
+            self._land(read, read.pieces)
+        read.landed = True
+        read.state = ReadState.DONE if alive else ReadState.FAILED
+
+    def _fail_half_way(self, read: _Read) -> None:
+        half = len(read.pieces) // 2
+        self._land(read, read.pieces[:half])
+        read.state = ReadState.FAILED
+
+        def rest() -> None:
+            self._land(read, read.pieces[half:])
+            read.landed = True
+
+        self._after(self._fabric.faults.late_s, rest)
+
+    def _land(self, read: _Read, pieces: Sequence[ByteRange]) -> None:
+        for number, piece in enumerate(pieces):
+            self._fabric.copy(read.source, self._agent, piece, corrupt=read.corrupt and number == 0)
+
+    def _check(self, source: str, ranges: Sequence[ByteRange]) -> None:
+        remote, local = self._fabric.memory(source), self._fabric.memory(self._agent)
+        for piece in ranges:
+            if remote is not None and not 0 <= piece.remote <= len(remote) - piece.num_bytes:
+                raise TransportError(f"{piece} is outside the {len(remote)} bytes of {source}")
+            if local is not None and not 0 <= piece.local <= len(local) - piece.num_bytes:
+                raise TransportError(f"{piece} is outside our {len(local)} bytes")

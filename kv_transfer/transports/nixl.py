@@ -1,0 +1,306 @@
+"""Reads over NIXL: UCX between processes and hosts, on CPU memory and on GPUs.
+
+How NIXL behaves, as far as it shaped this file (1.5, UCX 1.23):
+
+* Its progress thread polls without pause and so burns a core. There is none here: whoever is read calls `progress`.
+* The first read of a peer takes round trips and the peer's progress: a peer is connected after one small read.
+* Over shared memory `transfer` copies before it returns (and lets other Python threads run).
+* Releasing a read that still runs cancels it in UCX, "which may not be enough": the data may land later. So a read that
+  runs is never released.
+* A read that failed may have siblings inside the same request that are not yet cancelled. The endpoint is dead by then
+  and UCX cancels them as it makes progress, so a failed read is released only after `SETTLE_S` of progress.
+* A failed endpoint stays failed: the peer must be removed and added again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from baton.engine.core.layout import KVRegion
+
+from ..errors import TransportError
+from ..messages import decode_as
+from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from .ucx_log import UcxLog
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 0.1
+WARM_BYTES = 64
+
+T = TypeVar("T")
+_ucx_log = UcxLog()  # one UCX library, one log in a process
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer must know of us: NIXL's own blob, and where the region lies."""
+
+    nixl: bytes
+    address: int
+    num_bytes: int
+    memory: str
+    device: int
+
+
+_metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    name: str
+    metadata: _Metadata
+    warm_read: Any  # NIXL's handle, until it is done
+    state: PeerState = PeerState.CONNECTING
+
+
+@dataclasses.dataclass(slots=True)
+class _Read:
+    handle: Any
+    peer: _Peer
+    state: ReadState
+    failed_at: float = 0.0
+
+
+class NixlTransport:
+    """NIXL as a `Transport`. Made, used and closed by one thread.
+
+    Raises `TransportError` where a backend is missing or the region cannot be registered.
+    """
+
+    name = "nixl"
+
+    def __init__(self, region: KVRegion, agent_name: str, backends: Sequence[str] = ("UCX",)) -> None:
+        with _ucx_log.capturing():
+            bindings, api = _import_nixl()
+            self._errors: tuple[type[Exception], ...] = tuple(
+                kind for name, kind in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")
+            )
+            self._memory, self._device = _set_device(region.device)
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=list(backends))
+            self._agent = self._asking("cannot make a NIXL agent", api.nixl_agent, agent_name, config)
+        missing = [name for name in backends if name not in self._agent.backends]
+        if missing:
+            available = ", ".join(sorted(self._agent.plugin_list))
+            raise TransportError(f"NIXL has no backend {', '.join(missing)} here; available: {available}")
+        self._backends = list(backends)
+        self._address = region.address
+        self._num_bytes = region.num_blocks * region.layout.block_bytes
+        self._scratch = _scratch(region.device)
+        self._registered = [
+            self._register(region.address, self._num_bytes),
+            self._register(self._scratch.address, WARM_BYTES),
+        ]
+        self._ids = itertools.count(1)
+        self._peers: dict[PeerHandle, _Peer] = {}
+        self._reads: dict[ReadHandle, _Read] = {}
+        self._lingering: list[Any] = []
+        self._ucx_said()
+        logger.info("NIXL agent %s: %s, %.1f MB of %s", agent_name, backends, self._num_bytes / 1e6, self._memory)
+
+    @property
+    def lanes(self) -> list[str]:
+        """What UCX chose so far, in its own words."""
+        return _ucx_log.lanes
+
+    def metadata(self) -> bytes:
+        blob = self._agent.get_agent_metadata()
+        return msgspec.msgpack.encode(_Metadata(blob, self._address, self._num_bytes, self._memory, self._device))
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        known = decode_as(_metadata_decoder, metadata, "metadata of a NIXL peer")
+        name = self._asking("cannot load a peer's metadata", self._agent.add_remote_agent, known.nixl)
+        name = name.decode() if isinstance(name, bytes) else name
+        size = min(WARM_BYTES, known.num_bytes)
+        local = [(self._scratch.address, size, self._device)]
+        remote = [(known.address, size, known.device)]
+        peer = _Peer(name, known, warm_read=None)
+        peer.warm_read = self._initialize(peer, local, remote)
+        peer.state = self._begin_warming(peer)
+        handle = next(self._ids)
+        self._peers[handle] = peer
+        return handle
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        known = self._peers[peer]
+        if known.state is PeerState.CONNECTING:
+            state = self._state_of(known.warm_read)
+            if state is ReadState.DONE:
+                known.state = PeerState.CONNECTED
+            elif state is ReadState.FAILED:
+                known.state = PeerState.BROKEN
+            self._ucx_said()
+        return known.state
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        known = self._peers.pop(peer)
+        if known.state is PeerState.CONNECTING:
+            self._lingering.append(known.warm_read)  # it runs, into the scratch only
+        else:
+            self._let_go(known.warm_read)
+        try:
+            self._agent.remove_remote_agent(known.name)
+        except self._errors as error:
+            logger.warning("NIXL could not forget peer %s: %s", known.name, error)
+        self._ucx_said()
+
+    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+        known = self._peers[peer]
+        table = np.asarray(ranges, dtype=np.int64)
+        self._check(table, known)
+        local, remote = np.empty_like(table), np.empty_like(table)
+        local[:, 0], local[:, 1], local[:, 2] = table[:, 1] + self._address, table[:, 2], self._device
+        remote[:, 0], remote[:, 1], remote[:, 2] = (
+            table[:, 0] + known.metadata.address,
+            table[:, 2],
+            known.metadata.device,
+        )
+        handle = self._initialize(known, local.astype(np.uint64), remote.astype(np.uint64))
+        read = next(self._ids)
+        self._reads[read] = entry = _Read(handle, known, ReadState.RUNNING)
+        self._become(entry, self._post(handle))
+        return read
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        entry = self._reads[read]
+        if entry.state is ReadState.RUNNING:
+            self._become(entry, self._state_of(entry.handle))
+        return entry.state
+
+    def release(self, read: ReadHandle) -> bool:
+        entry = self._reads[read]
+        assert entry.state is not ReadState.RUNNING, "a read that runs may still write"
+        if entry.state is ReadState.FAILED and time.monotonic() - entry.failed_at < SETTLE_S:
+            self.progress()
+            return False
+        if not self._let_go(entry.handle):
+            return False
+        del self._reads[read]
+        return True
+
+    def progress(self) -> None:
+        self._agent.get_new_notifs()
+        self._lingering = [h for h in self._lingering if self._state_of(h) is ReadState.RUNNING or not self._let_go(h)]
+
+    def close(self) -> None:
+        """Reads that still run keep the agent, and with it the region's registration, alive until the process ends."""
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+        running = len(self._reads) + len(self._lingering)
+        if running:
+            logger.warning("%d reads still run: the NIXL agent is left alone", running)
+            _abandoned.append(self)
+            return
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
+        del self._agent
+
+    def _register(self, address: int, num_bytes: int) -> Any:
+        regions = [(address, num_bytes, self._device, "")]
+        what = f"cannot register {num_bytes} bytes of {self._memory} memory"
+        return self._asking(what, self._agent.register_memory, regions, self._memory, self._backends)
+
+    def _initialize(self, peer: _Peer, local: Any, remote: Any) -> Any:
+        ours = self._agent.get_xfer_descs(local, self._memory)
+        theirs = self._agent.get_xfer_descs(remote, peer.metadata.memory)
+        what = f"cannot prepare a read of {peer.name}"
+        return self._asking(what, self._agent.initialize_xfer, "READ", ours, theirs, peer.name, b"", self._backends)
+
+    def _begin_warming(self, peer: _Peer) -> PeerState:
+        states = {ReadState.RUNNING: PeerState.CONNECTING, ReadState.DONE: PeerState.CONNECTED}
+        return states.get(self._post(peer.warm_read), PeerState.BROKEN)
+
+    def _post(self, handle: Any) -> ReadState:
+        return self._checked(self._agent.transfer, handle)
+
+    def _state_of(self, handle: Any) -> ReadState:
+        return self._checked(self._agent.check_xfer_state, handle)
+
+    def _checked(self, call: Callable[[Any], str], handle: Any) -> ReadState:
+        try:
+            said = call(handle)
+        except self._errors as error:
+            logger.warning("a NIXL read failed: %s", error)
+            return ReadState.FAILED
+        return {"DONE": ReadState.DONE, "PROC": ReadState.RUNNING}.get(said, ReadState.FAILED)
+
+    def _become(self, read: _Read, state: ReadState) -> None:
+        read.state = state
+        if state is ReadState.FAILED:
+            read.failed_at = time.monotonic()
+            read.peer.state = PeerState.BROKEN
+            self._ucx_said()
+
+    def _let_go(self, handle: Any) -> bool:
+        try:
+            handle.release()
+        except self._errors as error:
+            logger.warning("NIXL does not release a read yet: %s", error)
+            return False
+        return True
+
+    def _check(self, table: np.ndarray, peer: _Peer) -> None:
+        """A range outside a registered region is refused here, by name, whatever UCX would make of it."""
+        for column, size, whose in ((0, peer.metadata.num_bytes, peer.name), (1, self._num_bytes, "our region")):
+            starts, ends = table[:, column], table[:, column] + table[:, 2]
+            if starts.min() < 0 or table[:, 2].min() < 1 or ends.max() > size:
+                raise TransportError(f"bytes {starts.min()} to {ends.max()} are outside the {size} bytes of {whose}")
+
+    def _asking(self, what: str, call: Callable[..., T], *arguments: object) -> T:
+        try:
+            return call(*arguments)
+        except self._errors as error:
+            raise TransportError(f"{what}: {error}") from error
+
+    def _ucx_said(self) -> None:
+        _ucx_log.drain()
+
+
+_abandoned: list[NixlTransport] = []
+
+
+def _import_nixl() -> tuple[Any, Any]:
+    """Late, so that everything else works without NIXL, and so that UCX is loaded while its log is caught."""
+    try:
+        from nixl import _api, _bindings
+    except ImportError as error:
+        raise TransportError(f"NIXL cannot be imported ({error}); install `nixl`") from error
+    return _bindings, _api
+
+
+@dataclasses.dataclass(slots=True)
+class _Scratch:
+    address: int
+    owner: object  # keeps the memory alive
+
+
+def _scratch(device: str) -> _Scratch:
+    if device == "cpu":
+        buffer = (ctypes.c_char * WARM_BYTES)()
+        return _Scratch(ctypes.addressof(buffer), buffer)
+    import torch
+
+    tensor = torch.empty(WARM_BYTES, dtype=torch.uint8, device=device)
+    return _Scratch(tensor.data_ptr(), tensor)
+
+
+def _set_device(device: str) -> tuple[str, int]:
+    """NIXL's names for the memory. A GPU becomes the calling thread's current one: UCX looks there for its context."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return "DRAM", 0
+    if kind != "cuda" or not index.isdigit():
+        raise TransportError(f"the KV region is on {device!r}; 'cpu' and 'cuda:N' can be registered")
+    import torch
+
+    torch.cuda.set_device(int(index))
+    torch.cuda.current_stream().synchronize()  # makes the context current in this thread
+    return "VRAM", int(index)

@@ -1,0 +1,33 @@
+"""Virtual time for the fakes: a clock that stands still until it is moved, and what is to happen when it moves."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+
+class VirtualClock:
+    """Calling it gives seconds, as `time.monotonic` does. Things scheduled happen, in order, while it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._numbers = itertools.count()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (self.now + delay_s, next(self._numbers), action))
+
+    @property
+    def next_event(self) -> float | None:
+        return self._agenda[0][0] if self._agenda else None
+
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._agenda and self._agenda[0][0] <= end:
+            self.now, _, action = heapq.heappop(self._agenda)
+            action()
+        self.now = end

@@ -1,0 +1,302 @@
+"""Hand-offs between two processes over NIXL and UCX on CPU memory."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from engine_process import EngineProcess
+
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    OfferEnded,
+    OfferOutcome,
+    Received,
+    ReceiveFailed,
+)
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.connector import TransferConnector, TransferSettings
+from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.errors import TransferThreadDied, TransportError
+from baton.kv_transfer.handoff import Handoff
+from baton.kv_transfer.messages import EngineKey, LeaseKey, Ticket, runs_of
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = KVLayout(model="small", num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")  # 32 KB a block
+LARGE = KVLayout(model="large", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # 2 MB a block
+QUICK = TransferSettings(lease_s=3.0, margin_s=0.2, retry_s=0.2, connect_s=2.0)
+
+Start = Callable[..., EngineProcess]
+Pair = tuple[EngineProcess, EngineProcess]
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Start]:
+    key = ClusterKey.generate()
+    running: list[EngineProcess] = []
+
+    def start_one(name: str, layout: KVLayout = SMALL, **options: object) -> EngineProcess:
+        running.append(EngineProcess(name, key, layout, **options))
+        return running[-1]
+
+    try:
+        yield start_one
+    finally:
+        for engine in running:
+            engine.kill()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with starting() as start_one:
+        yield start_one
+
+
+def meet(start: Start, layout: KVLayout = SMALL, **options: object) -> Pair:
+    """A prefill and a decode engine that know each other and have met."""
+    prefill, decode = start("prefill", layout, **options), start("decode", layout, **options)
+    prefill.fill(1)
+    decode.peers_changed([prefill.info])
+    wait_until(lambda: decode.stats().peers_ready == 1)
+    return prefill, decode
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """For tests that leave both as they found them, but for the memory's content."""
+    with starting() as start_one:
+        yield meet(start_one, num_blocks=256)
+
+
+@pytest.fixture
+def slow_pair(start: Start, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """A quarter of a gigabyte over TCP: slow enough to be caught at it."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    return meet(start, LARGE, num_blocks=128)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def kinds(events: list[ConnectorEvent]) -> list[type]:
+    return [type(event) for event in events]
+
+
+def hand_over_shuffled_blocks(prefill: EngineProcess, decode: EngineProcess) -> None:
+    rng, before = random.Random(0), decode.stats().bytes_read
+    for number in range(5):
+        source, target = rng.sample(range(128), 12), rng.sample(range(128), 12)
+        offer = prefill.offer(f"request-{number}", source)
+        transfer = decode.receive(offer.ticket, 0, target)
+        assert decode.events(1, 10.0) == [Received(transfer)]
+        assert decode.content(target) == prefill.content(source)
+        assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+    assert decode.stats().bytes_read - before == 5 * len(prefill.content(source))
+
+
+def test_shuffled_blocks_arrive_intact(pair: Pair) -> None:
+    hand_over_shuffled_blocks(*pair)
+
+
+def test_shuffled_blocks_arrive_intact_over_tcp(slow_pair: Pair) -> None:
+    hand_over_shuffled_blocks(*slow_pair)
+
+
+def test_only_the_blocks_behind_a_cached_prefix_are_fetched(pair: Pair) -> None:
+    prefill, decode = pair
+    before = decode.content([3])
+    offer = prefill.offer("request", [3, 4, 5, 9])
+    transfer = decode.receive(offer.ticket, 2, [20, 21])
+    assert decode.events(1, 10.0) == [Received(transfer)]
+    assert decode.content([20, 21]) == prefill.content([5, 9])
+    assert decode.content([3]) == before
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+
+
+def test_a_prefix_that_is_cached_whole_still_ends_the_offer(pair: Pair) -> None:
+    prefill, decode = pair
+    offer = prefill.offer("request", [3, 4])
+    assert decode.receive(offer.ticket, 2, []) == decode.events(1, 10.0)[0].transfer_id
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+
+
+def test_a_ticket_works_before_the_directory_has_named_its_holder(start: Start) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    prefill.fill(2)
+    offer = prefill.offer("request", [1, 2])
+    transfer = decode.receive(offer.ticket, 0, [8, 7])
+    assert decode.events(1, 10.0) == [Received(transfer)]
+    assert decode.content([8, 7]) == prefill.content([1, 2])
+
+
+def test_cancelling_in_mid_pull_frees_the_blocks_once_nothing_can_write(slow_pair: Pair) -> None:
+    prefill, decode = slow_pair
+    offer = prefill.offer("request", list(range(128)))
+    transfer = decode.receive(offer.ticket, 0, list(range(128)))
+    decode.cancel(transfer)
+    assert kinds(decode.events(2, 10.0)) == [ReceiveFailed, BlocksReleased]
+    before = decode.content(range(128))
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+    time.sleep(0.5)
+    assert decode.content(range(128)) == before
+    assert decode.stats().blocks_quarantined == 0
+
+
+def test_an_offer_that_nobody_claims_expires_and_comes_too_late(start: Start) -> None:
+    prefill, decode = meet(start, settings=QUICK)
+    offer = prefill.offer("request", [1, 2])
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
+    decode.receive(offer.ticket, 0, [1, 2])
+    failed, released = decode.events(2, 10.0)
+    assert "the offer has ended" in failed.reason
+    assert released == BlocksReleased(failed.transfer_id)
+
+
+def test_a_withdrawn_offer_is_refused(pair: Pair) -> None:
+    prefill, decode = pair
+    offer = prefill.offer("request", [1, 2])
+    prefill.withdraw(offer.transfer_id)
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+    decode.receive(offer.ticket, 0, [1, 2])
+    assert kinds(decode.events(2, 10.0)) == [ReceiveFailed, BlocksReleased]
+
+
+def test_a_holder_killed_in_mid_transfer_fails_the_receive_within_two_seconds(slow_pair: Pair) -> None:
+    prefill, decode = slow_pair
+    offer = prefill.offer("request", list(range(128)))
+    decode.receive(offer.ticket, 0, list(range(128)))
+    prefill.kill()
+    decode.peers_changed([])
+    killed_at = time.monotonic()
+    failed, released = decode.events(2, 5.0)
+    assert time.monotonic() - killed_at < 2.0
+    assert isinstance(failed, ReceiveFailed)
+    assert isinstance(released, BlocksReleased)
+    assert decode.stats().peers_ready == 0
+
+
+def test_a_holder_that_is_dead_already_fails_the_receive_though_nobody_says_so(start: Start) -> None:
+    prefill, decode = meet(start, settings=QUICK)
+    offer = prefill.offer("request", [1, 2])
+    prefill.kill()
+    decode.receive(offer.ticket, 0, [1, 2])
+    assert kinds(decode.events(2, 15.0)) == [ReceiveFailed, BlocksReleased]
+
+
+def test_an_engine_started_anew_is_another_peer(start: Start) -> None:
+    prefill, decode = meet(start)
+    stale = prefill.offer("request", [1, 2])
+    prefill.kill()
+    again = start("prefill", epoch=2)
+    again.fill(3)
+    decode.peers_changed([again.info])
+    decode.receive(stale.ticket, 0, [1, 2])
+    offer = again.offer("request", [1, 2])
+    transfer = decode.receive(offer.ticket, 0, [5, 6])
+    events = decode.events(3, 15.0)
+    assert Received(transfer) in events
+    assert sorted(kind.__name__ for kind in kinds(events)) == ["BlocksReleased", "ReceiveFailed", "Received"]
+    assert decode.content([5, 6]) == again.content([1, 2])
+
+
+def test_engines_of_different_layouts_never_pair(start: Start) -> None:
+    other = KVLayout(model="other weights", num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+    prefill, decode = start("prefill"), start("decode", other)
+    decode.peers_changed([prefill.info])
+    offer = prefill.offer("request", [1])
+    decode.receive(offer.ticket, 0, [1])
+    failed, _released = decode.events(2, 10.0)
+    assert SMALL.fingerprint in failed.reason
+    assert other.fingerprint in failed.reason
+    assert decode.stats().peers_ready == 0
+
+
+def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
+    prefill, decode = pair
+    offers = [prefill.offer(f"request-{number}", range(4 * number, 4 * number + 4)) for number in range(64)]
+    for number, offer in enumerate(offers):
+        decode.receive(offer.ticket, 0, range(4 * (63 - number), 4 * (63 - number) + 4))
+    assert kinds(decode.events(64, 20.0)) == [Received] * 64
+    assert kinds(prefill.events(64, 20.0)) == [OfferEnded] * 64
+    for number in range(64):
+        mine, theirs = 4 * (63 - number), 4 * number
+        assert decode.content(range(mine, mine + 4)) == prefill.content(range(theirs, theirs + 4))
+    assert decode.stats().receives_active == prefill.stats().leases_held == 0
+
+
+# ---------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def connector() -> Iterator[TransferConnector]:
+    memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
+    region = KVRegion(memory.ctypes.data, 8, "cpu", SMALL)
+    connector = TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None, settings=QUICK)
+    yield connector
+    connector.close()
+
+
+def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
+    found: list[ConnectorEvent] = []
+
+    def enough() -> bool:
+        found.extend(connector.poll())
+        return len(found) >= count
+
+    wait_until(enough)
+    return found
+
+
+@pytest.mark.parametrize("ticket", [b"", b"\xc1", b"nonsense" * 100])
+def test_a_ticket_that_is_none_fails_the_receive(ticket: bytes, connector: TransferConnector) -> None:
+    transfer = connector.receive("request", 0, ticket, 0, [1])
+    failed, released = events_of(connector, 2)
+    assert "no ticket" in failed.reason
+    assert released == BlocksReleased(transfer)
+
+
+def test_a_ticket_for_more_blocks_than_are_to_be_filled_fails_the_receive(connector: TransferConnector) -> None:
+    offer = connector.offer("request", 0, [1, 2, 3], 48)
+    connector.receive("request", 0, offer.ticket, 1, [5])
+    failed, _ = events_of(connector, 2)
+    assert "offers 3 blocks; from block 1 on that is 2, but 1 are to be filled" in failed.reason
+
+
+def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
+    lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
+    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl", 16, 30.0, runs_of([1]))
+    connector.receive("request", 0, ticket.encode(), 0, [1])
+    failed, _ = events_of(connector, 2)
+    assert "no connection to nobody at tcp://127.0.0.1:9 within 2 s" in failed.reason
+
+
+def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
+    connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
+    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl", 16, 30.0, runs_of([1]))
+    transfer = connector.receive("request", 0, ticket.encode(), 0, [1])
+    wait_until(lambda: connector.stats().receives_active == 1)
+    monkeypatch.setattr(Handoff, "pump", lambda self: 1 / 0)
+    connector.cancel(12345)  # any call: the thread looks up
+    failed, released = events_of(connector, 2)
+    assert failed == ReceiveFailed(transfer, "KV transfers stopped: division by zero")
+    assert released == BlocksReleased(transfer)
+    with pytest.raises(TransferThreadDied, match="division by zero"):
+        connector.poll()
+
+
+def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> None:
+    region = KVRegion(4096, 8, "tpu:0", SMALL)
+    with pytest.raises(TransportError, match="'cpu' and 'cuda:N'"):
+        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)

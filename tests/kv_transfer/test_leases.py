@@ -1,0 +1,124 @@
+"""The holder's half: HELD until finish, abort, withdrawal or expiry; then RELEASED, once."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.engine.core.connector import OfferEnded, OfferOutcome
+from baton.kv_transfer.actions import Emit, SendToReader
+from baton.kv_transfer.leases import LeaseTable
+from baton.kv_transfer.messages import (
+    Abort,
+    Claim,
+    EngineKey,
+    Finish,
+    Granted,
+    LeaseKey,
+    ReaderKey,
+    Refused,
+    Renew,
+    Withdrawn,
+)
+
+HOLDER = EngineKey("prefill", 1)
+READER, OTHER = ReaderKey(EngineKey("decode", 2), 10), ReaderKey(EngineKey("decode-1", 3), 10)
+LEASE = LeaseKey(HOLDER, "request", 4, 1)
+
+
+@pytest.fixture
+def table() -> LeaseTable:
+    """One offer of three blocks, made at time 0, for ten seconds."""
+    table = LeaseTable(HOLDER, lease_s=10.0)
+    table.offer(LEASE, num_blocks=3, now=0.0)
+    return table
+
+
+def ended(outcome: OfferOutcome) -> list[Emit]:
+    return [Emit(OfferEnded(1, outcome))]
+
+
+def to_reader(message) -> list[SendToReader]:
+    return [SendToReader(message.reader.engine, message)]
+
+
+def test_a_claim_is_granted_from_when_it_came(table: LeaseTable) -> None:
+    assert table.on_message(Claim(LEASE, READER, 7), now=4.0) == to_reader(Granted(LEASE, READER, 7, 10.0))
+    assert table.expire(now=13.9) == []
+    assert table.expire(now=14.0) == ended(OfferOutcome.EXPIRED)
+
+
+def test_a_renewal_extends_and_an_older_one_never_shortens(table: LeaseTable) -> None:
+    table.on_message(Renew(LEASE, READER, 2), now=8.0)
+    table.on_message(Claim(LEASE, READER, 1), now=5.0)
+    assert table.next_expiry == 18.0
+
+
+def test_nobody_comes_and_the_blocks_go(table: LeaseTable) -> None:
+    assert (table.num_blocks, table.any_granted) == (3, False)
+    assert table.expire(now=10.0) == ended(OfferOutcome.EXPIRED)
+    assert (len(table), table.num_blocks, table.next_expiry) == (0, 0, None)
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [(Finish, OfferOutcome.FINISHED), (Abort, OfferOutcome.WITHDRAWN)])
+def test_the_reader_ends_the_lease_once(kind, outcome: OfferOutcome, table: LeaseTable) -> None:
+    table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    assert table.on_message(kind(LEASE, READER), now=2.0) == ended(outcome)
+    assert table.on_message(kind(LEASE, READER), now=2.0) == []
+    assert table.expire(now=99.0) == []
+    assert table.withdraw(1) == []
+    assert table.outcomes.total() == 1
+
+
+def test_an_offer_without_a_reader_is_withdrawn_at_once(table: LeaseTable) -> None:
+    assert table.withdraw(1) == ended(OfferOutcome.WITHDRAWN)
+    (answer,) = table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    assert answer == SendToReader(READER.engine, Refused(LEASE, READER, "the offer has ended"))
+
+
+def test_what_was_promised_is_only_asked_back(table: LeaseTable) -> None:
+    table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    assert table.withdraw(1) == to_reader(Withdrawn(LEASE, READER))
+    assert table.withdraw(1) == []
+    assert len(table) == 1
+    assert table.on_message(Renew(LEASE, READER, 2), now=5.0) == to_reader(Withdrawn(LEASE, READER))
+    assert table.on_message(Abort(LEASE, READER), now=6.0) == ended(OfferOutcome.WITHDRAWN)
+
+
+def test_a_reader_that_does_not_answer_keeps_its_promise_until_expiry(table: LeaseTable) -> None:
+    table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    table.withdraw(1)
+    assert table.expire(now=10.9) == []
+    assert table.expire(now=11.0) == ended(OfferOutcome.WITHDRAWN)
+
+
+def test_a_second_reader_is_refused_and_cannot_end_the_first_ones_lease(table: LeaseTable) -> None:
+    table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    assert isinstance(table.on_message(Claim(LEASE, OTHER, 1), now=2.0)[0].message, Refused)
+    assert table.on_message(Finish(LEASE, OTHER), now=2.0) == []
+    assert table.on_message(Abort(LEASE, OTHER), now=2.0) == []
+    assert len(table) == 1
+
+
+def test_nobody_can_finish_what_nobody_claimed(table: LeaseTable) -> None:
+    assert table.on_message(Finish(LEASE, READER), now=1.0) == []
+    assert len(table) == 1
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        msgspec.structs.replace(LEASE, holder=EngineKey("prefill", 99)),
+        msgspec.structs.replace(LEASE, generation=3),
+        msgspec.structs.replace(LEASE, request_id="another"),
+        msgspec.structs.replace(LEASE, offer=2),
+    ],
+    ids=["epoch", "generation", "request", "offer"],
+)
+def test_a_message_about_another_lease_changes_nothing_and_is_counted(stale: LeaseKey, table: LeaseTable) -> None:
+    for kind in (Finish, Abort):
+        assert table.on_message(kind(stale, READER), now=1.0) == []
+    for kind in (Claim, Renew):
+        assert isinstance(table.on_message(kind(stale, READER, 1), now=1.0)[0].message, Refused)
+    assert table.stale_messages == 4
+    assert (len(table), table.any_granted, table.next_expiry) == (1, False, 10.0)

@@ -1,0 +1,129 @@
+"""Bytes from other processes become valid messages or `MalformedMessage`, never anything else."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.kv_transfer.errors import MalformedMessage
+from baton.kv_transfer.messages import (
+    MAX_BLOCKS,
+    Abort,
+    Claim,
+    EngineKey,
+    Finish,
+    Granted,
+    Hello,
+    LeaseKey,
+    ReaderKey,
+    Refused,
+    Renew,
+    Ticket,
+    Unwelcome,
+    Welcome,
+    Withdrawn,
+    blocks_of,
+    decode,
+    encode,
+    runs_of,
+)
+
+PREFILL, DECODE = EngineKey("prefill-0", 2**62), EngineKey("decode-0", 7)
+LEASE, READER = LeaseKey(PREFILL, "request", 3, 12), ReaderKey(DECODE, 5)
+MESSAGES = [
+    Hello(DECODE, PREFILL, "fingerprint", "nixl"),
+    Welcome(PREFILL, DECODE, b"metadata"),
+    Unwelcome(PREFILL, DECODE, "because"),
+    Claim(LEASE, READER, 1),
+    Renew(LEASE, READER, 2),
+    Granted(LEASE, READER, 2, 30.0),
+    Refused(LEASE, READER, "because"),
+    Withdrawn(LEASE, READER),
+    Finish(LEASE, READER),
+    Abort(LEASE, READER),
+]
+
+
+def a_ticket(**changes: object) -> Ticket:
+    ticket = Ticket(1, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 40, 30.0, runs_of([4, 5, 9]))
+    return msgspec.structs.replace(ticket, **changes)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_survives_the_wire(message) -> None:
+    assert decode(encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
+    with contextlib.suppress(MalformedMessage):
+        decode(data)
+    with contextlib.suppress(MalformedMessage):
+        Ticket.decode(data)
+
+
+@given(st.sampled_from([*map(encode, MESSAGES), a_ticket().encode()]), st.integers(0, 200), st.integers(0, 255))
+def test_a_damaged_message_is_a_message_or_malformed(data: bytes, at: int, byte: int) -> None:
+    damaged = data[: at % len(data)] + bytes([byte]) + data[at % len(data) + 1 :]
+    for read in (decode, Ticket.decode):
+        for piece in (damaged, data[: at % len(data)]):
+            with contextlib.suppress(MalformedMessage):
+                read(piece)
+
+
+def test_deep_nesting_behind_a_message_is_malformed() -> None:
+    message = encode(Finish(LEASE, READER))
+    with pytest.raises(MalformedMessage):
+        decode(bytes([message[0] + 1]) + message[1:] + b"\x91" * 100_000 + b"\xc0")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Granted(LEASE, READER, 1, float("inf")),
+        Granted(LEASE, READER, 1, float("nan")),
+        Granted(LEASE, READER, 1, -1.0),
+        Claim(LEASE, READER, -1),
+        Claim(LeaseKey(PREFILL, "", 0, 0), READER, 1),
+        Claim(LeaseKey(EngineKey("p", 2**63), "r", 0, 0), READER, 1),
+    ],
+)
+def test_values_out_of_range_are_malformed(message) -> None:
+    with pytest.raises(MalformedMessage):
+        decode(encode(message))
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=60))
+def test_runs_keep_blocks_and_their_order(blocks: list[int]) -> None:
+    assert blocks_of(runs_of(blocks)) == blocks
+
+
+def test_neighbouring_blocks_share_a_run() -> None:
+    assert len(runs_of(range(1000))) == 1
+    assert len(a_ticket(runs=runs_of(range(1000))).encode()) < 120
+
+
+def test_a_ticket_survives_the_wire() -> None:
+    ticket = Ticket.decode(a_ticket().encode())
+    assert ticket == a_ticket()
+    assert ticket.block_ids == [4, 5, 9]
+
+
+def test_a_ticket_of_another_version_says_so() -> None:
+    with pytest.raises(MalformedMessage, match="has version 2, this engine reads version 1"):
+        Ticket.decode(a_ticket(version=2).encode())
+
+
+def test_a_ticket_cannot_make_its_reader_expand_more_blocks_than_any_engine_has() -> None:
+    with pytest.raises(MalformedMessage, match="blocks; from 1 to"):
+        Ticket.decode(a_ticket(runs=runs_of(range(MAX_BLOCKS)) * 3).encode())
+
+
+def test_a_ticket_whose_blocks_and_tokens_disagree_is_malformed() -> None:
+    a_ticket().check_block_size(16)
+    with pytest.raises(MalformedMessage, match="3 blocks for 49 tokens; blocks of 16 need 4"):
+        a_ticket(num_tokens=49).check_block_size(16)

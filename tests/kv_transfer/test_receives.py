@@ -1,0 +1,186 @@
+"""The reader's half: what commits, what is quarantined, and until when."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed
+from baton.kv_transfer.actions import Action, Emit, SendToHolder, StartRead, StopRead
+from baton.kv_transfer.messages import (
+    Abort,
+    Claim,
+    EngineKey,
+    Finish,
+    Granted,
+    LeaseKey,
+    ReaderKey,
+    Refused,
+    Renew,
+    Ticket,
+    Withdrawn,
+    runs_of,
+)
+from baton.kv_transfer.receives import Patience, ReceiveState, ReceiveTable
+
+HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)
+LEASE, READER = LeaseKey(HOLDER, "request", 0, 5), ReaderKey(ME, 1)
+TICKET = Ticket(1, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 48, 10.0, runs_of([7, 8, 9]))
+PATIENCE = Patience(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5)
+CLAIM = SendToHolder(HOLDER, Claim(LEASE, READER, 1))
+ABORT, FINISH = SendToHolder(HOLDER, Abort(LEASE, READER)), SendToHolder(HOLDER, Finish(LEASE, READER))
+RECEIVED, RELEASED = Emit(Received(1)), Emit(BlocksReleased(1))
+
+
+@pytest.fixture
+def table() -> ReceiveTable:
+    table = ReceiveTable(ME, PATIENCE)
+    table.start(1, TICKET, first_block=1, block_ids=[20, 21], now=0.0)
+    return table
+
+
+@pytest.fixture
+def pulling(table: ReceiveTable) -> ReceiveTable:
+    """Claimed at time 1, so that a grant of ten seconds counts until 10.5."""
+    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, StartRead(1)]
+    return table
+
+
+def failed(actions: list[Action]) -> str:
+    (event,) = [action.event for action in actions if isinstance(action, Emit) and type(action.event) is ReceiveFailed]
+    return event.reason
+
+
+def grant(number: int = 1, lease_s: float = 10.0) -> Granted:
+    return Granted(LEASE, READER, number, lease_s)
+
+
+def test_only_the_blocks_behind_the_cached_prefix_are_read(table: ReceiveTable) -> None:
+    assert (table[1].source_blocks, table[1].block_ids) == ([8, 9], [20, 21])
+
+
+def test_grant_then_read_commits(pulling: ReceiveTable) -> None:
+    assert pulling.on_message(grant(), now=1.5) == []
+    assert pulling.read_finished(1, now=2.0) == [FINISH, RECEIVED]
+    assert len(pulling) == 0
+
+
+def test_read_then_grant_commits(pulling: ReceiveTable) -> None:
+    assert pulling.read_finished(1, now=2.0) == []
+    assert pulling.on_message(grant(), now=3.0) == [FINISH, RECEIVED]
+
+
+def test_a_late_grant_counts_if_the_read_was_in_time(pulling: ReceiveTable) -> None:
+    pulling.read_finished(1, now=2.0)
+    assert pulling.on_message(grant(), now=10.9) == [FINISH, RECEIVED]
+
+
+@pytest.mark.parametrize(("finished_at", "commits"), [(10.49, True), (10.5, False), (11.5, False)])
+def test_a_read_counts_only_before_the_lease_less_a_margin(
+    finished_at: float, commits: bool, pulling: ReceiveTable
+) -> None:
+    pulling.on_message(grant(), now=1.2)
+    actions = pulling.read_finished(1, now=finished_at)
+    assert (RECEIVED in actions) == commits
+    assert (RELEASED in actions) != commits
+
+
+def test_the_lease_counts_from_when_the_claim_was_sent_not_from_when_it_was_granted(pulling: ReceiveTable) -> None:
+    pulling.on_message(grant(), now=9.0)
+    assert pulling[1].granted_until == 10.5
+
+
+def test_a_read_that_takes_long_renews_and_may_then_finish_later(pulling: ReceiveTable) -> None:
+    pulling.on_message(grant(), now=1.2)
+    assert pulling.tick(now=5.9) == []
+    assert pulling.tick(now=6.0) == [SendToHolder(HOLDER, Renew(LEASE, READER, 2))]
+    pulling.on_message(grant(2), now=6.3)
+    assert RECEIVED in pulling.read_finished(1, now=15.4)
+
+
+def test_an_unanswered_claim_is_sent_again_and_the_answer_tells_which_was_heard(pulling: ReceiveTable) -> None:
+    assert pulling.tick(now=2.0) == [SendToHolder(HOLDER, Claim(LEASE, READER, 2))]
+    pulling.on_message(grant(2), now=2.5)
+    assert pulling[1].granted_until == 11.5
+
+
+def test_a_grant_that_comes_twice_or_was_never_asked_for_is_stale(pulling: ReceiveTable) -> None:
+    pulling.on_message(grant(), now=1.2)
+    pulling.on_message(grant(), now=1.3)
+    pulling.on_message(grant(77), now=1.4)
+    assert pulling.stale_messages == 2
+    assert pulling[1].granted_until == 10.5
+
+
+def test_a_lease_that_ends_before_the_read_quarantines_until_nothing_can_write(pulling: ReceiveTable) -> None:
+    pulling.on_message(grant(), now=1.2)
+    actions = pulling.tick(now=10.5)
+    assert "ended before the read did" in failed(actions)
+    assert actions[1:] == [ABORT, StopRead(1)]
+    assert (pulling[1].state, pulling.num_quarantined_blocks) == (ReceiveState.QUARANTINED, 2)
+    assert pulling.read_released(1) == [RELEASED]
+    assert len(pulling) == 0
+
+
+def test_a_cancelled_read_that_finishes_after_all_frees_and_does_not_commit(pulling: ReceiveTable) -> None:
+    pulling.on_message(grant(), now=1.2)
+    assert pulling.cancel(1)[1:] == [ABORT, StopRead(1)]
+    assert pulling.cancel(1) == []
+    assert pulling.read_finished(1, now=2.0) == [RELEASED]
+
+
+def test_what_was_never_begun_frees_at_once(table: ReceiveTable) -> None:
+    assert table.cancel(1)[1:] == [RELEASED]
+    assert table.peer_ready(HOLDER, now=1.0) == []
+
+
+def test_a_peer_that_cannot_be_reached_fails_the_receive(table: ReceiveTable) -> None:
+    assert table.tick(now=2.9) == []
+    actions = table.tick(now=3.0)
+    assert "no connection to prefill at tcp://10.0.0.1:5 within 3 s" in failed(actions)
+    assert actions[-1] == RELEASED
+
+
+def test_a_peer_that_left_fails_its_receives_and_is_not_written_to(pulling: ReceiveTable) -> None:
+    assert pulling.peer_lost(EngineKey("prefill", 2), "another process") == []
+    assert pulling.peer_lost(HOLDER, "it left") == [Emit(ReceiveFailed(1, "it left")), StopRead(1)]
+
+
+def test_a_refusal_fails_the_receive(pulling: ReceiveTable) -> None:
+    assert "the offer has ended" in failed(pulling.on_message(Refused(LEASE, READER, "the offer has ended"), now=1.5))
+
+
+def test_a_withdrawal_is_answered_by_an_abort(pulling: ReceiveTable) -> None:
+    pulling.on_message(grant(), now=1.2)
+    assert ABORT in pulling.on_message(Withdrawn(LEASE, READER), now=1.5)
+
+
+def test_a_failed_read_stays_in_quarantine_until_it_is_released(pulling: ReceiveTable) -> None:
+    assert failed(pulling.read_failed(1, "link down")) == "the read failed: link down"
+    assert pulling.num_quarantined_blocks == 2
+    assert pulling.read_released(1) == [RELEASED]
+
+
+@pytest.mark.parametrize(
+    ("lease", "reader"),
+    [
+        (msgspec.structs.replace(LEASE, holder=EngineKey("prefill", 9)), READER),
+        (msgspec.structs.replace(LEASE, generation=1), READER),
+        (LEASE, ReaderKey(EngineKey("decode", 99), 1)),
+        (LEASE, ReaderKey(ME, 2)),
+    ],
+    ids=["holder's epoch", "generation", "reader's epoch", "receive"],
+)
+def test_a_message_about_something_else_changes_nothing(
+    lease: LeaseKey, reader: ReaderKey, pulling: ReceiveTable
+) -> None:
+    for message in (Granted(lease, reader, 1, 10.0), Refused(lease, reader, "no"), Withdrawn(lease, reader)):
+        assert not [action for action in pulling.on_message(message, now=1.5) if isinstance(action, Emit)]
+    assert pulling[1].granted_until is None
+    assert pulling.stale_messages == 3
+
+
+def test_a_grant_for_a_receive_that_is_over_lets_the_holder_go(pulling: ReceiveTable) -> None:
+    pulling.cancel(1)
+    pulling.read_released(1)
+    assert pulling.on_message(grant(), now=2.0) == [ABORT]

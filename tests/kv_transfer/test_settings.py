@@ -1,0 +1,27 @@
+"""Settings that cannot work are refused with what to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings
+
+
+def test_the_defaults_are_valid() -> None:
+    assert TransferSettings().patience.margin_s == TransferSettings().margin_s
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lease_s": 0.0}, "lease_s is 0.0; it must be a positive number"),
+        ({"retry_s": float("nan")}, "retry_s is nan"),
+        ({"lease_s": 1.0, "margin_s": 0.5}, "leave no time to renew"),
+        ({"renew_at": 1.0}, "leave no time to renew"),
+        ({"reads_in_flight": 0}, "must be at least 1"),
+        ({"backends": ()}, "backends must name one"),
+    ],
+)
+def test_impossible_settings_are_refused(change: dict, reason: str) -> None:
+    with pytest.raises(InvalidTransferSettings, match=reason):
+        TransferSettings(**change)
