@@ -1,0 +1,192 @@
+"""Chat templates: Jinja programs in a model's folder that turn messages into the text the model was trained on.
+
+They come with weights from elsewhere, so they run in Jinja's immutable sandbox. What templates may use beside Jinja
+itself is what `transformers` gives them: https://huggingface.co/docs/transformers/chat_templating_writing
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.nodes
+import jinja2.parser
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import ChatTemplateError, InvalidMessages
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"  # the template that some models have for chats with tools
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+# The blank at its end shows whether the template trims messages.
+_CUT = "\N{INFORMATION SEPARATOR ONE}the answer goes on here\N{INFORMATION SEPARATOR ONE} "
+
+
+class ChatTemplate:
+    """One model's template, or its templates by name, compiled once."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        """Raises `ChatTemplateError` for a template that does not parse."""
+        self._templates: dict[str, jinja2.Template] = {}
+        environment = _environment()
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise ChatTemplateError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+        """The templates of a model folder, None where it has none. Files win over `tokenizer_config.json`."""
+        sources = _sources_in_config(config.get("chat_template"))
+        named_files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        for name, file in [(DEFAULT, folder / "chat_template.jinja"), *((file.stem, file) for file in named_files)]:
+            if file.is_file():
+                sources[name] = file.read_text(encoding="utf-8")
+        return cls(sources) if sources else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text.
+
+        `add_generation_prompt` opens the answer; `continue_final_message` instead leaves the last message open, so that
+        the model goes on with it. `variables` are further names the template may read, like `enable_thinking`.
+
+        Raises `InvalidMessages` for messages that the template refuses or cannot read.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidMessages(
+                "continue_final_message and add_generation_prompt exclude each other: set one of them"
+            )
+        for name in _RESERVED:
+            if name in (variables or {}):
+                raise InvalidMessages(
+                    f"{name!r} is not a template variable that can be set: it is an argument of its own"
+                )
+        chat = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if not chat:
+            raise InvalidMessages("a chat needs at least one message")
+        if continue_final_message:
+            _mark_end(chat[-1])
+        text = self._render(
+            self._template(tools),
+            {**(variables or {}), "messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt},
+        )
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
+        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
+        if name not in self._templates:
+            raise ChatTemplateError(
+                f"this model names its chat templates {sorted(self._templates)}, and none {DEFAULT!r}"
+            )
+        return self._templates[name]
+
+    @staticmethod
+    def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
+        try:
+            return template.render(context)
+        except jinja2.TemplateError as error:
+            raise InvalidMessages(f"the model's chat template refuses these messages: {error}") from error
+        # What a template does to values of kinds that it does not expect can fail in any of these ways.
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InvalidMessages(f"the model's chat template cannot read these messages ({reason})") from error
+
+
+def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message whose content is one string, or None for one that has only tool calls."""
+    if not isinstance(message, Mapping):
+        raise InvalidMessages(f"messages[{index}] must be an object with a role, not {type(message).__name__}")
+    if not isinstance(message.get("role"), str):
+        raise InvalidMessages(f"messages[{index}].role must be a string, not {message.get('role')!r}")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "\n".join(_text_of_part(f"messages[{index}].content[{i}]", part) for i, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise InvalidMessages(f"messages[{index}].content must be a string or a list of text parts, not {content!r}")
+    return {**message, "content": content}
+
+
+def _text_of_part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidMessages(f"{where} is of type {kind!r}; this model reads only parts of type 'text'")
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    if not message["content"]:
+        raise InvalidMessages("continue_final_message needs a last message whose content can be continued")
+    message["content"] += _CUT
+
+
+def _cut_at_mark(text: str) -> str:
+    mark = _CUT.rstrip()
+    end = text.rfind(mark)
+    if end < 0:
+        raise InvalidMessages("continue_final_message: the model's chat template leaves the last message out")
+    trimmed = not text.startswith(_CUT, end)
+    return text[:end].rstrip() if trimmed else text[:end]
+
+
+def _sources_in_config(value: Any) -> dict[str, str]:
+    """`chat_template` of `tokenizer_config.json`: one template, or a list of named ones."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError) as error:
+        allowed = "a string or a list of objects with name and template"
+        raise ChatTemplateError(f"tokenizer_config.json: chat_template must be {allowed}") from error
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks an assistant's words for training; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter, leaves characters alone that only HTML needs escaped."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

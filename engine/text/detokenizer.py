@@ -1,0 +1,132 @@
+"""Text from token ids that arrive a few at a time."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from .pieces import PieceRule
+from .tokenizer import Tokenizer
+
+LONGEST_CHARACTER = 4  # bytes of UTF-8
+CONTEXT_TOKENS = 6  # of the text so far, given to decoders that look at neighbours
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class IncrementalDetokenizer:
+    """Turns one output's token ids into text as they come.
+
+    The deltas and the last `flush` add up to what decoding all tokens at once gives. A character whose bytes are spread
+    over tokens comes out once, whole, with its last byte. `prompt_token_ids` is the text that the output continues: a
+    first word keeps the space before it, and a character that the prompt began is completed.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        context = _last(prompt_token_ids, self._skipped, CONTEXT_TOKENS)
+        rule = tokenizer.piece_rule
+        self._stream: _Stream = (
+            _WindowStream(tokenizer, context) if rule is None else _ByteStream(tokenizer, rule, context)
+        )
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Characters given out so far: the offset in the text of a token that is pushed next."""
+        return self._length
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens add; empty while a character is incomplete."""
+        text = "".join(self._stream.push(token) for token in token_ids if token not in self._skipped)
+        self._length += len(text)
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for bytes that never became a character."""
+        text = self._stream.flush()
+        self._length += len(text)
+        return text
+
+
+class _Stream(Protocol):
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteStream:
+    """For decoders that concatenate: bytes go through an incremental UTF-8 decoder."""
+
+    def __init__(self, tokenizer: Tokenizer, rule: PieceRule, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._rule = rule
+        self._begins = not context
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        tail = b"".join(tokenizer.token_bytes(token) for token in context)
+        self._utf8.decode(tail[_last_character(tail) :])
+
+    def push(self, token_id: int) -> str:
+        piece = self._tokenizer.token_bytes(token_id)
+        if self._begins and piece:
+            self._begins = False
+            piece = self._rule.first_to_bytes(self._tokenizer.token(token_id) or "")
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+class _WindowStream:
+    """For any other decoder: decodes the last tokens anew and gives out what is longer than before."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(context)
+        self._given = len(self._decode(self._window))
+        self._settled = len(self._window)  # tokens of the window whose text is out
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT):
+            return ""
+        return self._give(text)
+
+    def flush(self) -> str:
+        return self._give(self._decode(self._window))
+
+    def _give(self, text: str) -> str:
+        delta = text[self._given :]
+        # Tokens that are out serve as context only: the last few are enough.
+        self._window = self._window[max(0, self._settled - CONTEXT_TOKENS) :]
+        self._settled = len(self._window)
+        self._given = len(self._decode(self._window))
+        return delta
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _last(token_ids: Sequence[int], skipped: frozenset[int], count: int) -> list[int]:
+    """The last `count` tokens that are not skipped, in order."""
+    found: list[int] = []
+    for token in reversed(token_ids):
+        if len(found) == count:
+            break
+        if token not in skipped:
+            found.append(token)
+    return found[::-1]
+
+
+def _last_character(data: bytes) -> int:
+    """Where the last character of `data` begins, were it cut within one."""
+    for start in range(len(data) - 1, max(-1, len(data) - 1 - LONGEST_CHARACTER), -1):
+        if data[start] & 0xC0 != 0x80:
+            return start
+    return len(data)

@@ -1,0 +1,187 @@
+"""A model's tokenizer: text to token ids and back, and chats to prompts.
+
+Reads `tokenizer.json` through the `tokenizers` library alone, which loads in milliseconds; folders without that file
+go through `transformers`, which converts older formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from .chat import ChatTemplate
+from .errors import ChatTemplateError, TokenizerError
+from .pieces import PieceRule, rule_of
+
+_NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Immutable once loaded; any number of threads may use one. Encoding releases Python's lock."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        """`special_tokens` maps names like `eos_token` to tokens of the vocabulary; chat templates see them, too."""
+        self._backend = backend
+        self._chat_template = chat_template
+        self._pieces: dict[int, bytes] = {}
+        self.special_tokens = dict(special_tokens or {})
+        self.piece_rule: PieceRule | None = rule_of(backend)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Loads the tokenizer of a Hugging Face model folder.
+
+        Raises `TokenizerError` where there is none that can be read, `ChatTemplateError` for a broken template.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise TokenizerError(f"{folder} is not a folder; give the folder of a model that holds a tokenizer.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+        backend = _load_backend(folder)
+        backend.no_truncation()
+        backend.no_padding()
+        _add_missing(backend, special_tokens.values())
+        return cls(backend, special_tokens, ChatTemplate.from_folder(folder, config))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the greatest token id, added tokens included. A model's output layer may be wider."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` frames it as in training (a chat's prompt is framed already)."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids` taken together. Ids beyond the vocabulary, as of a padded output layer, give no text."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, as `Ġthe`; None where it has none."""
+        return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, which may be a part of a character; empty for ids beyond the vocabulary."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._read_piece(token_id)
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, for people: U+FFFD stands for parts of characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for a chat; encode it with `add_special_tokens=False`. See `ChatTemplate.render`."""
+        if self._chat_template is None:
+            raise ChatTemplateError("this model has no chat template; use text completions, or add chat_template.jinja")
+        return self._chat_template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self.special_tokens, **kwargs},
+        )
+
+    def _read_piece(self, token_id: int) -> bytes:
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self.piece_rule is not None:
+            return self.piece_rule.to_bytes(token)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _load_backend(folder: Path) -> Backend:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return Backend.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for what it cannot parse
+            raise TokenizerError(f"{file} is not a tokenizer that can be read: {error}") from error
+    # Seconds of imports that only folders in older formats pay for.
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise TokenizerError(f"{folder} holds no tokenizer.json, and nothing to convert to one: {error}") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise TokenizerError(
+            f"{type(converted).__name__} of {folder} has no fast form; add a tokenizer.json to the folder"
+        )
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An optional file's object; empty where there is no file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise TokenizerError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file} must hold an object, not {type(value).__name__}")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens, each written as a string or as an object with its `content`."""
+    found: dict[str, str] = {}
+    for name in _NAMED_SPECIAL_TOKENS:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+        elif content is not None:
+            raise TokenizerError(f"tokenizer_config.json: {name} must be a string, not {content!r}")
+    return found
+
+
+def _add_missing(backend: Backend, tokens: Iterable[str]) -> None:
+    """Named special tokens are special, whatever the vocabulary says of them."""
+    added = backend.get_added_tokens_decoder().values()
+    known = {token.content for token in added if token.special}
+    missing = [
+        token for token in dict.fromkeys(tokens) if token not in known and backend.token_to_id(token) is not None
+    ]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])

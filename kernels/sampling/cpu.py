@@ -1,0 +1,112 @@
+"""Sampling in C++ (`native/sampling.cpp`): the tokens of the reference, to the bit but for where top-p ends.
+
+Which token is the last within top-p depends on a sum of exponentials, rounded differently here and there; a draw
+differs only where that sum comes within rounding of top-p and the token in question wins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+
+from . import reference
+from .batch import Penalties, SamplingBatch, TokenHistory
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    draw, penalize = _kernels()
+    if draw is None or penalize is None or logits.dtype != torch.float32:
+        return reference.sample(logits, batch)
+    if batch.edits_logits:
+        logits = _edit(logits, batch, penalize)
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    num_rows, vocab_size = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64)
+    draw(
+        logits.data_ptr(),
+        logits.stride(0),
+        num_rows,
+        vocab_size,
+        *(_pointer(name, getattr(batch, name), dtype, num_rows) for name, dtype in _PER_ROW.items()),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_PER_ROW = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seeds": torch.int64,
+    "positions": torch.int64,
+}
+
+
+def _edit(logits: Tensor, batch: SamplingBatch, penalize: Callable[..., int | None]) -> Tensor:
+    """As `reference.edit_logits`, but penalties touch only the tokens of the history, not the whole vocabulary."""
+    edited = reference.edit_logits(logits, replace(batch, penalties=None))
+    if batch.penalties is None:
+        return edited
+    if edited is logits:
+        edited = logits.clone(memory_format=torch.contiguous_format)
+    _penalize(edited, batch.penalties, reference.history_of(batch), batch.positions, penalize)
+    return edited
+
+
+def _penalize(
+    logits: Tensor,
+    penalties: Penalties,
+    history: TokenHistory,
+    positions: Tensor,
+    penalize: Callable[..., int | None],
+) -> None:
+    table = history.token_ids
+    if table.dtype not in (torch.int32, torch.int64) or table.stride(1) != 1:
+        raise ValueError(f"history.token_ids is {table.dtype} with strides {table.stride()}: give int32 or int64 rows")
+    if len(positions) and int(positions.max()) > table.shape[1]:
+        raise ValueError(f"history.token_ids holds {table.shape[1]} tokens a row, positions reach {positions.max()}")
+    count = len(penalties.rows)
+    pointers = [
+        _pointer("penalties.rows", penalties.rows, torch.int64, count),
+        count,
+        _pointer("penalties.repetition", penalties.repetition, torch.float32, count),
+        _pointer("penalties.presence", penalties.presence, torch.float32, count),
+        _pointer("penalties.frequency", penalties.frequency, torch.float32, count),
+        table.data_ptr(),
+        int(table.dtype == torch.int64),
+        table.stride(0),
+        _pointer("history.rows", history.rows, torch.int64, len(logits)),
+        _pointer("history.prompt_lens", history.prompt_lens, torch.int64, len(logits)),
+        _pointer("positions", positions, torch.int64, len(logits)),
+    ]
+    penalize(logits.data_ptr(), logits.stride(0), logits.shape[1], *pointers)
+
+
+def _pointer(name: str, numbers: Tensor | None, dtype: torch.dtype, length: int) -> int:
+    """The address of a vector that C++ may read; 0 for one that is not there."""
+    if numbers is None:
+        return 0
+    if numbers.dtype != dtype or numbers.shape != (length,) or not numbers.is_contiguous():
+        given = f"{numbers.dtype} {list(numbers.shape)} with strides {numbers.stride()}"
+        raise ValueError(f"SamplingBatch.{name} is {given}: give contiguous {dtype} [{length}]")
+    return numbers.data_ptr()
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., int | None] | None, Callable[..., int | None] | None]:
+    """The draw, and the penalties before it."""
+    pointer, i64, integer = native.POINTER, native.I64, native.INT
+    per_row = (pointer,) * len(_PER_ROW)
+    draw = native.function("baton_sample", pointer, i64, i64, i64, *per_row, pointer, integer)
+    history = (pointer, integer, i64, pointer, pointer, pointer)
+    penalize = native.function("baton_penalize", pointer, i64, i64, pointer, i64, pointer, pointer, pointer, *history)
+    return draw, penalize

@@ -1,0 +1,228 @@
+"""The sampling state of a runner's rows: written once when a request takes a row, gathered in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .batch import (
+    GREEDY_BELOW,
+    AllowedTokens,
+    BadWords,
+    BannedTokens,
+    LogitBias,
+    Penalties,
+    SamplingBatch,
+    TokenHistory,
+)
+
+
+class SamplingRequest(Protocol):
+    """What a request says about its draws; `baton.engine.SamplingParams` is one."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def logit_bias(self) -> Mapping[int, float]: ...
+    @property
+    def allowed_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def bad_words_token_ids(self) -> Sequence[Sequence[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _StopGate:
+    """Stop tokens that cannot be drawn before position `opens_at`."""
+
+    opens_at: int
+    token_ids: Tensor  # [S] int64
+
+
+class SamplingRows:
+    """Builds a `SamplingBatch` a step from rows that persist.
+
+        start(row, request, ...) -> batch(rows, positions), step after step -> free(row)
+
+    Numbers lie in one tensor a parameter, indexed by row; what few requests use lies in a dictionary by row, so that a
+    step asks only those. While the rows of consecutive steps are the same, their gathered tensors are used again.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, token_ids: Tensor) -> None:
+        """`token_ids` `[num_rows, capacity]` int32 or int64 is the runner's table of tokens, read in place."""
+        self._vocab_size = vocab_size
+        self._token_ids = token_ids
+        self._device = token_ids.device
+        self._numbers = {
+            "temperature": torch.zeros(num_rows),
+            "top_k": torch.zeros(num_rows, dtype=torch.int64),
+            "top_p": torch.ones(num_rows),
+            "min_p": torch.zeros(num_rows),
+            "repetition_penalty": torch.ones(num_rows),
+            "presence_penalty": torch.zeros(num_rows),
+            "frequency_penalty": torch.zeros(num_rows),
+            "seed": torch.zeros(num_rows, dtype=torch.int64),
+            "prompt_len": torch.zeros(num_rows, dtype=torch.int64),
+        }
+        self._random: set[int] = set()
+        self._truncated: dict[str, set[int]] = {"top_k": set(), "top_p": set(), "min_p": set()}
+        self._penalized: set[int] = set()
+        self._allowed: dict[int, Tensor] = {}  # [ceil(V / 32)] int32
+        self._bad_words: dict[int, list[list[int]]] = {}
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [B] int64, values [B] float32
+        self._gates: dict[int, _StopGate] = {}
+        self._gathered: tuple[list[int], SamplingBatch] | None = None
+
+    def start(
+        self, row: int, request: SamplingRequest, *, seed: int, prompt_len: int, stop_token_ids: Sequence[int]
+    ) -> None:
+        """A request takes `row`, which is free. `stop_token_ids` stay masked until `request.min_tokens` outputs exist.
+
+        `prompt_len` tokens of the row are prompt: penalties and `min_tokens` count those after them as output.
+        """
+        numbers = self._numbers
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            numbers[name][row] = getattr(request, name)
+        numbers["seed"][row], numbers["prompt_len"][row] = seed, prompt_len
+        if request.temperature >= GREEDY_BELOW:
+            self._random.add(row)
+            self._note_truncation(row, request)
+        penalties = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            self._penalized.add(row)
+            for name, value in zip(("repetition", "presence", "frequency"), penalties, strict=True):
+                numbers[f"{name}_penalty"][row] = value
+        if request.allowed_token_ids is not None:
+            self._allowed[row] = self._pack(request.allowed_token_ids)
+        if request.bad_words_token_ids:
+            self._bad_words[row] = [list(word) for word in request.bad_words_token_ids]
+        if request.logit_bias:
+            self._bias[row] = (torch.tensor(list(request.logit_bias)), torch.tensor(list(request.logit_bias.values())))
+        if request.min_tokens > 0 and stop_token_ids:
+            stops = torch.tensor(list(dict.fromkeys(stop_token_ids)))
+            self._gates[row] = _StopGate(prompt_len + request.min_tokens, stops)
+        self._gathered = None
+
+    def free(self, row: int) -> None:
+        """The request leaves `row`. Freeing a free row changes nothing."""
+        for rows in (self._random, self._penalized, *self._truncated.values()):
+            rows.discard(row)
+        for state in (self._allowed, self._bad_words, self._bias, self._gates):
+            state.pop(row, None)
+        self._gathered = None
+
+    def batch(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
+        """The batch for logits whose row i belongs to `rows[i]`; `positions[i]` tokens precede the one it draws."""
+        rows = list(rows)
+        if self._gathered is None or self._gathered[0] != rows:
+            self._gathered = (rows, self._gather(rows))
+        banned = self._banned(rows, positions) if self._gates else None
+        return replace(self._gathered[1], positions=self._to_device(torch.tensor(positions)), banned=banned)
+
+    def _note_truncation(self, row: int, request: SamplingRequest) -> None:
+        if 0 < request.top_k < self._vocab_size:
+            self._truncated["top_k"].add(row)
+        if request.top_p < 1:
+            self._truncated["top_p"].add(row)
+        if request.min_p > 0:
+            self._truncated["min_p"].add(row)
+
+    def _gather(self, rows: list[int]) -> SamplingBatch:
+        index = torch.tensor(rows)
+
+        def numbers(name: str) -> Tensor:
+            return self._to_device(self._numbers[name][index])
+
+        truncation = {
+            name: numbers(name) for name, users in self._truncated.items() if users and not users.isdisjoint(rows)
+        }
+        penalties = self._gather_penalties(rows)
+        bad_words = self._gather_bad_words(rows)
+        reads_history = penalties is not None or (bad_words is not None and bad_words.token_ids.shape[1] > 1)
+        return SamplingBatch(
+            seeds=numbers("seed"),
+            positions=index,
+            temperature=None if self._random.isdisjoint(rows) else numbers("temperature"),
+            allowed=self._gather_allowed(rows),
+            bad_words=bad_words,
+            bias=self._gather_bias(rows),
+            penalties=penalties,
+            history=TokenHistory(self._token_ids, self._to_device(index), numbers("prompt_len"))
+            if reads_history
+            else None,
+            **truncation,
+        )
+
+    def _gather_penalties(self, rows: list[int]) -> Penalties | None:
+        users = [i for i, row in enumerate(rows) if row in self._penalized] if self._penalized else []
+        if not users:
+            return None
+        index = torch.tensor([rows[i] for i in users])
+        repetition, presence, frequency = (
+            self._to_device(self._numbers[f"{name}_penalty"][index]) for name in ("repetition", "presence", "frequency")
+        )
+        return Penalties(self._to_device(torch.tensor(users)), repetition, presence, frequency)
+
+    def _gather_allowed(self, rows: list[int]) -> AllowedTokens | None:
+        users = [i for i, row in enumerate(rows) if row in self._allowed] if self._allowed else []
+        if not users:
+            return None
+        bits = torch.stack([self._allowed[rows[i]] for i in users])
+        return AllowedTokens(self._to_device(torch.tensor(users)), self._to_device(bits))
+
+    def _gather_bad_words(self, rows: list[int]) -> BadWords | None:
+        words = [(i, word) for i, row in enumerate(rows) for word in self._bad_words.get(row, ())]
+        if not words:
+            return None
+        longest = max(len(word) for _, word in words)
+        padded = torch.tensor([[-1] * (longest - len(word)) + word for _, word in words])
+        return BadWords(self._to_device(torch.tensor([i for i, _ in words])), self._to_device(padded))
+
+    def _gather_bias(self, rows: list[int]) -> LogitBias | None:
+        users = [(i, self._bias[row]) for i, row in enumerate(rows) if row in self._bias] if self._bias else []
+        if not users:
+            return None
+        return LogitBias(
+            rows=self._to_device(torch.cat([torch.full_like(tokens, i) for i, (tokens, _) in users])),
+            token_ids=self._to_device(torch.cat([tokens for _, (tokens, _) in users])),
+            values=self._to_device(torch.cat([values for _, (_, values) in users])),
+        )
+
+    def _banned(self, rows: list[int], positions: Sequence[int]) -> BannedTokens | None:
+        shut = []
+        for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
+            gate = self._gates.get(row)
+            if gate is not None and position < gate.opens_at:
+                shut.append((i, gate.token_ids))
+        if not shut:
+            return None
+        return BannedTokens(
+            rows=self._to_device(torch.cat([torch.full_like(tokens, i) for i, tokens in shut])),
+            token_ids=self._to_device(torch.cat([tokens for _, tokens in shut])),
+        )
+
+    def _pack(self, token_ids: Sequence[int]) -> Tensor:
+        bits = torch.zeros(-(-self._vocab_size // 32) * 32, dtype=torch.int64)
+        bits[torch.tensor(list(token_ids))] = 1
+        words = (bits.view(-1, 32) << torch.arange(32)).sum(dim=1)
+        return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import codecs
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.text import IncrementalDetokenizer, Tokenizer
+
+EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "e\u0301", "�", "▁", "Ġ", "\x00", "  ", "\n", "<s>", "<0x41>", "</s>"]
+texts = st.lists(st.one_of(st.text(max_size=6), st.sampled_from(EMOJI), st.sampled_from(["hello", "world"]))).map(
+    "".join
+)
+concatenating = pytest.mark.parametrize("kind", ["byte level", "sentence piece", "metaspace"])
+every = pytest.mark.parametrize("kind", ["byte level", "sentence piece", "metaspace", "word piece"])
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] = [], skip: bool = True) -> list[str]:  # noqa: B006
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
+    return [*(detokenizer.push([token]) for token in token_ids), detokenizer.flush()]
+
+
+@every
+@settings(deadline=None, max_examples=150)
+@given(text=texts, skip=st.booleans())
+def test_the_deltas_add_up_to_decoding_all_tokens_at_once(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str, skip: bool
+) -> None:
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.encode(text)
+    assert "".join(stream(tokenizer, tokens, skip=skip)) == tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+@settings(deadline=None, max_examples=100)
+@given(tokens=st.lists(st.integers(0, 430), max_size=30), skip=st.booleans())
+def test_byte_level_deltas_add_up_also_for_tokens_that_are_no_text(
+    byte_level: Tokenizer, tokens: list[int], skip: bool
+) -> None:
+    assert "".join(stream(byte_level, tokens, skip=skip)) == byte_level.decode(tokens, skip_special_tokens=skip)
+
+
+@concatenating
+@settings(deadline=None, max_examples=100)
+@given(prompt=texts.filter(lambda text: text.strip()), text=texts)
+def test_an_output_continues_its_prompt(tokenizers: dict[str, Tokenizer], kind: str, prompt: str, text: str) -> None:
+    tokenizer = tokenizers[kind]
+    before, after = tokenizer.encode(prompt), tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.decode(before + after)
+    assert tokenizer.decode(before) + "".join(stream(tokenizer, after, before)) == whole
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=texts, data=st.data())
+def test_a_character_that_the_prompt_began_is_completed(byte_level: Tokenizer, text: str, data: st.DataObject) -> None:
+    tokens = byte_level.encode(text)
+    cut = data.draw(st.integers(0, len(tokens)))
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    complete = utf8.decode(b"".join(map(byte_level.token_bytes, tokens[:cut])))
+    assert complete + "".join(stream(byte_level, tokens[cut:], tokens[:cut], skip=False)) == text
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_no_part_of_a_character_is_ever_given_out(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    text = "🤖 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 👩‍👩‍👧‍👦 ѯ"
+    tokens = tokenizer.encode(text)
+    deltas = stream(tokenizer, tokens)
+    assert len(tokens) > len(text), "the vocabulary must not know these characters"
+    assert not any("\N{REPLACEMENT CHARACTER}" in delta for delta in deltas)
+    assert "".join(deltas) == text
+
+
+def test_flush_shows_bytes_that_never_became_a_character(byte_level: Tokenizer) -> None:
+    tokens = byte_level.encode("𝔘", add_special_tokens=False)[:-1]
+    detokenizer = IncrementalDetokenizer(byte_level)
+    assert detokenizer.push(tokens) == ""
+    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert detokenizer.flush() == ""
+
+
+def test_the_space_of_a_first_word_is_kept_only_after_a_prompt(sentence_piece: Tokenizer) -> None:
+    word = sentence_piece.encode("hello", add_special_tokens=False)
+    bos = sentence_piece.encode("")
+    assert bos == [sentence_piece.bos_token_id]
+    assert "".join(stream(sentence_piece, word)) == "hello"
+    assert "".join(stream(sentence_piece, word, bos)) == "hello"
+    assert "".join(stream(sentence_piece, word, sentence_piece.encode("Say"))) == " hello"
+
+
+def test_special_tokens_are_skipped_or_shown(byte_level: Tokenizer) -> None:
+    tokens = byte_level.encode("<|im_start|>hello<|im_end|>")
+    assert "".join(stream(byte_level, tokens)) == "hello"
+    assert "".join(stream(byte_level, tokens, skip=False)) == "<|im_start|>hello<|im_end|>"
+
+
+def test_ids_beyond_the_vocabulary_give_no_text(byte_level: Tokenizer) -> None:
+    assert stream(byte_level, [byte_level.vocab_size + 5]) == ["", ""]
+
+
+def test_length_is_the_offset_of_the_next_token(byte_level: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(byte_level)
+    text, offsets = "", []
+    for token in byte_level.encode("hello 你好"):
+        offsets.append(detokenizer.length)
+        text += detokenizer.push([token])
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    assert detokenizer.length == len(text) == len("hello 你好")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import BACKENDS, NAMED
+
+from baton.engine.text import Tokenizer, TokenizerError, bad_word_token_ids
+
+
+def write_folder(folder: Path, kind: str = "byte level", **config: Any) -> Path:
+    BACKENDS[kind]().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**NAMED, **config}))
+    return folder
+
+
+def test_a_folder_gives_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for kind in BACKENDS:
+        folder = tmp_path / kind
+        folder.mkdir()
+        write_folder(folder, kind, tokenizer_class="PreTrainedTokenizerFast", add_bos_token=True)
+        ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+        for text in ("hello world", "", " <|im_start|>Grüße 👍🏽</s>"):
+            assert ours.encode(text) == theirs.encode(text)
+            assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+        assert ours.vocab_size == len(theirs)
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
+    backend = BACKENDS["byte level"]()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4, pad_token="<s>")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a rather long sentence")) == "a rather long sentence"
+    assert len(tokenizer.encode("a")) == 1
+
+
+def test_named_special_tokens_are_special_even_if_the_vocabulary_does_not_say_so(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in state["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.special_token_ids == {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    assert tokenizer.decode(tokenizer.encode("a</s>")) == "a"
+
+
+def test_special_tokens_may_be_objects_and_may_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.token(tokenizer.eos_token_id or 0) == "<|im_end|>"
+    assert tokenizer.bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "holds no tokenizer.json"),
+        ({"tokenizer.json": "{}"}, "cannot be read|can be read"),
+        ({"tokenizer_config.json": "{"}, "is not JSON"),
+        ({"tokenizer_config.json": "[]"}, "must hold an object"),
+        ({"tokenizer_config.json": '{"eos_token": 7}'}, "eos_token must be a string"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, files: dict[str, str], reason: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TokenizerError, match=reason):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="nowhere is not a folder"):
+        Tokenizer.from_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+@settings(deadline=None, max_examples=100)
+@given(text=st.text())
+def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    data = b"".join(tokenizer.token_bytes(token) for token in tokens)
+    assert (data.removeprefix(b" ") if kind == "sentence piece" else data) == text.encode()
+
+
+def test_a_token_alone_shows_broken_characters_as_such(byte_level: Tokenizer) -> None:
+    first, *_ = byte_level.encode("𝔘")
+    assert byte_level.token_bytes(first) in ("𝔘".encode()[:n] for n in (1, 2, 3))
+    assert byte_level.token_text(first) == "\N{REPLACEMENT CHARACTER}"
+    assert byte_level.token_bytes(byte_level.vocab_size) == b""
+
+
+def test_threads_may_share_a_tokenizer(byte_level: Tokenizer) -> None:
+    texts = [f"hello world number {i} 👍🏽" for i in range(200)]
+    expected = [byte_level.encode(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(byte_level.encode, texts)) == expected
+
+
+def test_bad_words_are_banned_at_the_start_of_a_text_and_after_a_space(byte_level: Tokenizer) -> None:
+    alone, spaced = (byte_level.encode(text) for text in ("fox", " fox"))
+    assert alone[-1] != spaced[-1]
+    assert bad_word_token_ids(byte_level, ["fox"]) == [alone, spaced]
+    assert bad_word_token_ids(byte_level, [" fox"]) == [alone, spaced]
+
+
+def test_a_sequence_that_ends_with_a_banned_one_is_not_listed_again(byte_level: Tokenizer) -> None:
+    assert byte_level.encode(" zq")[-2:] == byte_level.encode("zq")
+    assert bad_word_token_ids(byte_level, ["zq", "zq", ""]) == [byte_level.encode("zq")]
+
+
+def test_a_gateway_loads_no_torch_and_no_transformers() -> None:
+    code = (
+        "import sys, baton.engine.text as _; sys.exit(not {'torch', 'transformers', 'numpy'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
