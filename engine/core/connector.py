@@ -4,11 +4,11 @@ Who owns blocks:
 
     prefill   offer(blocks) ............................ OfferEnded     blocks stay referenced in between
     decode    receive(blocks) ............. Received                    the blocks are the request's again, filled
-              receive(blocks) .. ReceiveFailed .. BlocksReleased        in between they are quarantined: a late write may land
+              receive(blocks) .. ReceiveFailed .. BlocksReleased        quarantined in between: a late write may land
 
 Exactly one `OfferEnded` follows each `offer`, also one that is withdrawn or expires. After each `receive` comes either
-`Received`, or `ReceiveFailed` and later (at once, where nothing can be in flight) `BlocksReleased`; cancelling changes none
-of this, only that `Received` can then no longer come.
+`Received`, or `ReceiveFailed` and later (at once, where nothing can be in flight) `BlocksReleased`; cancelling changes
+none of this, only that `Received` can then no longer come.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class KVConnector(Protocol):
         """Ends an offer early. Unknown and ended ids are ignored."""
         ...
 
-    def receive(self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]) -> TransferId:
-        """Fetches the offered blocks from index `first_block` on into `block_ids` (earlier ones came from the prefix cache).
+    def receive(
+        self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
+    ) -> TransferId:
+        """Fetches the offered blocks from index `first_block` on into `block_ids` (the prefix cache had earlier ones).
 
         A ticket that makes no sense is a `ReceiveFailed`, too.
         """

@@ -51,7 +51,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_token_ids: list[int]
     sampling: SamplingParams
     output_token_ids: list[int] = []
-    seed: int = 0  # always resolved: a random number where the user gave none, so that a migration draws the same tokens
+    seed: int = (
+        0  # always resolved: a random number where the user gave none, so that a migration draws the same tokens
+    )
     generation: int = 0  # counts re-submissions of the same request; answers to older ones are dropped
     priority: int = 0  # lower is served sooner
     arrival_s: float = 0.0  # wall clock at the ingress

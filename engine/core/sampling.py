@@ -66,7 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._require("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100")
         self._require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be from -2 to 2")
         self._require("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be from -2 to 2")
-        self._require("seed", self.seed is None or 0 <= self.seed < 2**SEED_BITS, f"must be from 0 to 2**{SEED_BITS} - 1")
+        self._require(
+            "seed", self.seed is None or 0 <= self.seed < 2**SEED_BITS, f"must be from 0 to 2**{SEED_BITS} - 1"
+        )
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
         self._require("min_tokens", self.min_tokens >= 0, "must be at least 0")
         self._require(
@@ -102,4 +104,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         }
         for field, tokens in named.items():
             for token in tokens:
-                self._require(field, 0 <= token < vocab_size, f"token id {token} is not in the vocabulary of {vocab_size}")
+                self._require(
+                    field, 0 <= token < vocab_size, f"token id {token} is not in the vocabulary of {vocab_size}"
+                )

@@ -37,11 +37,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     samples: bool  # the chunk reaches the row's last token, so a next token is drawn
     new_block_ids: list[int]  # appended to the row's block table before the step runs
-    prompt_logprobs: bool = False  # compute logprobs of the tokens that follow each position of this chunk in the prompt
+    prompt_logprobs: bool = (
+        False  # compute logprobs of the tokens that follow each position of this chunk in the prompt
+    )
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Apply `freed_rows`, then `started_rows`, then run `chunks` (decodes, i.e. single tokens, come first)."""
+    """One step. Apply `freed_rows`, then `started_rows`, then run `chunks` (decodes come first)."""
 
     step: int
     freed_rows: list[int]
@@ -58,7 +60,9 @@ class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
 
     token_id: int | None  # None where the chunk does not sample
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt tokens start + 1 ... start + num_tokens (within the prompt)
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # for prompt tokens start + 1 ... start + num_tokens (within the prompt)
+    )
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

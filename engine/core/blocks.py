@@ -1,0 +1,165 @@
+"""The pool of KV blocks: who may write where, what can be reused, what is overwritten next.
+
+    refs[b] > 0     referenced: in the tables of that many owners (requests, held offers, quarantined receives)
+    refs[b] == 0    free, and a link of one doubly linked list in eviction order:
+
+        head -> worthless blocks (nobody could find their content) -> cached ones, least recently released first -> tail
+
+A cached block is a block with a hash. It keeps the hash while it is free, so "cached" and "free" are the same memory: a
+prefix hit takes it out of the middle of the list, an allocation takes the head and forgets its hash.
+
+Only full blocks get a hash, and nobody writes to a block that has one; so a block in several tables is never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from .prefix import BlockHash
+
+NO_BLOCK = -2  # not adjacent to any block
+
+
+class BlockPoolCorrupted(Exception):
+    """The pool's books do not add up: a bug of ours, found by a self-check."""
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.prefix_queries = 0  # tokens, see `record_lookup`
+        self.prefix_hits = 0
+        self._refs = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
+        self._end = num_blocks
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._previous = [num_blocks, *range(num_blocks)]
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest cached prefix of a chain of hashes."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def fits(self, prefix: Sequence[int], num_blocks: int) -> bool:
+        """Whether a table of `num_blocks` that begins with the cached blocks `prefix` can be had now."""
+        free_in_prefix = sum(self._refs[block] == 0 for block in prefix)
+        return num_blocks - len(prefix) <= self.num_free - free_in_prefix
+
+    def take(self, prefix: Sequence[int], num_blocks: int) -> list[int]:
+        """References the cached blocks `prefix` and as many new ones as make it a table of `num_blocks`; see `fits`."""
+        for block in prefix:
+            if self._refs[block] == 0:
+                self._unlink(block)
+            self._refs[block] += 1
+        return [*prefix, *self.allocate(num_blocks - len(prefix), after=prefix[-1] if prefix else NO_BLOCK)]
+
+    def allocate(self, count: int, after: int = NO_BLOCK) -> list[int]:
+        """`count` blocks with one reference each, in ascending runs as long as can be had, best right behind `after`.
+
+        Adjacent ids travel as one transfer. Runs grow over worthless blocks only; cached ones go in eviction order.
+        """
+        if count > self.num_free:
+            raise BlockPoolCorrupted(f"{count} blocks were asked for and {self.num_free} are free: callers look first")
+        taken: list[int] = []
+        seed = after + 1 if self._is_worthless(after + 1) else self._next[self._end]
+        while len(taken) < count:
+            for block in self._run_through(seed, count - len(taken)):
+                self._unlink(block)
+                self._forget(block)
+                self._refs[block] = 1
+                taken.append(block)
+            seed = self._next[self._end]
+        return sorted(taken)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives back one reference to each, the last block first: the beginnings of prefixes survive longest."""
+        refs, hashes = self._refs, self._hashes
+        for block in reversed(blocks):
+            if refs[block] < 1:
+                raise BlockPoolCorrupted(f"block {block} was released more often than taken")
+            refs[block] -= 1
+            if refs[block] == 0:
+                self._link(block, before=self._next[self._end] if hashes[block] is None else self._end)
+
+    def register(self, block: int, block_hash: BlockHash) -> None:
+        """Makes a full block findable. Where another block has the same content already, that one stays the answer."""
+        if block_hash not in self._block_of and self._hashes[block] is None:
+            self._block_of[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def record_lookup(self, num_tokens: int, num_hits: int) -> None:
+        """Counts one request's way through the cache, in tokens."""
+        self.prefix_queries += num_tokens
+        self.prefix_hits += num_hits
+
+    def references(self, block: int) -> int:
+        return self._refs[block]
+
+    def check(self) -> None:
+        """Proves the books: free + referenced == total, the list holds the free blocks, hashes map one to one.
+
+        Walks everything; for tests and post-mortems. Raises `BlockPoolCorrupted`.
+        """
+        free = self._walk()
+        referenced = sum(count > 0 for count in self._refs)
+        by_hash = {block: block_hash for block_hash, block in self._block_of.items()}
+        worthless_first = [self._hashes[block] is not None for block in free]
+        rules = {
+            "free + referenced == total": len(free) + referenced == self.num_blocks,
+            "the count of free blocks is right": len(free) == self.num_free,
+            "no block is free and referenced": all(self._refs[block] == 0 for block in free),
+            "no count is negative": min(self._refs) >= 0,
+            "hashes map one to one": by_hash
+            == {block: block_hash for block, block_hash in enumerate(self._hashes) if block_hash is not None},
+            "worthless blocks go first": all(a <= b for a, b in pairwise(worthless_first)),
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise BlockPoolCorrupted("; ".join(broken))
+
+    def _walk(self) -> list[int]:
+        free: list[int] = []
+        block = self._next[self._end]
+        while block != self._end:
+            if self._previous[self._next[block]] != block or len(free) > self.num_blocks:
+                raise BlockPoolCorrupted(f"the free list is broken at block {block}")
+            free.append(block)
+            block = self._next[block]
+        return free
+
+    def _run_through(self, seed: int, limit: int) -> range:
+        first = last = seed
+        while last - first + 1 < limit and self._is_worthless(last + 1):
+            last += 1
+        while last - first + 1 < limit and self._is_worthless(first - 1):
+            first -= 1
+        return range(first, last + 1)
+
+    def _is_worthless(self, block: int) -> bool:
+        return 0 <= block < self.num_blocks and self._refs[block] == 0 and self._hashes[block] is None
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hashes[block] = None
+
+    def _link(self, block: int, before: int) -> None:
+        previous = self._previous[before]
+        self._next[previous] = self._previous[before] = block
+        self._previous[block], self._next[block] = previous, before
+        self.num_free += 1
+
+    def _unlink(self, block: int) -> None:
+        previous, following = self._previous[block], self._next[block]
+        self._next[previous], self._previous[following] = following, previous
+        self.num_free -= 1

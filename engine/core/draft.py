@@ -1,0 +1,49 @@
+"""A step plan while it is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .request import Request
+from .step import Chunk, RowStart, StepPlan
+
+
+class StepDraft:
+    """Collects chunks under the token budget. Single tokens come first in the plan, whenever they were added."""
+
+    __slots__ = ("_longer", "_longer_requests", "budget", "singles", "singles_requests", "started", "step")
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.budget = budget
+        self.started: list[RowStart] = []
+        self.singles: list[Chunk] = []  # filled directly by the loop over decodes
+        self.singles_requests: list[Request] = []
+        self._longer: list[Chunk] = []
+        self._longer_requests: list[Request] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.singles and not self._longer
+
+    def add(self, request: Request) -> None:
+        """Plans as many of the request's next tokens as the budget allows, and counts them as done."""
+        start = request.num_computed
+        num_tokens = min(request.num_tokens - start, self.budget)
+        samples = start + num_tokens == request.num_tokens
+        wants_prompt = not request.may_skip_computed_prefix and start + 1 < request.num_prompt
+        chunk = Chunk(request.row, start, num_tokens, samples, [], wants_prompt)
+        chunks, requests = (
+            (self.singles, self.singles_requests) if num_tokens == 1 else (self._longer, self._longer_requests)
+        )
+        chunks.append(chunk)
+        requests.append(request)
+        self.budget -= num_tokens
+        request.num_computed += num_tokens
+        request.num_tokens += samples
+        request.last_step = self.step
+
+    def seal(self, freed_rows: list[int]) -> tuple[StepPlan, Sequence[Request]]:
+        """The plan, and the request of each of its chunks."""
+        plan = StepPlan(self.step, freed_rows, self.started, self.singles + self._longer)
+        return plan, self.singles_requests + self._longer_requests

@@ -1,0 +1,175 @@
+"""Blocks that requests no longer own because a transfer does, and requests that wait for one.
+
+    held            offer ──────────────────────────────────────── OfferEnded ──> released
+    pulling         receive ── Received ──> the request's again
+                            └─ ReceiveFailed, abort ──> quarantined ── BlocksReleased ──> released
+
+Exactly one owner at any time, so every way out releases exactly once. An event about an unknown id changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import NamedTuple
+
+from .blocks import BlockPool
+from .connector import BlocksReleased, ConnectorEvent, KVConnector, OfferEnded, Received, ReceiveFailed, TransferId
+from .messages import KVSource
+from .request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Arrival(NamedTuple):
+    """A receive is over: the request's KV is in its blocks, or is lost for the reason in `failure`."""
+
+    request: Request
+    failure: str | None
+
+
+class HeldBlocks:
+    """Blocks of finished prefills, kept for their readers."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._offers: dict[TransferId, tuple[str, list[int]]] = {}
+        self._holders: Counter[int] = Counter()  # prefixes are shared, so a block may be held for several readers
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._holders)
+
+    def hold(self, transfer_id: TransferId, request_id: str, blocks: list[int]) -> None:
+        self._offers[transfer_id] = (request_id, blocks)
+        self._holders.update(blocks)
+
+    def release(self, transfer_id: TransferId) -> bool:
+        """False where the offer is unknown."""
+        _, blocks = self._offers.pop(transfer_id, ("", None))
+        if blocks is None:
+            return False
+        for block in blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+        self._pool.release(blocks)
+        return True
+
+    def offers_of(self, request_id: str) -> list[TransferId]:
+        return [transfer for transfer, (owner, _) in self._offers.items() if owner == request_id]
+
+
+class Quarantine:
+    """Blocks that a transfer given up may still write to."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._blocks: dict[TransferId, list[int]] = {}
+        self.num_blocks = 0
+
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        return transfer_id in self._blocks
+
+    def admit(self, transfer_id: TransferId, blocks: list[int]) -> None:
+        self._blocks[transfer_id] = blocks
+        self.num_blocks += len(blocks)
+
+    def release(self, transfer_id: TransferId) -> bool:
+        """False where the transfer is unknown."""
+        blocks = self._blocks.pop(transfer_id, None)
+        if blocks is None:
+            return False
+        self.num_blocks -= len(blocks)
+        self._pool.release(blocks)
+        return True
+
+
+class Handoffs:
+    """All of an engine's transfers. Works without a connector, too: then there are none."""
+
+    def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._block_size = block_size
+        self.held = HeldBlocks(pool)
+        self.quarantine = Quarantine(pool)
+        self._pulling: dict[TransferId, tuple[Request, int]] = {}  # with the number of blocks that were there already
+        self._transfer_of: dict[Request, TransferId] = {}
+
+    @property
+    def num_pulling(self) -> int:
+        return len(self._pulling)
+
+    def offer(self, request: Request, blocks: list[int], num_tokens: int) -> KVSource:
+        """Takes over blocks that hold the KV of `num_tokens` tokens, and says where a decode engine finds them."""
+        assert self._connector is not None
+        offer = self._connector.offer(request.request_id, request.generation, blocks, num_tokens)
+        self.held.hold(offer.transfer_id, request.request_id, blocks)
+        return KVSource(offer.ticket, num_tokens)
+
+    def withdraw(self, request_id: str) -> None:
+        for transfer_id in self.held.offers_of(request_id):
+            assert self._connector is not None
+            self._connector.withdraw(transfer_id)
+
+    def receive(self, request: Request) -> None:
+        """Starts to fill the request's blocks behind its prefix hits.
+
+        A request whose whole KV is present asks for no block: the other side learns that it may release.
+        """
+        source = request.message.kv_source
+        assert self._connector is not None
+        assert source is not None
+        num_present = request.num_computed // self._block_size
+        num_blocks = -(-source.num_tokens // self._block_size)
+        wanted = request.block_ids[num_present:num_blocks]
+        transfer_id = self._connector.receive(
+            request.request_id, request.generation, source.ticket, num_present, wanted
+        )
+        self._pulling[transfer_id] = (request, num_present)
+        self._transfer_of[request] = transfer_id
+
+    def cancel(self, request: Request) -> None:
+        """Gives up on a receive; nothing more is heard of the request."""
+        assert self._connector is not None
+        transfer_id = self._transfer_of[request]
+        self._isolate(transfer_id)
+        self._connector.cancel(transfer_id)
+
+    def poll(self) -> list[Arrival]:
+        if self._connector is None:
+            return []
+        arrivals = []
+        for event in self._connector.poll():
+            arrival = self._handle(event)
+            if arrival is not None:
+                arrivals.append(arrival)
+        return arrivals
+
+    def _handle(self, event: ConnectorEvent) -> Arrival | None:
+        transfer_id = event.transfer_id
+        match event:
+            case Received() if transfer_id in self._pulling:
+                request, _ = self._pulling.pop(transfer_id)
+                del self._transfer_of[request]
+                return Arrival(request, None)
+            case ReceiveFailed() if transfer_id in self._pulling:
+                return Arrival(self._isolate(transfer_id), event.reason)
+            case ReceiveFailed() if transfer_id in self.quarantine:
+                return None  # the end of a receive that was cancelled
+            case Received() | BlocksReleased() if self.quarantine.release(transfer_id):
+                return None  # a Received that crossed with the cancel: nothing can be written any more
+            case OfferEnded() if self.held.release(transfer_id):
+                return None
+        logger.warning("ignored %s: no transfer of this engine is in that state", event)
+        return None
+
+    def _isolate(self, transfer_id: TransferId) -> Request:
+        """Parts a request from its blocks. Only those that the transfer writes to are dangerous."""
+        request, num_present = self._pulling.pop(transfer_id)
+        del self._transfer_of[request]
+        _, blocks = request.give_up_memory()
+        self._pool.release(blocks[:num_present])
+        self.quarantine.admit(transfer_id, blocks[num_present:])
+        return request

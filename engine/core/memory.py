@@ -1,0 +1,80 @@
+"""Which blocks a request has, and what they hold."""
+
+from __future__ import annotations
+
+from .blocks import BlockPool
+from .prefix import extend_block_hashes
+from .request import Request
+
+
+class RequestMemory:
+    """Reserves, grows and registers the blocks of requests. Knows nothing of who is served when."""
+
+    def __init__(self, pool: BlockPool, block_size: int, enable_prefix_caching: bool) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._caching = enable_prefix_caching
+
+    def fits(self, request: Request) -> bool:
+        return self._pool.fits(self._cached_prefix(request), self._blocks_for(len(request.token_ids)))
+
+    def reserve(self, request: Request) -> bool:
+        """Gives a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
+
+        All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
+        """
+        prefix = self._cached_prefix(request)
+        num_blocks = self._blocks_for(len(request.token_ids))
+        if not self._pool.fits(prefix, num_blocks):
+            return False
+        request.block_ids = self._pool.take(prefix, num_blocks)
+        request.capacity = num_blocks * self._block_size
+        request.num_computed = len(prefix) * self._block_size
+        if self._caching:
+            self._set_registered(request, len(prefix))
+            if not request.scheduled_s and request.may_skip_computed_prefix:
+                self._pool.record_lookup(len(request.token_ids), request.num_computed)
+        return True
+
+    def grow(self, request: Request) -> list[int]:
+        """One more block, if there is one."""
+        if not self._pool.num_free:
+            return []
+        new = self._pool.allocate(1, after=request.block_ids[-1])
+        request.block_ids += new
+        request.capacity += self._block_size
+        return new
+
+    def register(self, request: Request) -> None:
+        """Makes those blocks findable that are full of known tokens.
+
+        They may be still to be written by a step that is planned. Readers come in the same step or later, and every
+        layer writes the KV of all chunks of a step before it reads any.
+        """
+        if not self._caching:
+            return
+        num_full = min(request.num_computed, len(request.token_ids)) // self._block_size
+        self._hash_blocks(request, num_full)
+        for index in range(request.num_registered, num_full):
+            self._pool.register(request.block_ids[index], request.block_hashes[index])
+        self._set_registered(request, num_full)
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Never everything: the last token has to be computed for the next to be drawn."""
+        if not self._caching or not request.may_skip_computed_prefix:
+            return []
+        num_blocks = (len(request.token_ids) - 1) // self._block_size
+        self._hash_blocks(request, num_blocks)
+        return self._pool.find_prefix(request.block_hashes[:num_blocks])
+
+    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
+        if len(request.block_hashes) < num_blocks:
+            tokens = request.token_ids
+            extend_block_hashes(request.block_hashes, request.root, tokens, num_blocks, self._block_size)
+
+    def _set_registered(self, request: Request, num_blocks: int) -> None:
+        request.num_registered = num_blocks
+        request.next_registration = (num_blocks + 1) * self._block_size
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

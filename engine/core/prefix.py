@@ -1,0 +1,53 @@
+"""Names for prefixes: the hash of a full block stands for all tokens up to its end.
+
+    root = H(cache salt, adapter)    hash[0] = H(root, tokens of block 0)    hash[i] = H(hash[i - 1], tokens of block i)
+
+Equal in every process and on every machine, so that routers and engines may compare them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+HASH_BYTES = 16
+
+BlockHash = bytes
+
+
+def prefix_root(cache_salt: str = "", adapter_id: str = "") -> BlockHash:
+    """What a chain begins with: requests of different salts or adapters never share a block."""
+    salt = cache_salt.encode()
+    framed = (
+        struct.pack("<Q", len(salt)) + salt + adapter_id.encode()
+    )  # the length keeps ("ab", "c") and ("a", "bc") apart
+    return hashlib.blake2b(framed, digest_size=HASH_BYTES).digest()
+
+
+def extend_block_hashes(
+    hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, block_size: int
+) -> None:
+    """Appends hashes until the first `num_blocks` blocks of `token_ids` have one. They must be full."""
+    pack = _packer(block_size)
+    parent = hashes[-1] if hashes else root
+    for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+        block = parent + pack(*token_ids[start : start + block_size])
+        parent = hashlib.blake2b(block, digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, cache_salt: str = "", adapter_id: str = ""
+) -> list[BlockHash]:
+    """One hash for each full block of `token_ids`."""
+    hashes: list[BlockHash] = []
+    root = prefix_root(cache_salt, adapter_id)
+    extend_block_hashes(hashes, root, token_ids, len(token_ids) // block_size, block_size)
+    return hashes
+
+
+@lru_cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{block_size}I").pack

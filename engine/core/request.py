@@ -1,0 +1,184 @@
+"""One request as the scheduler sees it.
+
+    0 <= num_computed < num_tokens <= limit          len(token_ids) <= num_tokens
+
+`num_tokens` counts what is known (`token_ids`) and what steps in flight will draw; `num_computed` counts the tokens
+whose KV is in the request's blocks once those steps are done. Scheduling lets the second catch up with the first.
+
+    add ──> WAITING ──────────────────> RUNNING ──> FINISHED_STOPPED | _LENGTH | _HANDOFF
+              │   ^                      │   ^
+              v   │ received             v   │ computed anew
+          WAITING_FOR_KV               PREEMPTED         from everywhere: FINISHED_ABORTED | FINISHED_ERROR
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+
+from .finish import FinishRule
+from .messages import EngineRequest, FinishReason, TokenLogprobs
+from .prefix import BlockHash, prefix_root
+from .step import RowStart
+
+NO_ROW = -1
+NEVER = -1  # the number of no step
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # in the queue; after a hand-off's arrival with its KV, otherwise without any block
+    WAITING_FOR_KV = "waiting for KV"  # blocks are reserved, a transfer fills them
+    RUNNING = "running"  # owns a row and blocks
+    PREEMPTED = "preempted"  # gave up row and blocks; in the queue again
+    FINISHED_STOPPED = "stopped"
+    FINISHED_LENGTH = "length"
+    FINISHED_HANDOFF = "handed off"  # its blocks are held for the reader
+    FINISHED_ABORTED = "aborted"
+    FINISHED_ERROR = "error"
+
+
+_S = RequestStatus
+_GIVEN_UP = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+_COMPLETED = frozenset({_S.FINISHED_STOPPED, _S.FINISHED_LENGTH})
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: _GIVEN_UP | {_S.RUNNING, _S.WAITING_FOR_KV},
+    _S.WAITING_FOR_KV: _GIVEN_UP | {_S.WAITING},
+    _S.RUNNING: _GIVEN_UP | _COMPLETED | {_S.PREEMPTED, _S.FINISHED_HANDOFF},
+    _S.PREEMPTED: _GIVEN_UP | _COMPLETED | {_S.RUNNING},  # a step that was in flight may still bring the last token
+    **{status: frozenset() for status in _GIVEN_UP | _COMPLETED | {_S.FINISHED_HANDOFF}},
+}
+
+STATUS_AFTER = {
+    FinishReason.STOP: _S.FINISHED_STOPPED,
+    FinishReason.LENGTH: _S.FINISHED_LENGTH,
+    FinishReason.HANDOFF: _S.FINISHED_HANDOFF,
+    FinishReason.ABORT: _S.FINISHED_ABORTED,
+    FinishReason.ERROR: _S.FINISHED_ERROR,
+}
+
+
+class IllegalTransition(Exception):
+    """The scheduler moved a request in a way that `TRANSITIONS` does not know: a bug of ours."""
+
+
+class PromptLogprobs:
+    """The log probabilities of a prompt's tokens, as chunks bring them in.
+
+    A prompt that is computed again after preemption brings some positions twice; the first ones stay.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[TokenLogprobs | None] = [None]  # nothing comes before token 0
+
+    def collect(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Adds those of tokens start + 1, start + 2, ..."""
+        known = len(self.entries) - (start + 1)
+        if known < 0:
+            raise ValueError(f"prompt logprobs of positions {len(self.entries)} to {start} are missing")
+        self.entries += entries[known:]
+
+
+class Request:
+    __slots__ = (
+        "answered",
+        "block_hashes",
+        "block_ids",
+        "capacity",
+        "finish_rule",
+        "generation",
+        "last_step",
+        "limit",
+        "message",
+        "next_registration",
+        "num_cached_tokens",
+        "num_computed",
+        "num_prompt",
+        "num_registered",
+        "num_tokens",
+        "prompt_logprobs",
+        "rank",
+        "request_id",
+        "root",
+        "row",
+        "scheduled_s",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, message: EngineRequest, finish_rule: FinishRule, sequence: int) -> None:
+        self.message = message
+        self.request_id = message.request_id
+        self.generation = message.generation
+        self.rank = (message.priority, message.arrival_s, sequence)  # lower is served sooner and preempted later
+        self.status = RequestStatus.WAITING
+        self.finish_rule = finish_rule
+        self.limit = finish_rule.limit
+
+        self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
+        self.num_prompt = len(message.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
+        self.num_computed = 0
+        self.last_step = NEVER  # the newest step that touches its row and blocks
+
+        self.row = NO_ROW
+        self.block_ids: list[int] = []
+        self.capacity = 0  # tokens that its blocks can hold
+        self.root = prefix_root(message.cache_salt, message.adapter_id)
+        self.block_hashes: list[BlockHash] = []
+        self.num_registered = 0  # leading blocks that the prefix cache knows
+        self.next_registration = sys.maxsize  # number of tokens at which the next block is full
+
+        # Prompt logprobs go out with the very first token, so a request that brings outputs along has had them.
+        wants_prompt = message.sampling.prompt_logprobs is not None and not message.output_token_ids
+        self.prompt_logprobs = PromptLogprobs() if wants_prompt else None
+        self.num_cached_tokens = 0
+        self.scheduled_s = 0.0  # wall clock; 0: never yet
+        self.answered = False  # an output went out
+
+    def move_to(self, status: RequestStatus) -> None:
+        if status not in TRANSITIONS[self.status]:
+            raise IllegalTransition(f"request {self.request_id}: {self.status.value} -> {status.value}")
+        self.status = status
+
+    @property
+    def priority(self) -> int:
+        return self.message.priority
+
+    @property
+    def awaits_transfer(self) -> bool:
+        """Its KV is at another engine and has not been asked for."""
+        return self.message.kv_source is not None and self.status is RequestStatus.WAITING and not self.block_ids
+
+    @property
+    def may_skip_computed_prefix(self) -> bool:
+        """Prompt logprobs need every position of the prompt to run through the model."""
+        return self.prompt_logprobs is None or self.answered
+
+    @property
+    def has_unplanned_tokens(self) -> bool:
+        """False once its last token is on the way: it gives its blocks back without being asked."""
+        return self.num_computed + 1 < self.limit
+
+    def give_up_memory(self) -> tuple[int, list[int]]:
+        """Row and blocks, which are the caller's now. What was computed is forgotten, what was drawn is not."""
+        row, blocks = self.row, self.block_ids
+        self.row, self.block_ids = NO_ROW, []
+        self.capacity = self.num_computed = self.num_registered = 0
+        self.next_registration = sys.maxsize
+        return row, blocks
+
+    def row_start(self) -> RowStart:
+        message = self.message
+        return RowStart(
+            self.row,
+            self.request_id,
+            message.prompt_token_ids,
+            self.token_ids[self.num_prompt :],
+            message.sampling,
+            message.seed,
+            sorted(self.finish_rule.stop_token_ids),
+            list(self.block_ids),
+        )

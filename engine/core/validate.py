@@ -1,0 +1,52 @@
+"""What an engine refuses at once, and in which words."""
+
+from __future__ import annotations
+
+from .config import EngineCoreConfig
+from .messages import EngineError, EngineRequest, ErrorKind
+from .sampling import InvalidSamplingParams
+
+
+def refusal(request: EngineRequest, config: EngineCoreConfig, *, can_transfer: bool) -> EngineError | None:
+    """Why this engine can never serve the request; None where it can."""
+    message = _invalid(request, config, can_transfer)
+    if message is not None:
+        return EngineError(ErrorKind.INVALID, message)
+    message = _too_long(request, config)
+    if message is not None:
+        return EngineError(ErrorKind.TOO_LONG, message)
+    return None
+
+
+def _invalid(request: EngineRequest, config: EngineCoreConfig, can_transfer: bool) -> str | None:
+    if not request.prompt_token_ids:
+        return "the prompt is empty: give at least one token"
+    for name, token_ids in (("prompt", request.prompt_token_ids), ("output", request.output_token_ids)):
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= config.vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < config.vocab_size)
+            return f"token id {wrong} in the {name} is not in the vocabulary of {config.vocab_size}"
+    try:
+        request.sampling.check_vocabulary(config.vocab_size)
+    except InvalidSamplingParams as error:
+        return str(error)
+    if (request.keep_kv or request.kv_source is not None) and not can_transfer:
+        return "this engine has no KV connector: it can neither offer nor receive KV blocks"
+    if request.kv_source is not None:
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if not 0 < request.kv_source.num_tokens < num_tokens:
+            return (
+                f"kv_source.num_tokens is {request.kv_source.num_tokens}, it must be from 1 to {num_tokens - 1}: "
+                f"at least one of the {num_tokens} tokens must be left to compute"
+            )
+    return None
+
+
+def _too_long(request: EngineRequest, config: EngineCoreConfig) -> str | None:
+    num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+    if num_prompt < config.max_length and num_prompt + num_output <= config.max_length:
+        return None
+    limit = f"max_model_len is {config.max_model_len}"
+    if config.max_length < config.max_model_len:
+        limit = f"the {config.num_blocks} KV blocks of this engine hold {config.max_length} tokens"
+    given = f"a prompt of {num_prompt} tokens" + (f" and an output of {num_output}" if num_output else "")
+    return f"{given} is too long: {limit}, and at least one token of it is for the answer"

@@ -1,0 +1,323 @@
+"""A model that is a pure function of the tokens before it, on a memory that shows every misplaced byte.
+
+The "KV" of position p is a number that stands for all tokens up to p. A chunk writes those of its positions into the
+blocks of its row and then reads everything from position 0 on, as attention would: a block that was lost, shared
+wrongly, overwritten or filled late is an assertion in the very step that would have read it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    Offer,
+    OfferEnded,
+    OfferOutcome,
+    Received,
+    ReceiveFailed,
+    TransferId,
+)
+from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+from baton.engine.core.step import Chunk, ChunkResult, StepPlan, StepResult
+
+GARBAGE = -1
+
+
+def kv_of(token_ids: Iterable[int]) -> list[int]:
+    """The KV values of a sequence, one for each position."""
+    values, state = [], 0
+    for token in token_ids:
+        state = hash((state, token))  # integers only: the same in every process
+        values.append(state)
+    return values
+
+
+def next_token(kv: int, seed: int, vocab_size: int) -> int:
+    return hash((kv, seed)) % vocab_size
+
+
+def logprob_of(kv: int, token: int) -> TokenLogprobs:
+    return TokenLogprobs([token], [-(hash((kv, token)) % 1000) / 100], 1)
+
+
+def expected_answer(request: EngineRequest, config: EngineCoreConfig) -> tuple[list[int], FinishReason]:
+    """What the request must be answered with, whatever else the engine does: computed without any engine."""
+    sampling, tokens = request.sampling, [*request.prompt_token_ids, *request.output_token_ids]
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(config.eos_token_ids))
+    drawn: list[int] = []
+    kv = kv_of(tokens)[-1]
+    while True:
+        outputs_before = len(request.output_token_ids) + len(drawn)
+        drawn.append(next_token(kv, request.seed, config.vocab_size))
+        tokens.append(drawn[-1])
+        kv = hash((kv, drawn[-1]))
+        if drawn[-1] in stops and outputs_before >= sampling.min_tokens:
+            return drawn, FinishReason.STOP
+        if outputs_before + 1 == sampling.max_tokens or len(tokens) == config.max_length:
+            return drawn, FinishReason.LENGTH
+        if request.keep_kv:
+            return drawn, FinishReason.HANDOFF
+
+
+@dataclass
+class Row:
+    request_id: str
+    tokens: list[int]
+    num_prompt: int
+    blocks: list[int]
+    seed: int
+    kv: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kv = kv_of(self.tokens)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.kv.append(hash((self.kv[-1], token)))
+
+
+class KVMemory:
+    """Blocks of values; what was never written reads as garbage."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
+
+    def write(self, table: Sequence[int], position: int, value: int) -> None:
+        self.blocks[table[position // self.block_size]][position % self.block_size] = value
+
+    def read(self, table: Sequence[int], num_tokens: int) -> list[int]:
+        values = [value for block in table for value in self.blocks[block]]
+        assert len(values) >= num_tokens, "the table is too short"
+        return values[:num_tokens]
+
+
+class FakeRunner:
+    """A `Runner` that checks the contract of `step.py` from the plans alone.
+
+    A lazy one runs a step when its result is asked for, which is as late as a device can be; an eager one at once.
+    """
+
+    def __init__(self, config: EngineCoreConfig, *, lazy: bool = True) -> None:
+        self.config = config
+        self.lazy = lazy
+        self.memory = KVMemory(config.num_blocks, config.block_size)
+        self.rows: dict[int, Row] = {}
+        self.plans: list[StepPlan] = []
+        self.fail_at_launch: Exception | None = None
+        self.fail_at_result: Exception | None = None
+        self._queue: deque[FakePendingStep] = deque()
+
+    def launch(self, plan: StepPlan) -> FakePendingStep:
+        if self.fail_at_launch is not None:
+            raise self.fail_at_launch
+        assert plan.step == len(self.plans), "steps are numbered without gaps"
+        assert plan.chunks, "an empty step"
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.chunks) <= self.config.max_num_seqs
+        is_single = [chunk.num_tokens == 1 for chunk in plan.chunks]
+        assert is_single == sorted(is_single, reverse=True), "single tokens come first"
+        assert len({chunk.row for chunk in plan.chunks}) == len(plan.chunks), "one chunk a row"
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)  # later changes must not reach us
+        self.plans.append(plan)
+        pending = FakePendingStep(self, plan)
+        self._queue.append(pending)
+        if not self.lazy:
+            pending.run()
+        return pending
+
+    def run_until(self, pending: FakePendingStep) -> None:
+        while self._queue and pending.answer is None:
+            self._queue.popleft().run()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for row in plan.freed_rows:
+            del self.rows[row]
+        for start in plan.started_rows:
+            assert start.row not in self.rows, "the row is taken"
+            assert 0 <= start.row < self.config.max_num_seqs
+            tokens = [*start.prompt_token_ids, *start.output_token_ids]
+            self.rows[start.row] = Row(
+                start.request_id, tokens, len(start.prompt_token_ids), start.block_ids, start.seed
+            )
+        for chunk in plan.chunks:
+            self._write(chunk)
+        return StepResult(plan.step, [self._read_and_draw(chunk) for chunk in plan.chunks])
+
+    def _write(self, chunk: Chunk) -> None:
+        row = self.rows[chunk.row]
+        row.blocks += chunk.new_block_ids
+        assert chunk.num_tokens > 0
+        assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody has drawn"
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            self.memory.write(row.blocks, position, row.kv[position])
+
+    def _read_and_draw(self, chunk: Chunk) -> ChunkResult:
+        row, end = self.rows[chunk.row], chunk.start + chunk.num_tokens
+        assert self.memory.read(row.blocks, end) == row.kv[:end], f"wrong KV for {row.request_id}"
+        assert chunk.samples == (end == len(row.tokens))
+        prompt = None
+        if chunk.prompt_logprobs:
+            positions = range(chunk.start + 1, min(end + 1, row.num_prompt))
+            prompt = [logprob_of(row.kv[position - 1], row.tokens[position]) for position in positions]
+        if not chunk.samples:
+            return ChunkResult(None, None, prompt)
+        token = next_token(row.kv[-1], row.seed, self.config.vocab_size)
+        logprobs = logprob_of(row.kv[-1], token)
+        row.append(token)
+        return ChunkResult(token, logprobs, prompt)
+
+
+class FakePendingStep:
+    def __init__(self, runner: FakeRunner, plan: StepPlan) -> None:
+        self._runner = runner
+        self._plan = plan
+        self.answer: StepResult | None = None
+
+    def run(self) -> None:
+        if self.answer is None:
+            self.answer = self._runner.execute(self._plan)
+
+    def result(self) -> StepResult:
+        if self._runner.fail_at_result is not None:
+            raise self._runner.fail_at_result
+        self._runner.run_until(self)
+        assert self.answer is not None
+        return self.answer
+
+
+@dataclass
+class OpenOffer:
+    request_id: str
+    blocks: list[int]
+    content: list[int]
+    withdrawn: bool = False
+
+
+@dataclass
+class Pull:
+    request_id: str
+    ticket: bytes
+    first_block: int
+    blocks: list[int]
+    cancelled: bool = False
+    failed: bool = False
+
+
+class FakeConnector:
+    """A `KVConnector` whose transfers move when the test says so, in any order, well or badly.
+
+    `fetch` gives the KV values that a ticket stands for. Between a failure and the release of the blocks, `scribble`
+    writes into them as a late transfer would.
+    """
+
+    def __init__(self, memory: KVMemory, fetch: Callable[[bytes], Sequence[int]]) -> None:
+        self._memory = memory
+        self._fetch = fetch
+        self._next_id = 0
+        self._events: list[ConnectorEvent] = []
+        self.offers: dict[TransferId, OpenOffer] = {}
+        self.pulls: dict[TransferId, Pull] = {}
+
+    # ---- KVConnector
+
+    def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        transfer_id = self._new_id()
+        content = self._memory.read(block_ids, num_tokens)
+        assert GARBAGE not in content, "an offer of blocks that were not written"
+        self.offers[transfer_id] = OpenOffer(request_id, list(block_ids), content)
+        return Offer(transfer_id, str(transfer_id).encode())
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        if transfer_id in self.offers:
+            self.offers[transfer_id].withdrawn = True
+
+    def receive(
+        self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
+    ) -> TransferId:
+        transfer_id = self._new_id()
+        self.pulls[transfer_id] = Pull(request_id, ticket, first_block, list(block_ids))
+        return transfer_id
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        if transfer_id in self.pulls:
+            self.pulls[transfer_id].cancelled = True
+
+    def poll(self) -> list[ConnectorEvent]:
+        events, self._events = self._events, []
+        return events
+
+    # ---- what the test makes happen
+
+    def end_offer(self, transfer_id: TransferId, outcome: OfferOutcome = OfferOutcome.FINISHED) -> None:
+        self.check_offers()
+        del self.offers[transfer_id]
+        self._events.append(OfferEnded(transfer_id, outcome))
+
+    def complete(self, transfer_id: TransferId) -> None:
+        pull = self.pulls.pop(transfer_id)
+        assert not pull.cancelled
+        assert not pull.failed
+        size = self._memory.block_size
+        values = list(self._fetch(pull.ticket))[pull.first_block * size :]
+        assert len(pull.blocks) == -(-len(values) // size), "exactly the missing blocks are asked for"
+        for offset, value in enumerate(values):
+            self._memory.write(pull.blocks, offset, value)
+        self._events.append(Received(transfer_id))
+
+    def fail(self, transfer_id: TransferId, reason: str = "the peer is gone") -> None:
+        self.pulls[transfer_id].failed = True
+        self._events.append(ReceiveFailed(transfer_id, reason))
+
+    def scribble(self, transfer_id: TransferId) -> None:
+        for block in self.pulls[transfer_id].blocks:
+            self._memory.blocks[block] = [GARBAGE] * self._memory.block_size
+
+    def release(self, transfer_id: TransferId) -> None:
+        assert self.pulls[transfer_id].failed
+        del self.pulls[transfer_id]
+        self._events.append(BlocksReleased(transfer_id))
+
+    def check_offers(self) -> None:
+        """What was promised is still there."""
+        for offer in self.offers.values():
+            assert self._memory.read(offer.blocks, len(offer.content)) == offer.content, "an offered block changed"
+
+    def _new_id(self) -> TransferId:
+        self._next_id += 1
+        return self._next_id
+
+
+def ticket_for(request_tokens: Sequence[int]) -> bytes:
+    """A ticket whose KV is known without a peer; see `fetch_from_ticket`."""
+    return msgspec.json.encode(list(request_tokens))
+
+
+def fetch_from_ticket(ticket: bytes) -> list[int]:
+    return kv_of(msgspec.json.decode(ticket, type=list[int]))
+
+
+@dataclass
+class Answer:
+    """Everything an engine said about one request."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[-1].finish_reason
+
+    @property
+    def last(self) -> EngineOutput:
+        return self.outputs[-1]

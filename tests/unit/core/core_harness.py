@@ -1,0 +1,194 @@
+"""An engine with its fakes, what it answered, and the rules that hold after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
+
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.connector import OfferOutcome
+from baton.engine.core.engine import EngineCore
+from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.request import NO_ROW, RequestStatus
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Scheduler
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 50
+
+
+def config(**changes: object) -> EngineCoreConfig:
+    """A small engine. Depth 1 unless said, so that a test can follow every step."""
+    sizes: dict[str, object] = {
+        "num_blocks": 32,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 96,
+        "vocab_size": VOCAB_SIZE,
+        "depth": 1,
+    }
+    return EngineCoreConfig(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def request(request_id: str, prompt: int | list[int], **changes: object) -> EngineRequest:
+    """A request with a prompt of the given length or tokens. Sampling parameters may be given by name."""
+    own = {name: changes.pop(name) for name in list(changes) if name in EngineRequest.__struct_fields__}
+    tokens = [(7 * position + 3) % VOCAB_SIZE for position in range(prompt)] if isinstance(prompt, int) else prompt
+    sampling = own.pop("sampling", None) or SamplingParams(**changes)  # type: ignore[arg-type]
+    return EngineRequest(request_id=request_id, prompt_token_ids=tokens, sampling=sampling, **own)  # type: ignore[arg-type]
+
+
+class Harness:
+    def __init__(self, engine_config: EngineCoreConfig, *, lazy: bool = True) -> None:
+        self.config = engine_config
+        self.runner = FakeRunner(engine_config, lazy=lazy)
+        self.connector = FakeConnector(self.runner.memory, fetch_from_ticket)
+        self.core = EngineCore(engine_config, self.runner, self.connector)
+        self.asked: dict[tuple[str, int], EngineRequest] = {}
+        self.answers: dict[tuple[str, int], Answer] = {}
+        self._expected: dict[tuple[str, int], tuple[list[int], FinishReason]] = {}
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core._scheduler
+
+    def add(self, *requests: EngineRequest) -> None:
+        for each in requests:
+            self.asked[each.request_id, each.generation] = each
+            self.core.add(each)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for output in self.core.step():
+                key = output.request_id, output.generation
+                answer = self.answers.setdefault(key, Answer())
+                assert not answer.outputs or answer.finish_reason is None, "an output after the last one"
+                answer.outputs.append(output)
+                self.check_answer(key)
+            self.check()
+
+    def run(self) -> None:
+        """Steps until nothing is left to do without the outside world."""
+        for _ in range(10_000):
+            if not self.core.has_work():
+                return
+            self.step()
+        raise AssertionError("the engine goes round in circles")
+
+    def answer(self, request_id: str, generation: int = 0) -> Answer:
+        return self.answers[request_id, generation]
+
+    def is_answered(self, request_id: str, generation: int = 0) -> bool:
+        answer = self.answers.get((request_id, generation))
+        return answer is not None and answer.finish_reason is not None
+
+    def only_pull(self) -> int:
+        (transfer_id,) = self.connector.pulls
+        return transfer_id
+
+    def only_offer(self) -> int:
+        (transfer_id,) = self.connector.offers
+        return transfer_id
+
+    def finish_transfers(self) -> None:
+        """The outside world does everything that it still owes."""
+        for transfer_id, pull in list(self.connector.pulls.items()):
+            if not pull.failed and not pull.cancelled:
+                self.connector.complete(transfer_id)
+                continue
+            if not pull.failed:
+                self.connector.fail(transfer_id)
+            self.connector.release(transfer_id)
+        for transfer_id in list(self.connector.offers):
+            self.connector.end_offer(transfer_id, OfferOutcome.EXPIRED)
+
+    def run_to_the_end(self) -> None:
+        self.step()  # takes in the last events
+        while self.core.has_work() or self.connector.pulls or self.connector.offers:
+            self.run()
+            self.finish_transfers()
+            self.step()
+        self.check_all_given_back()
+
+    # ---- rules
+
+    def check(self) -> None:
+        self.scheduler.pool.check()
+        self.connector.check_offers()
+        check_references(self.scheduler)
+        check_rows(self.scheduler)
+        check_places(self.scheduler)
+
+    def check_answer(self, key: tuple[str, int]) -> None:
+        """Right so far: exactly the tokens that this request draws alone, and no finish but its own or a cut."""
+        asked, answer = self.asked[key], self.answers[key]
+        if answer.outputs[0].error is not None or not answer.token_ids:
+            return
+        if key not in self._expected:
+            self._expected[key] = expected_answer(asked, self.config)
+        tokens, reason = self._expected[key]
+        assert answer.token_ids == tokens[: len(answer.token_ids)]
+        if answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.HANDOFF):
+            assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
+        wants_prompt = asked.sampling.prompt_logprobs is not None and not asked.output_token_ids
+        if wants_prompt and answer.outputs[0].token_ids:
+            prompt = asked.prompt_token_ids
+            expected = [logprob_of(kv, token) for kv, token in zip(kv_of(prompt), prompt[1:], strict=False)]
+            assert answer.outputs[0].prompt_logprobs == [None, *expected]
+
+    def check_all_given_back(self) -> None:
+        stats = self.core.stats()
+        assert stats.num_blocks_free == stats.num_blocks == self.config.num_blocks
+        assert stats.num_requests_running == stats.num_requests_waiting == stats.num_requests_waiting_for_kv == 0
+        assert stats.num_blocks_held == stats.num_blocks_quarantined == 0
+        assert self.scheduler.rows.num_free == self.config.max_num_seqs
+        assert not self.scheduler.requests
+        for key in self.asked:
+            assert key in self.answers, f"{key} was never answered"
+            assert self.answers[key].finish_reason is not None, f"{key} was not answered to the end"
+
+
+def check_references(scheduler: Scheduler) -> None:
+    """Every reference has an owner, and what may be written belongs to one table only."""
+    handoffs, size = scheduler.handoffs, scheduler.config.block_size
+    tables = [request.block_ids for request in scheduler.requests.values()]
+    tables += [blocks for retired in scheduler.fence._retired.values() for _, blocks in retired]
+    tables += [blocks for _, blocks in handoffs.held._offers.values()]
+    tables += list(handoffs.quarantine._blocks.values())
+    owners = Counter(block for table in tables for block in table)
+    for block in range(scheduler.pool.num_blocks):
+        assert scheduler.pool.references(block) == owners[block], f"block {block}"
+    for request in scheduler.requests.values():
+        assert len(set(request.block_ids)) == len(request.block_ids)
+        for block in request.block_ids[request.num_computed // size :]:
+            assert owners[block] == 1, f"{request.request_id} may write to block {block}, which others have, too"
+    held = {block for _, blocks in handoffs.held._offers.values() for block in blocks}
+    assert handoffs.held.num_blocks == len(held)
+    assert handoffs.quarantine.num_blocks == sum(len(blocks) for blocks in handoffs.quarantine._blocks.values())
+
+
+def check_rows(scheduler: Scheduler) -> None:
+    owned = [request.row for request in scheduler.requests.values() if request.row != NO_ROW]
+    owned += [row for retired in scheduler.fence._retired.values() for row, _ in retired if row != NO_ROW]
+    assert sorted(owned + scheduler.rows._free) == list(range(scheduler.config.max_num_seqs))
+
+
+def check_places(scheduler: Scheduler) -> None:
+    """Each live request is in exactly the one place that fits its status, and its counts are in order."""
+    pulling = {request for request, _ in scheduler.handoffs._pulling.values()}
+    assert scheduler.running == sorted(scheduler.running, key=lambda each: each.rank)
+    for request in scheduler.requests.values():
+        places = {
+            RequestStatus.RUNNING: request in scheduler.running,
+            RequestStatus.WAITING_FOR_KV: request in pulling,
+            RequestStatus.PREEMPTED: request in scheduler.waiting._members,
+            RequestStatus.WAITING: request in scheduler.waiting._members or request in scheduler.received,
+        }
+        assert places[request.status], f"{request.request_id} is {request.status}"
+        assert 0 <= request.num_computed < request.num_tokens <= request.limit
+        assert len(request.token_ids) <= request.num_tokens
+        assert request.num_computed <= request.capacity
+    count = len(scheduler.running) + len(pulling) + len(scheduler.waiting) + len(scheduler.received)
+    assert count == len(scheduler.requests), "somebody is in two places, or over and still somewhere"

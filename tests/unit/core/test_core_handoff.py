@@ -1,0 +1,289 @@
+"""The KV cache passes from one engine to another, or does not: what becomes of the request and of its blocks."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from core_fakes import FakeConnector, expected_answer, kv_of, ticket_for
+from core_harness import BLOCK_SIZE, Harness, config, request
+
+from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received
+from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, KVSource
+from baton.engine.core.prefix import block_hashes
+from baton.engine.core.request import RequestStatus
+
+
+def arriving(request_id: str, prompt: list[int], first: int = 3, **changes: object) -> EngineRequest:
+    """A request after its hand-off: the prompt's KV is elsewhere, one token is drawn."""
+    source = KVSource(ticket_for(prompt), len(prompt))
+    return request(request_id, prompt, output_token_ids=[first], kv_source=source, **changes)
+
+
+class TestPrefillSide:
+    def test_the_first_token_goes_out_with_the_place_of_the_blocks(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, keep_kv=True, max_tokens=8))
+        engine.run()
+        output = engine.answer("a").last
+        assert output.finish_reason is FinishReason.HANDOFF
+        assert len(output.token_ids) == 1
+        assert output.kv_source == KVSource(str(engine.only_offer()).encode(), 10)
+        assert engine.connector.offers[engine.only_offer()].content == kv_of(engine.asked["a", 0].prompt_token_ids)
+
+    def test_held_blocks_are_neither_free_nor_taken_by_others(self) -> None:
+        engine = Harness(config(num_blocks=8))
+        engine.add(request("a", [1] * 10, keep_kv=True, max_tokens=8))
+        engine.run()
+        assert engine.core.stats().num_blocks_held == 3
+        assert engine.core.stats().num_blocks_free == 5
+        engine.add(request("b", [2] * 24, max_tokens=1))
+        engine.run()
+        assert not engine.is_answered("b"), "six blocks are not there while three are held"
+        engine.connector.end_offer(engine.only_offer())
+        engine.step()
+        assert engine.is_answered("b")
+        engine.run_to_the_end()
+
+    @pytest.mark.parametrize("outcome", OfferOutcome)
+    def test_however_an_offer_ends_its_blocks_come_back(self, outcome: OfferOutcome) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, keep_kv=True, max_tokens=8))
+        engine.run()
+        engine.connector.end_offer(engine.only_offer(), outcome)
+        engine.step()
+        engine.check_all_given_back()
+
+    def test_an_abort_withdraws_what_is_on_offer_without_another_answer(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, keep_kv=True, max_tokens=8))
+        engine.run()
+        engine.core.abort("a")
+        engine.run()
+        assert engine.connector.offers[engine.only_offer()].withdrawn
+        assert len(engine.answer("a").outputs) == 1
+        engine.run_to_the_end()
+
+    def test_a_first_token_that_ends_the_request_offers_nothing(self) -> None:
+        engine = Harness(config())
+        first, _ = expected_answer(request("b", 10, max_tokens=1), engine.config)
+        engine.add(request("a", 10, keep_kv=True, max_tokens=1))
+        engine.add(request("b", 10, keep_kv=True, max_tokens=8, stop_token_ids=first))
+        engine.run()
+        assert engine.answer("a").finish_reason is FinishReason.LENGTH
+        assert engine.answer("b").finish_reason is FinishReason.STOP
+        assert not engine.connector.offers
+        engine.check_all_given_back()
+
+    def test_two_offers_of_one_prefix_hold_its_blocks_until_both_have_ended(self) -> None:
+        engine = Harness(config())
+        engine.add(*(request(name, 10, keep_kv=True, max_tokens=8) for name in "ab"))
+        engine.run()
+        assert engine.core.stats().num_blocks_held == 4, "two shared ones and two last ones"
+        first, second = engine.connector.offers
+        engine.connector.end_offer(first)
+        engine.step()
+        assert engine.core.stats().num_blocks_held == 3
+        engine.connector.end_offer(second)
+        engine.step()
+        engine.check_all_given_back()
+
+    def test_the_same_request_may_come_again_while_its_old_offer_is_held(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, keep_kv=True, max_tokens=8))
+        engine.run()
+        engine.add(request("a", 10, keep_kv=True, max_tokens=8, generation=1))
+        engine.run()
+        assert engine.answer("a", 1).finish_reason is FinishReason.HANDOFF
+        engine.run_to_the_end()
+
+
+class TestDecodeSide:
+    def test_a_received_prompt_is_not_computed_and_the_next_token_follows(self) -> None:
+        engine = Harness(config())
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.run()
+        assert engine.core.stats().num_requests_waiting_for_kv == 1
+        assert not engine.runner.plans
+        engine.connector.complete(engine.only_pull())
+        engine.run_to_the_end()
+        (chunk,) = engine.runner.plans[0].chunks
+        assert (chunk.start, chunk.num_tokens, chunk.samples) == (10, 1, True)
+        assert len(engine.answer("a").token_ids) == 2
+        assert engine.answer("a").outputs[0].num_cached_tokens == 10
+        assert engine.core.stats().prompt_tokens == 0, "the prompt ran elsewhere"
+
+    def test_others_run_on_while_one_waits_for_its_blocks(self) -> None:
+        engine = Harness(config())
+        engine.add(arriving("a", [5] * 10, max_tokens=3), request("b", 6, max_tokens=3))
+        engine.run()
+        assert engine.is_answered("b")
+        assert not engine.is_answered("a")
+        engine.run_to_the_end()
+
+    def test_only_what_the_prefix_cache_lacks_is_fetched(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", [5] * 9, max_tokens=1))
+        engine.run()
+        engine.add(arriving("b", [5] * 15, max_tokens=3))
+        engine.run()
+        pull = engine.connector.pulls[engine.only_pull()]
+        assert (pull.first_block, len(pull.blocks)) == (2, 2)
+        engine.run_to_the_end()
+
+    def test_a_prompt_that_is_cached_whole_fetches_no_block_yet_tells_the_other_side(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", [5] * 9, max_tokens=1))
+        engine.run()
+        engine.add(arriving("b", [5] * 8, first=5, max_tokens=3))
+        engine.run()
+        pull = engine.connector.pulls[engine.only_pull()]
+        assert (pull.first_block, pull.blocks) == (2, [])
+        engine.run_to_the_end()
+
+    def test_received_blocks_serve_later_prompts(self) -> None:
+        engine = Harness(config())
+        engine.add(arriving("a", [5] * 10, max_tokens=2))
+        engine.run()
+        engine.connector.complete(engine.only_pull())
+        engine.run()
+        engine.add(request("b", [5] * 10, max_tokens=1))
+        engine.run_to_the_end()
+        assert engine.answer("b").last.num_cached_tokens == 8
+
+    def test_received_blocks_are_findable_before_their_request_has_a_row(self) -> None:
+        engine = Harness(config(max_num_seqs=1))
+        engine.add(request("b", [1] * 6, max_tokens=20))
+        engine.step()
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.step()
+        engine.connector.complete(engine.only_pull())
+        engine.step()
+        assert len(engine.scheduler.pool.find_prefix(block_hashes([5] * 10, BLOCK_SIZE))) == 2
+        engine.run_to_the_end()
+
+    def test_blocks_that_have_not_arrived_serve_nobody(self) -> None:
+        engine = Harness(config())
+        engine.add(arriving("a", [5] * 10, max_tokens=2), request("b", [5] * 10, max_tokens=1))
+        engine.run()
+        assert engine.answer("b").last.num_cached_tokens == 0
+        engine.run_to_the_end()
+
+    def test_a_lost_transfer_is_answered_at_once_and_its_blocks_wait_in_quarantine(self) -> None:
+        engine = Harness(config(num_blocks=8))
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.run()
+        transfer_id = engine.only_pull()
+        engine.connector.fail(transfer_id, "the lease ran out")
+        engine.step()
+        error = engine.answer("a").last.error
+        assert error is not None
+        assert error.kind is ErrorKind.KV_LOST
+        assert "the lease ran out" in error.message
+        assert engine.core.stats().num_blocks_quarantined == 3
+        engine.add(request("b", [2] * 16, max_tokens=4))
+        engine.step()
+        engine.connector.scribble(transfer_id)
+        engine.run()
+        engine.connector.release(transfer_id)
+        engine.step()
+        engine.check_all_given_back()
+
+    def test_an_abort_cancels_the_transfer_and_trusts_no_block_before_the_release(self) -> None:
+        engine = Harness(config())
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.run()
+        transfer_id = engine.only_pull()
+        engine.core.abort("a")
+        engine.run()
+        assert engine.answer("a").finish_reason is FinishReason.ABORT
+        assert engine.connector.pulls[transfer_id].cancelled
+        assert engine.core.stats().num_blocks_quarantined == 3
+        engine.connector.fail(transfer_id)
+        engine.connector.release(transfer_id)
+        engine.step()
+        engine.check_all_given_back()
+
+    def test_an_arrival_that_crosses_with_an_abort_frees_the_blocks(self) -> None:
+        engine = Harness(config())
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.run()
+        engine.connector.complete(engine.only_pull())
+        engine.core.abort("a")
+        engine.run_to_the_end()
+        assert engine.answer("a").finish_reason is FinishReason.ABORT
+
+    def test_an_abort_between_arrival_and_row_gives_the_blocks_back(self) -> None:
+        engine = Harness(config(max_num_seqs=1))
+        engine.add(request("b", 6, max_tokens=20))
+        engine.step()
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.step()
+        engine.connector.complete(engine.only_pull())
+        engine.step()
+        assert engine.scheduler.requests["a"].status is RequestStatus.WAITING
+        engine.core.abort("a")
+        engine.run_to_the_end()
+
+    def test_who_has_its_blocks_goes_before_who_needs_some(self) -> None:
+        engine = Harness(config(num_blocks=8, max_num_seqs=1))
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.run()
+        engine.add(request("b", [2] * 24, max_tokens=1, priority=-1))
+        engine.run()
+        assert not engine.is_answered("b"), "the blocks reserved for a are missing"
+        engine.connector.complete(engine.only_pull())
+        engine.run_to_the_end()
+
+    def test_transfers_run_at_most_one_batch_ahead_of_the_rows(self) -> None:
+        engine = Harness(config(max_num_seqs=2))
+        engine.add(*(arriving(name, [ord(name) % 50] * 6, max_tokens=3) for name in "abcd"))
+        engine.run()
+        assert len(engine.connector.pulls) == 2
+        engine.run_to_the_end()
+
+    def test_a_preempted_arrival_computes_its_prompt_here(self) -> None:
+        engine = Harness(config(num_blocks=6))
+        engine.add(request("a", [1] * 8, max_tokens=8))
+        engine.step()
+        engine.add(arriving("b", [5] * 8, max_tokens=12))
+        engine.step()
+        engine.connector.complete(engine.only_pull())
+        engine.run_to_the_end()
+        assert engine.core.stats().num_preemptions == 1
+        assert not engine.connector.pulls
+
+
+class TestStrayEvents:
+    @pytest.mark.parametrize("event", [Received(77), BlocksReleased(77), OfferEnded(77, OfferOutcome.EXPIRED)])
+    def test_an_event_about_an_unknown_transfer_changes_nothing(
+        self, event: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = Harness(config())
+        engine.connector._events.append(event)  # type: ignore[arg-type]
+        engine.step()
+        engine.check_all_given_back()
+        assert "transfer_id=77" in caplog.text
+
+
+class TestTwoEngines:
+    @pytest.mark.parametrize("depth", [1, 2])
+    @pytest.mark.parametrize("lazy", [True, False])
+    def test_prefill_here_and_decode_there_is_token_for_token_one_engine(self, depth: int, lazy: bool) -> None:
+        prefill = Harness(config(depth=depth, max_num_batched_tokens=8), lazy=lazy)
+        decode = Harness(config(depth=depth, num_blocks=20), lazy=lazy)
+        whole = [request(f"r{index}", 9 + 3 * index, max_tokens=12, seed=index) for index in range(5)]
+        offers = prefill.connector.offers
+        decode.connector = FakeConnector(decode.runner.memory, lambda ticket: offers[int(ticket)].content)
+        decode.scheduler.handoffs._connector = decode.connector
+
+        prefill.add(*(msgspec.structs.replace(each, keep_kv=True) for each in whole))
+        prefill.run()
+        first = {each.request_id: prefill.answer(each.request_id).last for each in whole}
+        for each in whole:
+            output = first[each.request_id]
+            decode.add(msgspec.structs.replace(each, output_token_ids=output.token_ids, kv_source=output.kv_source))
+        decode.run_to_the_end()
+        for each in whole:
+            tokens = first[each.request_id].token_ids + decode.answer(each.request_id).token_ids
+            assert (tokens, decode.answer(each.request_id).finish_reason) == expected_answer(each, decode.config)
+        prefill.run_to_the_end()

@@ -1,0 +1,311 @@
+"""Which tokens run when: the scheduler's one rule, seen through the plans that reach the runner."""
+
+from __future__ import annotations
+
+import pytest
+from core_fakes import expected_answer
+from core_harness import BLOCK_SIZE, Harness, config, request
+
+from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.step import StepPlan
+
+
+def shape(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(row, start, number of tokens) of each chunk."""
+    return [(chunk.row, chunk.start, chunk.num_tokens) for chunk in plan.chunks]
+
+
+def shapes(engine: Harness) -> list[list[tuple[int, int, int]]]:
+    return [shape(plan) for plan in engine.runner.plans]
+
+
+class TestOneRule:
+    def test_a_prompt_is_computed_and_then_one_token_a_step(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 6, max_tokens=3))
+        engine.run_to_the_end()
+        assert shapes(engine) == [[(0, 0, 6)], [(0, 6, 1)], [(0, 7, 1)]]
+
+    def test_a_long_prompt_is_cut_at_the_budget_and_only_its_last_chunk_draws(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=8))
+        engine.add(request("a", 20, max_tokens=1))
+        engine.run_to_the_end()
+        assert shapes(engine) == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4)]]
+        assert [plan.chunks[0].samples for plan in engine.runner.plans] == [False, False, True]
+
+    def test_those_that_decode_go_before_a_prompt_that_fills_the_rest_of_the_budget(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=8))
+        engine.add(request("a", [1] * 4, max_tokens=9))
+        engine.step()
+        engine.add(request("b", [2] * 20, max_tokens=2))
+        engine.step(2)
+        assert shapes(engine)[1:] == [[(0, 4, 1), (1, 0, 7)], [(0, 5, 1), (1, 7, 7)]]
+
+    def test_no_more_requests_run_than_there_are_rows(self) -> None:
+        engine = Harness(config(max_num_seqs=2))
+        engine.add(*(request(name, 3, max_tokens=2) for name in "abc"))
+        engine.step()
+        assert len(engine.runner.plans[0].started_rows) == 2
+        assert engine.core.stats().num_requests_waiting == 1
+        engine.run_to_the_end()
+
+    def test_a_row_is_taken_again_in_the_plan_that_frees_it(self) -> None:
+        engine = Harness(config(max_num_seqs=1))
+        engine.add(request("a", 3, max_tokens=1), request("b", 3, max_tokens=1))
+        engine.run_to_the_end()
+        second = engine.runner.plans[1]
+        assert second.freed_rows == [0]
+        assert [start.request_id for start in second.started_rows] == ["b"]
+
+    def test_the_queue_is_served_by_priority_then_arrival(self) -> None:
+        engine = Harness(config(max_num_seqs=1))
+        engine.add(
+            request("late", 3, max_tokens=1, arrival_s=2.0),
+            request("early", 3, max_tokens=1, arrival_s=1.0),
+            request("urgent", 3, max_tokens=1, arrival_s=3.0, priority=-1),
+        )
+        engine.run_to_the_end()
+        started = [start.request_id for plan in engine.runner.plans for start in plan.started_rows]
+        assert started == ["urgent", "early", "late"]
+
+    def test_a_row_knows_all_that_the_device_needs(self) -> None:
+        engine = Harness(config(eos_token_ids=[5]))
+        sampling = SamplingParams(max_tokens=4, stop_token_ids=[9], temperature=0.5)
+        engine.add(request("a", 6, sampling=sampling, output_token_ids=[1, 2], seed=11))
+        engine.step()
+        (start,) = engine.runner.plans[0].started_rows
+        assert (start.request_id, start.output_token_ids, start.seed) == ("a", [1, 2], 11)
+        assert start.sampling == sampling
+        assert start.stop_token_ids == [5, 9]
+        assert len(start.block_ids) == 2
+
+    def test_outputs_generated_elsewhere_are_computed_and_never_sent_back(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 6, max_tokens=4, output_token_ids=[1, 2]))
+        engine.run_to_the_end()
+        assert shapes(engine)[0] == [(0, 0, 8)]
+        assert len(engine.answer("a").token_ids) == 2
+
+    def test_a_request_that_has_all_its_tokens_is_over_at_once(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 6, max_tokens=2, output_token_ids=[1, 2]))
+        engine.run_to_the_end()
+        assert engine.answer("a").finish_reason is FinishReason.LENGTH
+        assert engine.answer("a").token_ids == []
+        assert not engine.runner.plans
+
+
+class TestPipelining:
+    def test_at_depth_two_a_step_is_planned_before_the_tokens_of_the_last_are_known(self) -> None:
+        engine = Harness(config(depth=2))
+        engine.add(request("a", 4, max_tokens=8))
+        engine.step()
+        assert not engine.answers
+        engine.step()
+        assert shapes(engine) == [[(0, 0, 4)], [(0, 4, 1)]]
+        assert len(engine.answer("a").token_ids) == 1
+
+    def test_no_step_is_planned_beyond_a_length_that_is_known(self) -> None:
+        engine = Harness(config(depth=2))
+        engine.add(request("a", 4, max_tokens=3))
+        engine.run_to_the_end()
+        assert len(engine.runner.plans) == 3
+
+    def test_a_stop_drops_the_token_of_the_step_in_flight(self) -> None:
+        engine = Harness(config(depth=2))
+        first, _ = expected_answer(request("a", 4, max_tokens=1), engine.config)
+        engine.add(request("a", 4, max_tokens=8, stop_token_ids=first))
+        engine.run_to_the_end()
+        assert engine.answer("a").token_ids == first
+        assert engine.answer("a").last.stop_token_id == first[0]
+        assert engine.core.stats().generation_tokens == 1
+
+    def test_row_and_blocks_stay_taken_until_the_newest_step_that_writes_there_is_over(self) -> None:
+        engine = Harness(config(depth=2, max_num_seqs=1))
+        first, _ = expected_answer(request("a", 4, max_tokens=1), engine.config)
+        engine.add(request("a", 4, max_tokens=8, stop_token_ids=first))
+        engine.step(2)
+        assert engine.is_answered("a")
+        assert engine.core.stats().num_blocks_free < engine.config.num_blocks
+        engine.add(request("b", 4, max_tokens=1))
+        engine.step()
+        assert len(engine.runner.plans) == 2, "the only row is still being written"
+        engine.run_to_the_end()
+
+    def test_an_abort_behind_a_step_in_flight_gives_everything_back(self) -> None:
+        engine = Harness(config(depth=2))
+        engine.add(request("a", 4, max_tokens=8))
+        engine.step()
+        engine.core.abort("a")
+        engine.run_to_the_end()
+        assert engine.answer("a").finish_reason is FinishReason.ABORT
+        assert engine.answer("a").token_ids == []
+
+
+class TestPrefixCache:
+    def test_the_beginning_of_a_known_prompt_is_not_computed_again(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, max_tokens=1))
+        engine.run()
+        engine.add(request("b", 10, max_tokens=1))
+        engine.run_to_the_end()
+        assert shapes(engine) == [[(0, 0, 10)], [(0, 8, 2)]]
+        assert engine.answer("a").last.num_cached_tokens == 0
+        assert engine.answer("b").last.num_cached_tokens == 8
+        stats = engine.core.stats()
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+
+    def test_at_least_one_token_is_computed(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 2 * BLOCK_SIZE, max_tokens=1))
+        engine.run()
+        engine.add(request("b", 2 * BLOCK_SIZE, max_tokens=1))
+        engine.run_to_the_end()
+        assert shapes(engine)[1] == [(0, BLOCK_SIZE, BLOCK_SIZE)]
+
+    def test_requests_of_one_step_share_what_the_first_one_computes(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, max_tokens=3, seed=1), request("b", 10, max_tokens=3, seed=2))
+        engine.run_to_the_end()
+        assert shapes(engine)[0] == [(0, 0, 10), (1, 8, 2)]
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_answers_are_cached_too_so_that_a_conversation_goes_on_from_them(self, depth: int) -> None:
+        engine = Harness(config(depth=depth))
+        engine.add(request("a", 6, max_tokens=10))
+        engine.run()
+        turn = [*engine.asked["a", 0].prompt_token_ids, *engine.answer("a").token_ids]
+        engine.add(request("b", [*turn, 1, 2], max_tokens=1))
+        engine.run_to_the_end()
+        computed = len(turn) - 1  # the last token of an answer is never run through the model
+        assert engine.answer("b").last.num_cached_tokens == computed // BLOCK_SIZE * BLOCK_SIZE
+
+    @pytest.mark.parametrize("change", [{"cache_salt": "x"}, {"adapter_id": "x"}])
+    def test_salts_and_adapters_keep_prefixes_apart(self, change: dict[str, str]) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, max_tokens=1))
+        engine.run()
+        engine.add(request("b", 10, max_tokens=1, **change), request("c", 10, max_tokens=1, **change))
+        engine.run_to_the_end()
+        assert [engine.answer(name).last.num_cached_tokens for name in "bc"] == [0, 8]
+
+    def test_prompt_logprobs_need_every_position_computed(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=8))
+        engine.add(request("a", 10, max_tokens=1))
+        engine.run()
+        engine.add(request("b", 10, max_tokens=2, prompt_logprobs=0))
+        engine.run_to_the_end()
+        first, *others = engine.answer("b").outputs
+        assert first.num_cached_tokens == 0
+        assert first.prompt_logprobs is not None
+        assert len(first.prompt_logprobs) == 10
+        assert all(output.prompt_logprobs is None for output in others)
+
+    def test_it_can_be_switched_off(self) -> None:
+        engine = Harness(config(enable_prefix_caching=False))
+        engine.add(request("a", 10, max_tokens=6), request("b", 10, max_tokens=6))
+        engine.run_to_the_end()
+        assert engine.core.stats().prefix_cache_queries == 0
+        assert engine.answer("b").outputs[0].num_cached_tokens == 0
+
+
+class TestPreemption:
+    def crowded(self, **changes: object) -> Harness:
+        """Room for 6 blocks; each of these requests will want 4."""
+        return Harness(config(num_blocks=6, **changes))
+
+    def long_request(self, name: str, **changes: object) -> EngineRequest:
+        tokens = [ord(name) % 50] * 2 * BLOCK_SIZE
+        return request(name, tokens, max_tokens=2 * BLOCK_SIZE, **changes)
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_when_blocks_run_out_the_latest_gives_way_and_comes_back(self, depth: int) -> None:
+        engine = self.crowded(depth=depth)
+        engine.add(self.long_request("a"), self.long_request("b"))
+        engine.run_to_the_end()
+        started = [start.request_id for plan in engine.runner.plans for start in plan.started_rows]
+        assert started == ["a", "b", "b"]
+        assert engine.core.stats().num_preemptions == 1
+        again = [start for plan in engine.runner.plans for start in plan.started_rows][-1]
+        assert again.output_token_ids, "what it had drawn is kept"
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_no_more_give_way_than_is_needed(self, depth: int) -> None:
+        engine = Harness(config(num_blocks=6, depth=depth))
+        engine.add(*(request(str(index), [index] * 2 * BLOCK_SIZE, max_tokens=3) for index in range(3)))
+        engine.run_to_the_end()
+        started = [start.request_id for plan in engine.runner.plans for start in plan.started_rows]
+        assert started == ["0", "1", "2", "2"]
+
+    def test_nobody_is_let_in_by_the_step_that_takes_blocks_from_somebody(self) -> None:
+        engine = self.crowded(max_num_seqs=2)
+        engine.add(request("a", [1] * 8, max_tokens=9), request("b", [2] * 16, max_tokens=9, priority=1))
+        engine.step()
+        engine.add(request("c", [3] * 3, max_tokens=1))
+        engine.step()
+        assert engine.core.stats().num_preemptions == 1
+        assert not engine.runner.plans[-1].started_rows
+        engine.run_to_the_end()
+
+    def test_the_lowest_priority_gives_way_before_the_latest(self) -> None:
+        engine = self.crowded()
+        engine.add(self.long_request("a", priority=1), self.long_request("b", priority=0))
+        engine.run_to_the_end()
+        started = [start.request_id for plan in engine.runner.plans for start in plan.started_rows]
+        assert started == ["b", "a", "a"]
+
+    def test_a_request_whose_last_token_is_on_the_way_is_not_preempted(self) -> None:
+        engine = Harness(config(num_blocks=4, depth=2))
+        engine.add(request("a", [1] * 8, max_tokens=3), request("b", [2] * 8, max_tokens=1))
+        engine.run_to_the_end()
+        assert engine.core.stats().num_preemptions == 0
+
+    def test_a_priority_takes_blocks_from_lower_ones_when_there_are_no_others(self) -> None:
+        engine = self.crowded()
+        engine.add(self.long_request("a"), self.long_request("b"))
+        engine.step()
+        engine.add(request("urgent", [9] * 10, max_tokens=1, priority=-1))
+        engine.step()
+        assert engine.is_answered("urgent")
+        assert engine.core.stats().num_preemptions == 1
+        engine.run_to_the_end()
+
+    def test_a_priority_does_not_preempt_for_a_row(self) -> None:
+        engine = Harness(config(max_num_seqs=1))
+        engine.add(request("a", 8, max_tokens=4))
+        engine.step()
+        engine.add(request("urgent", 8, max_tokens=1, priority=-1))
+        engine.run_to_the_end()
+        assert engine.core.stats().num_preemptions == 0
+
+    def test_an_equal_priority_waits_for_blocks(self) -> None:
+        engine = Harness(config(num_blocks=6))
+        engine.add(request("a", [1] * 18, max_tokens=4), request("b", [2] * 10, max_tokens=1))
+        engine.run_to_the_end()
+        assert engine.core.stats().num_preemptions == 0
+
+    def test_a_preempted_prompt_keeps_the_logprobs_that_it_has(self) -> None:
+        engine = Harness(config(num_blocks=8, max_num_batched_tokens=6, depth=2))
+        engine.add(request("a", [1] * 6, max_tokens=20), request("b", [2] * 20, max_tokens=2, prompt_logprobs=0))
+        engine.run_to_the_end()
+        assert engine.core.stats().num_preemptions > 0
+
+    def test_a_preempted_request_comes_back_only_when_all_its_drawn_tokens_are_known(self) -> None:
+        engine = Harness(config(num_blocks=9, depth=3))
+        engine.add(request("held", [9] * 10, keep_kv=True, max_tokens=2))
+        engine.run()
+        engine.add(self.long_request("a"), self.long_request("b"))
+        while engine.core.stats().num_preemptions == 0:
+            engine.step()
+        engine.connector.end_offer(engine.only_offer())  # now there are blocks, and two steps are still in flight
+        engine.step()
+        assert not engine.runner.plans[-1].started_rows
+        engine.run_to_the_end()
+
+    def test_one_request_may_fill_the_whole_pool(self) -> None:
+        engine = Harness(config(num_blocks=5, max_model_len=96))
+        engine.add(request("a", 6, max_tokens=None))
+        engine.run_to_the_end()
+        assert engine.answer("a").finish_reason is FinishReason.LENGTH
+        assert len(engine.answer("a").token_ids) == 5 * BLOCK_SIZE - 6

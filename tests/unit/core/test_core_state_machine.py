@@ -1,0 +1,210 @@
+"""Everything at once, in any order. The rules are in `core_harness.check`; here is what may happen."""
+
+from __future__ import annotations
+
+import pytest
+from core_fakes import ticket_for
+from core_harness import VOCAB_SIZE, Harness, config
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from baton.engine.core.connector import OfferOutcome
+from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, KVSource
+from baton.engine.core.request import RequestStatus
+from baton.engine.core.sampling import SamplingParams
+
+# Few stems, so that prompts share prefixes of any length.
+STEMS = [[(stem + 3) * (position + 1) % VOCAB_SIZE for position in range(60)] for stem in range(3)]
+
+
+@st.composite
+def prompts(draw: st.DrawFn, max_length: int = 40) -> list[int]:
+    stem = draw(st.sampled_from(STEMS))[: draw(st.integers(1, max_length))]
+    return stem + draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3))
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, 30)))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(4, max_tokens or 4))),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4)),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One engine of any size, with requests of every kind and transfers that go every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @initialize(
+        depth=st.sampled_from([1, 2, 2, 3]),
+        lazy=st.booleans(),
+        num_blocks=st.integers(4, 24),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(4, 24),
+        caching=st.sampled_from([True, True, False]),
+    )
+    def start(self, depth: int, lazy: bool, num_blocks: int, max_num_seqs: int, budget: int, caching: bool) -> None:
+        sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+        self.engine = Harness(
+            config(depth=depth, enable_prefix_caching=caching, eos_token_ids=[1, 2], max_model_len=70, **sizes),
+            lazy=lazy,
+        )
+
+    def new_id(self) -> str:
+        self.count += 1
+        return f"r{self.count}"
+
+    def live_ids(self) -> list[str]:
+        return list(self.engine.scheduler.requests)
+
+    @rule(
+        prompt=prompts(),
+        sampling=samplings(),
+        output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        salt=st.sampled_from(["", "", "a"]),
+        priority=st.integers(-1, 1),
+        seed=st.integers(0, 3),
+        keep_kv=st.sampled_from([False, False, True]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        output: list[int],
+        salt: str,
+        priority: int,
+        seed: int,
+        keep_kv: bool,
+    ) -> None:
+        self.engine.add(
+            EngineRequest(
+                request_id=self.new_id(),
+                prompt_token_ids=prompt,
+                output_token_ids=output,
+                sampling=sampling,
+                cache_salt=salt,
+                priority=priority,
+                seed=seed,
+                keep_kv=keep_kv,
+            )
+        )
+
+    @rule(prompt=prompts(), sampling=samplings(), missing=st.integers(1, 3), first=st.integers(0, VOCAB_SIZE - 1))
+    def add_after_a_handoff(self, prompt: list[int], sampling: SamplingParams, missing: int, first: int) -> None:
+        tokens = [*prompt, first]
+        received = tokens[: max(1, len(tokens) - missing)]
+        self.engine.add(
+            EngineRequest(
+                request_id=self.new_id(),
+                prompt_token_ids=prompt,
+                output_token_ids=[first],
+                sampling=sampling,
+                kv_source=KVSource(ticket_for(received), len(received)),
+            )
+        )
+
+    @precondition(lambda self: self.live_ids())
+    @rule(data=st.data())
+    def resubmit(self, data: st.DataObject) -> None:
+        """Of the same request: a newer generation takes its place."""
+        request_id = data.draw(st.sampled_from(self.live_ids()))
+        live = self.engine.scheduler.requests[request_id]
+        old = live.message
+        self.engine.add(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=old.prompt_token_ids,
+                sampling=old.sampling,
+                generation=live.generation + 1,
+            )
+        )
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        self.engine.step(count)
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = f"r{data.draw(st.integers(1, self.count))}"
+        self.engine.core.abort(request_id)
+        for offer in self.engine.connector.offers.values():
+            assert offer.request_id != request_id or offer.withdrawn
+        self.engine.check()
+
+    @precondition(lambda self: self.engine.connector.pulls)
+    @rule(data=st.data(), way=st.sampled_from(["complete", "complete", "fail", "scribble", "release"]))
+    def move_a_transfer(self, data: st.DataObject, way: str) -> None:
+        connector = self.engine.connector
+        transfer_id = data.draw(st.sampled_from(sorted(connector.pulls)))
+        pull = connector.pulls[transfer_id]
+        if way == "scribble":
+            connector.scribble(transfer_id)
+        elif way == "complete" and not pull.failed and not pull.cancelled:
+            connector.complete(transfer_id)
+        elif way == "fail" and not pull.failed:
+            connector.fail(transfer_id)
+        elif way == "release" and pull.failed:
+            connector.release(transfer_id)
+
+    @precondition(lambda self: self.engine.connector.offers)
+    @rule(data=st.data(), outcome=st.sampled_from(OfferOutcome))
+    def end_an_offer(self, data: st.DataObject, outcome: OfferOutcome) -> None:
+        connector = self.engine.connector
+        connector.end_offer(data.draw(st.sampled_from(sorted(connector.offers))), outcome)
+
+    @rule()
+    def let_it_run(self) -> None:
+        """Nobody may be left waiting who needs nothing from outside."""
+        self.engine.run()
+        self.engine.step()  # takes in the last events
+        self.engine.run()
+        if not self.engine.connector.offers and not self.engine.connector.pulls:
+            assert not self.live_ids()
+        statuses = {request.status for request in self.engine.scheduler.requests.values()}
+        assert RequestStatus.RUNNING not in statuses
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run_to_the_end()
+        for answer in self.engine.answers.values():
+            if answer.finish_reason is FinishReason.ERROR:
+                assert answer.last.error is not None
+                assert answer.last.error.kind in (ErrorKind.TOO_LONG, ErrorKind.KV_LOST)
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(depth: int, lazy: bool) -> None:
+    engine = Harness(config(depth=depth, num_blocks=14, max_num_batched_tokens=12), lazy=lazy)
+    engine.add(
+        *(
+            EngineRequest(
+                request_id=f"r{index}",
+                prompt_token_ids=STEMS[index % 3][: 5 + index],
+                sampling=SamplingParams(max_tokens=20 + index, prompt_logprobs=0 if index % 4 == 0 else None),
+                priority=index % 2,
+                seed=index,
+            )
+            for index in range(16)
+        )
+    )
+    engine.run_to_the_end()
+    assert engine.core.stats().num_preemptions > 0
+    assert engine.core.stats().prefix_cache_hits > 0
+    assert {answer.finish_reason for answer in engine.answers.values()} == {FinishReason.LENGTH}
