@@ -1,0 +1,73 @@
+"""Angles of rotary position embeddings.
+
+Frequencies are computed in float32 by the same operations as in `transformers`: at position 100 000 a difference in the
+last bit of a frequency is an angle of a third of a degree.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from baton.engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+
+
+def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
+    """[num_positions, head_dim] float32: cosines of the head_dim / 2 angles at each position, then their sines."""
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)
+    scale = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
+    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1).to(device)
+
+
+@functools.singledispatch
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """[head_dim / 2] float32: radians a position."""
+    return 1.0 / _wavelengths(rope, head_dim)
+
+
+@frequencies.register
+def _(rope: LinearRope, head_dim: int) -> Tensor:
+    return 1.0 / _wavelengths(rope, head_dim) / rope.factor
+
+
+@frequencies.register
+def _(rope: Llama3Rope, head_dim: int) -> Tensor:
+    plain = 1.0 / _wavelengths(rope, head_dim)
+    slowed = plain / rope.factor
+    turns = rope.original_max_positions / (2 * math.pi / plain)  # over the original context
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - keep) * plain / rope.factor + keep * plain
+    return torch.where(turns < rope.low_freq_factor, slowed, torch.where(turns > rope.high_freq_factor, plain, blended))
+
+
+@frequencies.register
+def _(rope: YarnRope, head_dim: int) -> Tensor:
+    wavelengths = _wavelengths(rope, head_dim)
+    interpolated, extrapolated = 1.0 / (rope.factor * wavelengths), 1.0 / wavelengths
+    low, high = _yarn_ramp(rope, head_dim)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return interpolated * (1 - keep) + extrapolated * keep
+
+
+def _wavelengths(rope: Rope, head_dim: int) -> Tensor:
+    """In positions, over 2 pi: theta ** (2i / head_dim)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    powers: Tensor = rope.theta**exponents
+    return powers
+
+
+def _yarn_ramp(rope: YarnRope, head_dim: int) -> tuple[float, float]:
+    """Dimension pairs that turn `beta_fast` and `beta_slow` times in the original context (section 3.2)."""
+
+    def pair(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high if high != low else high + 0.001

@@ -1,0 +1,338 @@
+"""What a model is, read from its folder: config.json, generation_config.json and the headers of its weights.
+
+Imports neither torch nor transformers: a model's context length or end tokens are there in milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .models import MODELS
+from .models.errors import (
+    InvalidModelConfig,
+    MaxModelLenTooLong,
+    ModelError,
+    UnsupportedArchitecture,
+    UnsupportedModel,
+    WeightsError,
+)
+from .models.rope import Rope, reachable_positions, read_rope
+from .weights.checkpoint import Checkpoint
+
+__all__ = [
+    "GenerationDefaults",
+    "InvalidModelConfig",
+    "MaxModelLenTooLong",
+    "ModelConfig",
+    "ModelError",
+    "UnsupportedArchitecture",
+    "UnsupportedModel",
+    "WeightsError",
+]
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
+
+# What transformers assumes where a config.json leaves a key out and architectures disagree.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"use_sliding_window": False},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """Sampling values that the checkpoint's authors suggest; None where generation_config.json says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A model, the type it computes in, the longest sequence it serves, and which weights it has."""
+
+    folder: Path
+    architecture: str  # a key of `baton.engine.models.MODELS`
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    rope: Rope
+    layer_windows: tuple[
+        int | None, ...
+    ]  # of each layer: the number of keys that a query sees, itself included; None: all
+    dtype: str  # "float32", "bfloat16" or "float16"
+    max_model_len: int  # tokens, prompt and output together
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    generation: GenerationDefaults
+    load_format: str
+    seed: int  # of dummy weights
+    identity: str  # equal where the weights and what is computed with them are; 32 hex digits
+
+    @classmethod
+    def from_folder(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        load_format: str = "auto",
+        seed: int = 0,
+    ) -> ModelConfig:
+        """Reads a checkpoint's folder.
+
+        `dtype` "auto" is the checkpoint's own. `max_model_len` defaults to all of the model's positions. `load_format`
+        "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed` and needs config.json
+        only. Raises `ModelError`.
+        """
+        folder = Path(path)
+        _require_choice("load_format", load_format, LOAD_FORMATS)
+        _require_choice("dtype", dtype, ("auto", *DTYPES))
+        raw = _read_json(folder, "config.json")
+        generation = (
+            _read_json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+        )
+        architecture = _architecture(raw)
+        keys = _Keys("config.json", {**_DEFAULTS[architecture], **raw})
+        _refuse_what_no_layer_computes(keys)
+        checkpoint = None if load_format == "dummy" else Checkpoint.open(folder)
+        shape = _shape(keys)
+        positions = keys.integer("max_position_embeddings")
+        rope = read_rope(keys.values, positions)
+        computed: dict[str, Any] = {
+            "architecture": architecture,
+            **shape,
+            "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
+            "attention_bias": keys.flag("attention_bias", False),
+            "mlp_bias": keys.flag("mlp_bias", False),
+            "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
+            "rope": rope,
+            "layer_windows": _layer_windows(keys, shape["num_layers"]),
+        }
+        return cls(
+            folder=folder,
+            **computed,
+            dtype=_dtype(dtype, keys, checkpoint),
+            max_model_len=_max_model_len(max_model_len, reachable_positions(rope, positions)),
+            bos_token_id=keys.optional_integer("bos_token_id"),
+            eos_token_ids=_eos_token_ids(generation, raw),
+            generation=_generation_defaults(generation),
+            load_format=load_format,
+            seed=seed,
+            identity=_identity(computed, checkpoint, seed),
+        )
+
+
+class _Keys:
+    """Typed access to a JSON object; absent and null are the same. Raises `InvalidModelConfig` by name."""
+
+    def __init__(self, file: str, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    def integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
+        """A count of at least one."""
+        value = self.optional_integer(name, default)
+        if value is None:
+            raise InvalidModelConfig(f"{self.file} lacks {name!r}")
+        if not 1 <= value <= maximum:
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be from 1 to {maximum}, not {value}")
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        value = self._get(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be an integer, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.optional_number(name)
+        return default if value is None else value
+
+    def optional_number(self, name: str) -> float | None:
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be true or false, not {value!r}")
+        return value
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    if not path.is_file():
+        raise InvalidModelConfig(
+            f"{str(folder)!r} has no {name}: a model is given as a local folder with config.json and *.safetensors "
+            "(`hf download NAME --local-dir FOLDER` fetches one)"
+        )
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidModelConfig(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidModelConfig(f"{path} must hold an object, not {type(value).__name__}")
+    return value
+
+
+def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise InvalidModelConfig(f"{name} is {given!r}, must be one of {', '.join(allowed)}")
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    given = raw.get("architectures") or []
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
+    for name in given:
+        if name in MODELS:
+            return name
+    raise UnsupportedArchitecture(given, MODELS)
+
+
+def _refuse_what_no_layer_computes(keys: _Keys) -> None:
+    quantization = keys.values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModel(
+            f"config.json: quantized weights ({method}) are not supported; give an unquantized checkpoint"
+        )
+    activation = keys.values.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
+
+
+def _shape(keys: _Keys) -> dict[str, int]:
+    num_heads = keys.integer("num_attention_heads")
+    hidden_size = keys.integer("hidden_size")
+    num_kv_heads = keys.integer("num_key_value_heads", num_heads)
+    if keys.values.get("head_dim") is None and hidden_size % num_heads:
+        raise InvalidModelConfig(
+            f"config.json: without a head_dim, hidden_size ({hidden_size}) must be a multiple of "
+            f"num_attention_heads ({num_heads})"
+        )
+    head_dim = keys.integer("head_dim", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise InvalidModelConfig(
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    if head_dim % 2:
+        raise InvalidModelConfig(f"config.json: head_dim ({head_dim}) must be even for rotary embeddings")
+    return {
+        "vocab_size": keys.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.integer("intermediate_size"),
+        "num_layers": keys.integer("num_hidden_layers", maximum=_MAX_LAYERS),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _layer_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
+    """From `layer_types` where given; else layers from `max_window_layers` on slide, where the model slides at all."""
+    if not keys.flag("use_sliding_window", True) or keys.values.get("sliding_window") is None:
+        return (None,) * num_layers
+    window = keys.integer("sliding_window")
+    first = keys.optional_integer("max_window_layers") or 0
+    kinds = keys.values.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list):
+        raise InvalidModelConfig(f"config.json: 'layer_types' must be a list, not {kinds!r}")
+    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModel(f"config.json: layer_types {', '.join(unknown)} are not supported")
+    if len(kinds) != num_layers:
+        raise InvalidModelConfig(
+            f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtype(asked: str, keys: _Keys, checkpoint: Checkpoint | None) -> str:
+    if asked != "auto":
+        return asked
+    stored = checkpoint.dtype if checkpoint is not None else None
+    found = keys.values.get("dtype") or keys.values.get("torch_dtype") or stored or "float32"
+    if found not in DTYPES:
+        raise UnsupportedModel(f"config.json: dtype {found!r} is not supported; ask for one of {', '.join(DTYPES)}")
+    return str(found)
+
+
+def _max_model_len(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if asked < 1:
+        raise InvalidModelConfig(f"max_model_len is {asked}, must be at least 1")
+    if asked > limit:
+        raise MaxModelLenTooLong(asked, limit)
+    return asked
+
+
+def _eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """generation_config.json wins: chat models end their turns by tokens that only it names."""
+    for file, values in (("generation_config.json", generation), ("config.json", raw)):
+        value = values.get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+                raise InvalidModelConfig(f"{file}: 'eos_token_id' must be an integer or a list of them, not {value!r}")
+            return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
+    keys = _Keys("generation_config.json", generation)
+    return GenerationDefaults(
+        temperature=keys.optional_number("temperature"),
+        top_p=keys.optional_number("top_p"),
+        top_k=keys.optional_integer("top_k"),
+        min_p=keys.optional_number("min_p"),
+        repetition_penalty=keys.optional_number("repetition_penalty"),
+        max_new_tokens=keys.optional_integer("max_new_tokens"),
+    )
+
+
+def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
+    """Over what is computed and with which weights; not over paths, file layout, or keys that change no result."""
+    plain = {**computed, "rope": {"kind": type(computed["rope"]).__name__, **asdict(computed["rope"])}}
+    weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()
+    text = json.dumps([plain, weights], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

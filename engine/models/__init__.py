@@ -1,0 +1,46 @@
+"""One file an architecture: its differences from the shared blocks of `engine.layers`.
+
+Importing this package loads no torch: `MODELS` names the classes, `load_model` imports the one it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from baton.engine.layers.decoder import CausalLM
+    from baton.engine.model_config import ModelConfig
+    from baton.engine.weights.progress import Progress
+
+# `architectures` of config.json -> (module of this package, class)
+MODELS: dict[str, tuple[str, str]] = {
+    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "MistralForCausalLM": ("mistral", "MistralForCausalLM"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM"),
+}
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class of a supported architecture (a key of `MODELS`)."""
+    module, name = MODELS[architecture]
+    cls: type[CausalLM] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return cls
+
+
+def load_model(
+    config: ModelConfig, *, device: torch.device | str = "cpu", progress: Progress | None = None
+) -> CausalLM:
+    """The model of `config` on `device`, its weights loaded as `config.load_format` says and laid out for the kernels.
+
+    `progress` is called with (bytes done, bytes in all) after each tensor. Raises `WeightsError` where the checkpoint's
+    tensors are not exactly the model's parameters; that is known before any weight is read.
+    """
+    from baton.engine.weights.loader import load_weights
+
+    model = model_class(config.architecture)(config)
+    load_weights(model, device=device, progress=progress)
+    return model

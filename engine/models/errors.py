@@ -1,0 +1,40 @@
+"""What can be wrong with a model's folder. All of it is found before the first weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ModelError(ValueError):
+    """A model cannot be served as its folder or the arguments describe it."""
+
+
+class InvalidModelConfig(ModelError):
+    """A file of the checkpoint is missing, broken or contradicts itself."""
+
+
+class UnsupportedModel(ModelError):
+    """The checkpoint asks for something that this version does not compute."""
+
+
+class UnsupportedArchitecture(UnsupportedModel):
+    """No model file exists for any of the architectures that config.json names."""
+
+    def __init__(self, given: Iterable[str], supported: Iterable[str]) -> None:
+        super().__init__(
+            f"config.json: architectures {list(given)} are not supported; supported are {', '.join(sorted(supported))}"
+        )
+
+
+class MaxModelLenTooLong(ModelError):
+    """More positions were asked for than the model can tell apart."""
+
+    def __init__(self, given: int, limit: int) -> None:
+        super().__init__(
+            f"max_model_len is {given}, but the model has {limit} positions; lower max_model_len, or give the "
+            "checkpoint a rope scaling that extends them (rope_parameters in config.json)"
+        )
+
+
+class WeightsError(ModelError):
+    """A checkpoint's tensors are not exactly the model's parameters."""

@@ -1,0 +1,153 @@
+"""Rotary position embeddings as a checkpoint describes them. `layers.rotary` turns them into angles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InvalidModelConfig, UnsupportedModel
+
+DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Dimension pair i of n turns by theta ** (-i / n) a position (Su et al., arXiv:2104.09864)."""
+
+    theta: float
+
+
+@dataclass(frozen=True)
+class LinearRope(Rope):
+    """Positions divided by `factor` (Chen et al., arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope(Rope):
+    """Slow dimensions are slowed further by `factor`, fast ones stay, with a ramp in between (as in Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class YarnRope(Rope):
+    """Interpolation by parts, and cosines and sines scaled by `attention_factor` (Peng et al., arXiv:2309.00071)."""
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool  # round the ends of the ramp outwards to whole dimensions
+
+
+def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
+    """The rope of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
+
+    `max_positions` is the config's `max_position_embeddings`. Raises `ModelError`.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidModelConfig(f"config.json: rope parameters must be an object, not {given!r}")
+    keys = {key: value for key, value in given.items() if value is not None}
+    keys.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_THETA)
+    _refuse_what_no_layer_computes(config, keys)
+    # A length beside the parameters wins over one among them, as in transformers.
+    original = config.get("original_max_position_embeddings") or keys.get("original_max_position_embeddings")
+    keys["original_max_position_embeddings"] = original or max_positions
+    kind = keys.get("rope_type", keys.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _READERS:
+        raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported; supported are {', '.join(_READERS)}")
+    return _READERS[kind](keys, max_positions)
+
+
+def reachable_positions(rope: Rope, max_positions: int) -> int:
+    """How many positions the model serves: YaRN checkpoints may state `max_position_embeddings` before the scaling."""
+    if isinstance(rope, YarnRope):
+        return max(max_positions, int(rope.original_max_positions * rope.factor))
+    return max_positions
+
+
+def _refuse_what_no_layer_computes(config: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
+    fraction = keys.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction not in (None, 1, 1.0):
+        raise UnsupportedModel(f"config.json: partial_rotary_factor {fraction} is not supported, only 1.0")
+    nested = sorted(key for key, value in keys.items() if isinstance(value, Mapping))
+    if nested:
+        raise UnsupportedModel(f"config.json: rope parameters of their own for {', '.join(nested)} are not supported")
+
+
+def _number(keys: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = keys.get(name, default)
+    if value is None:
+        raise InvalidModelConfig(
+            f"config.json: rope parameters of type {keys.get('rope_type', keys.get('type'))!r} need {name!r}"
+        )
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise InvalidModelConfig(f"config.json: rope parameter {name!r} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def _read_default(keys: Mapping[str, Any], max_positions: int) -> Rope:
+    return Rope(_number(keys, "rope_theta"))
+
+
+def _read_linear(keys: Mapping[str, Any], max_positions: int) -> Rope:
+    return LinearRope(_number(keys, "rope_theta"), _number(keys, "factor"))
+
+
+def _read_dynamic(keys: Mapping[str, Any], max_positions: int) -> Rope:
+    # Dynamic scaling changes the angles only of sequences beyond max_position_embeddings, which are never admitted.
+    return Rope(_number(keys, "rope_theta"))
+
+
+def _read_llama3(keys: Mapping[str, Any], max_positions: int) -> Rope:
+    return Llama3Rope(
+        _number(keys, "rope_theta"),
+        _number(keys, "factor"),
+        _number(keys, "low_freq_factor"),
+        _number(keys, "high_freq_factor"),
+        int(_number(keys, "original_max_position_embeddings")),
+    )
+
+
+def _read_yarn(keys: Mapping[str, Any], max_positions: int) -> Rope:
+    original = int(_number(keys, "original_max_position_embeddings"))
+    factor = _number(keys, "factor", max_positions / original)
+    return YarnRope(
+        _number(keys, "rope_theta"),
+        factor,
+        original,
+        _yarn_attention_factor(keys, factor),
+        _number(keys, "beta_fast", 32.0),
+        _number(keys, "beta_slow", 1.0),
+        bool(keys.get("truncate", True)),
+    )
+
+
+def _yarn_attention_factor(keys: Mapping[str, Any], factor: float) -> float:
+    if "attention_factor" in keys:
+        return _number(keys, "attention_factor")
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if keys.get("mscale") and keys.get("mscale_all_dim"):
+        return scale(_number(keys, "mscale")) / scale(_number(keys, "mscale_all_dim"))
+    return scale(1.0)
+
+
+_READERS = {
+    "default": _read_default,
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}

@@ -1,0 +1,162 @@
+"""What lies in a folder of safetensors files, read from their headers only.
+
+    8 bytes: length n of the header, little endian | n bytes: JSON {name: {dtype, shape, data_offsets}} | data
+
+(https://github.com/huggingface/safetensors#format). Everything that can be wrong with a checkpoint as a whole is found
+here, before minutes are spent on reading it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from baton.engine.models.errors import WeightsError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SAMPLE_BYTES = 1024
+
+# safetensors' names of the types that weights come in: bytes an element, torch's name
+DTYPES = {"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint. Its data are bytes [begin, end) of the file."""
+
+    name: str
+    file: Path
+    dtype: str  # safetensors' name: "F32", "BF16", ...
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Described(msgspec.Struct):
+    """A tensor in the header of a safetensors file. Offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _Index(msgspec.Struct):
+    """model.safetensors.index.json: the file that each tensor is in."""
+
+    weight_map: dict[str, str]
+
+
+class Checkpoint:
+    """The tensors of a folder by name. The same for one file and for many shards."""
+
+    def __init__(self, folder: Path, entries: dict[str, TensorEntry]) -> None:
+        self.folder = folder
+        self.entries = entries
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Reads all headers. Raises `WeightsError` for a file that is missing or broken, or a tensor in two files."""
+        entries: dict[str, TensorEntry] = {}
+        for file in _files(folder):
+            for entry in _read_header(file):
+                if entry.name in entries:
+                    other = entries[entry.name].file.name
+                    raise WeightsError(f"{folder}: tensor {entry.name!r} is in {other} and again in {file.name}")
+                entries[entry.name] = entry
+        return cls(folder, entries)
+
+    @property
+    def dtype(self) -> str | None:
+        """Torch's name of the type that most tensors have, or None where no tensor is a floating-point one."""
+        known = [entry.dtype for entry in self.entries.values() if entry.dtype in DTYPES]
+        return DTYPES[max(sorted(set(known)), key=known.count)][1] if known else None
+
+    def by_file(self) -> Iterator[tuple[Path, list[TensorEntry]]]:
+        """The entries of each file in the order of their data, so that a disk is read from front to back."""
+        ordered = sorted(self.entries.values(), key=lambda entry: (entry.file, entry.begin))
+        for file, entries in groupby(ordered, key=lambda entry: entry.file):
+            yield file, list(entries)
+
+    def fingerprint(self) -> str:
+        """32 hex digits over names, types, shapes and a sample of each tensor; however they are split into files.
+
+        The samples tell fine-tunes of one model apart, whose headers are equal.
+        """
+        lines = {}
+        for file, entries in self.by_file():
+            with file.open("rb") as stream:
+                for entry in entries:
+                    stream.seek(entry.begin + max(entry.size_bytes - _SAMPLE_BYTES, 0) // 2)
+                    sample = stream.read(min(_SAMPLE_BYTES, entry.size_bytes))
+                    lines[entry.name] = f"{entry.name} {entry.dtype} {entry.shape} ".encode() + sample
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(lines):
+            digest.update(len(lines[name]).to_bytes(8, "little") + lines[name])
+        return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files that belong together: those of the index, else the single file, else all of them."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+        except msgspec.DecodeError as error:
+            raise WeightsError(f"{index} is not an index of safetensors files: {error}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise WeightsError(f"{folder}: {INDEX_FILE} names files that are not there: {', '.join(missing)}")
+        return [folder / name for name in names]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+        found = f" (found {', '.join(others)}, which is not read: convert it to safetensors)" if others else ""
+        raise WeightsError(f"{folder}: no *.safetensors files{found}; give load_format='dummy' for random weights")
+    return files
+
+
+def _read_header(file: Path) -> list[TensorEntry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
+            raise WeightsError(f"{file} is not a safetensors file, or it is cut off in its header ({size} bytes)")
+        text = stream.read(header_bytes)
+    try:
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = [_entry(file, name, value, 8 + header_bytes) for name, value in header.items()]
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"{file}: the safetensors header is broken: {error}") from error
+    for entry in entries:
+        if entry.end > size:
+            raise WeightsError(f"{file} is cut off: tensor {entry.name!r} ends at byte {entry.end}, the file at {size}")
+        if entry.dtype in DTYPES and entry.size_bytes != math.prod(entry.shape) * DTYPES[entry.dtype][0]:
+            raise WeightsError(
+                f"{file}: tensor {entry.name!r} of {entry.dtype} {entry.shape} has {entry.size_bytes} bytes"
+            )
+    return entries
+
+
+def _entry(file: Path, name: str, value: msgspec.Raw, data_start: int) -> TensorEntry:
+    described = msgspec.json.decode(value, type=_Described)
+    begin, end = described.data_offsets
+    return TensorEntry(name, file, described.dtype, described.shape, data_start + begin, data_start + max(begin, end))

@@ -1,0 +1,108 @@
+"""Tiny random Hugging Face checkpoints of every supported architecture, written by `transformers` itself.
+
+    folder = write_checkpoint(tmp_path / "m", "qwen3", shards=3, rope=ROPES["yarn"])
+
+Every parameter is random, also the biases and norms that `transformers` would start at zero and one: a loader or a
+layer that leaves one out gives other logits. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+# Values under which the variants differ visibly within a hundred positions of a tiny model.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "theta": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# What sets an architecture apart from the others, so that a difference that goes missing is seen.
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"head_dim": 32, "sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def write_checkpoint(
+    folder: str | Path,
+    architecture: str = "qwen3",
+    *,
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    rope: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """Writes config.json, generation_config.json and safetensors (at least `shards` files); returns `folder`.
+
+    `config` overrides any key of the Hugging Face config (`tie_word_embeddings=True`, `num_hidden_layers=2`, ...).
+    """
+    model = make_model(architecture, dtype=dtype, seed=seed, rope=rope, **config)
+    folder = Path(folder)
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    shard_bytes = size_bytes if shards == 1 else size_bytes // (shards + 1)
+    model.save_pretrained(folder, max_shard_size=max(shard_bytes, 1))
+    return folder
+
+
+def make_model(
+    architecture: str, *, dtype: str = "float32", seed: int = 0, rope: dict[str, Any] | None = None, **config: Any
+) -> Any:
+    """The `transformers` model that `write_checkpoint` saves: the yardstick of the parity tests."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    keys = {**SHAPE, **DIFFERENCES[architecture], "rope_parameters": dict(rope or ROPES["default"]), **config}
+    hf_config = AutoConfig.for_model(architecture, **keys)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.5 * noise)
+            else:  # keeps activations near 1, so that attention is peaked enough for positions to matter
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets keys of config.json; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(
+        json.dumps({key: value for key, value in config.items() if key not in changes or value is not None})
+    )

@@ -1,0 +1,79 @@
+"""Runs a model as an engine would: sequences in chunks, several in one step, KV in pages with shuffled ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.layers.decoder import CausalLM
+from baton.kernels.attention import AttentionBatch
+
+BLOCK_SIZE = 16
+
+
+class PagedRun:
+    """Sequences that grow by what `step` is given. Blocks that nobody has written hold NaN: reading one shows."""
+
+    def __init__(self, model: CausalLM, num_seqs: int, max_len: int, seed: int = 0) -> None:
+        self.model = model
+        self.lens = [0] * num_seqs
+        blocks_per_seq = -(-max_len // BLOCK_SIZE)
+        num_blocks = num_seqs * blocks_per_seq + 3
+        shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
+        self.block_tables = shuffled[: num_seqs * blocks_per_seq].view(num_seqs, blocks_per_seq)
+        spec = model.kv_spec
+        shape = (num_blocks, spec.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
+        self.kv = torch.full(shape, float("nan"), dtype=getattr(torch, model.config.dtype))
+
+    def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
+        """Runs (sequence, its next tokens) pairs in one step; gives log-probabilities [tokens, vocab] of each."""
+        chunks = sorted(chunks, key=lambda chunk: len(chunk[1]) > 1)  # decodes come first
+        for sequence, tokens in chunks:
+            self.lens[sequence] += len(tokens)
+        rows = torch.tensor([sequence for sequence, _ in chunks])
+        query_lens = [len(tokens) for _, tokens in chunks]
+        seq_lens = [self.lens[sequence] for sequence, _ in chunks]
+        batch = AttentionBatch.plan(query_lens, seq_lens, self.block_tables[rows].contiguous(), BLOCK_SIZE)
+        hidden = self.model(torch.tensor([token for _, tokens in chunks for token in tokens]), batch, self.kv)
+        parts = self.model.logits(hidden).log_softmax(-1).split(query_lens)
+        by_sequence = {sequence: part for (sequence, _), part in zip(chunks, parts, strict=True)}
+        return [by_sequence[sequence] for sequence in sorted(by_sequence)]
+
+
+def chunked_logprobs(model: CausalLM, tokens: Sequence[int], chunk: int) -> Tensor:
+    """[tokens, vocab] of one sequence, `chunk` tokens a step."""
+    run = PagedRun(model, 1, len(tokens))
+    return torch.cat([run.step([(0, tokens[i : i + chunk])])[0] for i in range(0, len(tokens), chunk)])
+
+
+def greedy(model: CausalLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """Continues all prompts together, most likely token first."""
+    run = PagedRun(model, len(prompts), max(map(len, prompts)) + num_tokens)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    pending: list[Sequence[int]] = list(prompts)
+    for _ in range(num_tokens):
+        for sequence, logprobs in enumerate(run.step(list(enumerate(pending)))):
+            outputs[sequence].append(int(logprobs[-1].argmax()))
+            pending[sequence] = outputs[sequence][-1:]
+    return outputs
+
+
+@torch.inference_mode()
+def reference_logprobs(reference: Any, tokens: Sequence[int]) -> Tensor:
+    """[tokens, vocab] float32 of a `transformers` model over a whole sequence at once, without a cache."""
+    logits: Tensor = reference(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def reference_greedy(reference: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(reference_logprobs(reference, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def random_tokens(count: int, seed: int = 0, vocab_size: int = 256) -> list[int]:
+    return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,268 @@
+"""What a folder says about its model: read without torch or transformers, refused by name where it cannot be served."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.model_config import (
+    InvalidModelConfig,
+    MaxModelLenTooLong,
+    ModelConfig,
+    ModelError,
+    UnsupportedArchitecture,
+    UnsupportedModel,
+)
+from baton.engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+
+PLAIN: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rope_theta": 500.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., ModelConfig]:
+    """Writes a config.json of PLAIN with changes (None removes a key) and reads it."""
+
+    def make(
+        generation: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any
+    ) -> ModelConfig:
+        keys = {key: value for key, value in {**PLAIN, **changes}.items() if key not in changes or value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return ModelConfig.from_folder(tmp_path, load_format="dummy", **(given or {}))
+
+    return make
+
+
+def test_sizes_are_read(read: Callable[..., ModelConfig]) -> None:
+    config = read()
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 32)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (100, 64, 96)
+    assert (config.dtype, config.max_model_len, config.rms_norm_eps) == ("bfloat16", 512, 1e-6)
+    assert config.layer_windows == (None, None)
+
+
+def test_reading_a_config_loads_neither_torch_nor_transformers(read: Callable[..., ModelConfig]) -> None:
+    folder = read().folder
+    code = (
+        "import sys; from baton.engine.model_config import ModelConfig; "
+        f"ModelConfig.from_folder({str(folder)!r}, load_format='dummy'); "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"), [("LlamaForCausalLM", 16), ("Qwen2ForCausalLM", 16), ("Qwen3ForCausalLM", 128)]
+)
+def test_a_head_dim_that_is_left_out_is_what_transformers_assumes(
+    read: Callable[..., ModelConfig], architecture: str, head_dim: int
+) -> None:
+    assert read(architectures=[architecture], head_dim=None).head_dim == head_dim
+
+
+def test_key_value_heads_default_to_all_heads_in_llama(read: Callable[..., ModelConfig]) -> None:
+    assert read(architectures=["LlamaForCausalLM"], num_key_value_heads=None).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope_theta": None}, Rope(10_000.0)),
+        ({}, Rope(500.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, LinearRope(500.0, 2.0)),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Rope(7.0)),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            Llama3Rope(500.0, 8.0, 1.0, 4.0, 64),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 256}},
+            YarnRope(500.0, 1.0, 256, 1.0, 32.0, 1.0, True),
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, Rope(500.0)),
+    ],
+)
+def test_rope_is_read_in_the_form_of_transformers_4_and_5(
+    read: Callable[..., ModelConfig], keys: dict[str, Any], expected: Rope
+) -> None:
+    assert read(**keys).rope == expected
+
+
+def test_yarn_extends_the_positions_of_a_config_that_states_the_original_length(
+    read: Callable[..., ModelConfig],
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert read(rope_scaling=yarn).max_model_len == 2048
+    assert read(rope_scaling=yarn, max_position_embeddings=2048).max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8)),
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"sliding_window": 8}, (None, None)),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
+        (
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            (8, None),
+        ),
+        ({"sliding_window": 8, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, (None, None)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, (None, None)),
+    ],
+)
+def test_windows_follow_the_rules_of_each_architecture(
+    read: Callable[..., ModelConfig], keys: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    assert read(**keys).layer_windows == expected
+
+
+def test_a_null_sliding_window_is_no_window(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**PLAIN, "architectures": ["MistralForCausalLM"], "sliding_window": None})
+    )
+    assert ModelConfig.from_folder(tmp_path, load_format="dummy").layer_windows == (None, None)
+
+
+def test_end_tokens_of_the_generation_config_win(read: Callable[..., ModelConfig]) -> None:
+    assert read().eos_token_ids == (2,)
+    assert read(eos_token_id=[5, 6, 5]).eos_token_ids == (5, 6)
+    assert read(eos_token_id=None).eos_token_ids == ()
+    assert read(generation={"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert read(generation={"temperature": 0.6}).eos_token_ids == (2,)
+
+
+def test_generation_defaults_are_those_of_the_checkpoint(read: Callable[..., ModelConfig]) -> None:
+    assert read().generation.temperature is None
+    defaults = read(generation={"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}).generation
+    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p) == (0.6, 0.9, 20, None)
+
+
+def test_dtype_is_the_checkpoints_unless_asked_for(read: Callable[..., ModelConfig]) -> None:
+    assert read(torch_dtype=None, dtype="float16").dtype == "float16"
+    assert read(given={"dtype": "float32"}).dtype == "float32"
+    assert read(torch_dtype=None).dtype == "float32"
+
+
+def test_a_longer_max_model_len_than_the_model_has_positions_is_refused(read: Callable[..., ModelConfig]) -> None:
+    assert read(given={"max_model_len": 300}).max_model_len == 300
+    with pytest.raises(MaxModelLenTooLong, match=r"513.*512 positions"):
+        read(given={"max_model_len": 513})
+    with pytest.raises(InvalidModelConfig, match="at least 1"):
+        read(given={"max_model_len": 0})
+
+
+def test_an_unsupported_architecture_names_the_supported_ones(read: Callable[..., ModelConfig]) -> None:
+    with pytest.raises(UnsupportedArchitecture, match=r"OPTForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        read(architectures=["OPTForCausalLM"])
+    with pytest.raises(UnsupportedArchitecture):
+        read(architectures=None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope.*yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope type .'yarn'. is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": "awq"}, "quantized"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"torch_dtype": "float64"}, "float64"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention", "full_attention"]},
+            "linear_attention",
+        ),
+    ],
+)
+def test_what_no_layer_computes_is_refused_by_name(
+    read: Callable[..., ModelConfig], keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"max_position_embeddings": None}, "lacks 'max_position_embeddings'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be from 1"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' must be from 1 to 10000"),
+        ({"hidden_size": 2**70}, "'hidden_size' must be from 1 to"),
+        ({"vocab_size": "100"}, "'vocab_size' must be an integer"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 66}, "without a head_dim"),
+        ({"head_dim": 15}, "head_dim .15. must be even"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps' must be a number"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id'"),
+        ({"rope_scaling": {"type": "linear"}}, "need 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a positive number"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "'factor' must be a positive number"),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": 2}, "'layer_types' must be a list"),
+        ({"architectures": "Qwen3ForCausalLM"}, "'architectures' must be a list"),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types names 1"),
+    ],
+)
+def test_a_broken_config_names_the_key(read: Callable[..., ModelConfig], keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidModelConfig, match=named):
+        read(**keys)
+
+
+def test_arguments_that_do_not_exist_are_refused(read: Callable[..., ModelConfig]) -> None:
+    with pytest.raises(InvalidModelConfig, match=r"dtype.*float8.*bfloat16"):
+        read(given={"dtype": "float8"})
+
+
+def test_a_name_instead_of_a_folder_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelConfig, match=r"local folder.*hf download"):
+        ModelConfig.from_folder("Qwen/Qwen3-0.6B")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not JSON"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="must hold an object"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_identity_of_dummy_weights_depends_on_what_is_computed_and_the_seed_only(
+    read: Callable[..., ModelConfig],
+) -> None:
+    identity = read().identity
+    assert identity == read(transformers_version="9", generation={"temperature": 0.5}).identity
+    assert identity == read(given={"max_model_len": 100}).identity
+    assert identity != read(given={"seed": 1}).identity
+    assert identity != read(rope_theta=501.0).identity
+    assert identity != read(rms_norm_eps=1e-5).identity

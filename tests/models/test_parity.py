@@ -1,0 +1,178 @@
+"""Every architecture computes what `transformers` computes, however its tokens are split into steps and batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, ROPES, make_model, write_checkpoint
+from paged import (
+    BLOCK_SIZE,
+    PagedRun,
+    chunked_logprobs,
+    greedy,
+    random_tokens,
+    reference_greedy,
+    reference_logprobs,
+)
+
+from baton.engine.layers.decoder import CausalLM
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import load_model
+from baton.kernels.attention import AttentionBatch
+
+TOLERANCE = 1e-4  # of a logprob, float32
+NEAR_TIE = 0.25  # of a logprob, bfloat16: about the largest error that rounding makes in models of this size
+
+# name: (architecture, config keys): what the differences of an architecture, and options within one, look like
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
+    **{f"{architecture}-tied": (architecture, {"tie_word_embeddings": True}) for architecture in ARCHITECTURES},
+    **{f"llama-rope-{name}": ("llama", {"rope": rope}) for name, rope in ROPES.items()},
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
+    "llama-head-dim": ("llama", {"head_dim": 48}),
+    "mistral-unlimited": ("mistral", {"sliding_window": None}),
+    "mistral-yarn": ("mistral", {"rope": ROPES["yarn"]}),
+    "qwen2-yarn": ("qwen2", {"rope": ROPES["yarn"]}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen3-yarn": ("qwen3", {"rope": ROPES["yarn"]}),
+    "qwen3-yarn-attention-factor": ("qwen3", {"rope": {**ROPES["yarn"], "attention_factor": 1.5}}),
+    "qwen3-yarn-mscale": ("qwen3", {"rope": {**ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "qwen3-yarn-betas": ("qwen3", {"rope": {**ROPES["yarn"], "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+Pair = tuple[CausalLM, Any]
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """(our model, the `transformers` model) of a variant, both from one checkpoint."""
+
+    @functools.cache
+    def make(variant: str, dtype: str = "float32") -> Pair:
+        architecture, keys = VARIANTS[variant]
+        folder = write_checkpoint(tmp_path_factory.mktemp(variant), architecture, dtype=dtype, **keys)
+        return load_model(ModelConfig.from_folder(folder)), make_model(architecture, dtype=dtype, **keys)
+
+    return make
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert not ours.isnan().any()
+    assert (ours - theirs).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logprobs_equal_those_of_transformers_in_chunks_and_token_by_token(
+    variant: str, pair: Callable[..., Pair]
+) -> None:
+    model, reference = pair(variant)
+    tokens = random_tokens(100)  # beyond every sliding window and every original context of these variants
+    expected = reference_logprobs(reference, tokens)
+    for chunk in (100, 37, 16):
+        assert_close(chunked_logprobs(model, tokens, chunk), expected)
+    assert_close(chunked_logprobs(model, tokens[:40], 1), expected[:40])
+
+
+@pytest.mark.parametrize("variant", [*ARCHITECTURES, "llama-rope-llama3", "qwen3-yarn", "qwen2-window"])
+def test_greedy_tokens_of_ragged_prompts_run_together_equal_those_of_transformers_alone(
+    variant: str, pair: Callable[..., Pair]
+) -> None:
+    model, reference = pair(variant)
+    prompts = [random_tokens(length, seed=length) for length in (1, 17, 50, 16)]
+    assert greedy(model, prompts, 12) == [reference_greedy(reference, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_decodes_and_prompt_chunks_share_a_step(variant: str, pair: Callable[..., Pair]) -> None:
+    model, reference = pair(variant)
+    sequences = [random_tokens(length, seed=length) for length in (40, 61, 33)]
+    run = PagedRun(model, 3, 64)
+    pieces: list[list[torch.Tensor]] = [[], [], []]
+    # how many tokens of each sequence every step runs: whole prompts, single tokens, chunks that start inside a block
+    for counts in ((39, 7, 0), (1, 20, 32), (0, 33, 1), (0, 1, 0)):
+        running = [sequence for sequence, count in enumerate(counts) if count]
+        chunks = [(i, sequences[i][run.lens[i] : run.lens[i] + counts[i]]) for i in running]
+        for sequence, logprobs in zip(running, run.step(chunks), strict=True):
+            pieces[sequence].append(logprobs)
+    for sequence, tokens in enumerate(sequences):
+        assert_close(torch.cat(pieces[sequence]), reference_logprobs(reference, tokens))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", [*ARCHITECTURES, "qwen3-tied"])
+def test_asking_for_some_tokens_gives_their_hidden_states_and_writes_the_kv_of_all(
+    variant: str, dtype: str, pair: Callable[..., Pair]
+) -> None:
+    model, _ = pair(variant, dtype)
+    tokens = torch.tensor(random_tokens(60))
+    whole, asked = PagedRun(model, 1, 60), PagedRun(model, 1, 60)
+    batch = AttentionBatch.plan([60], [60], whole.block_tables, BLOCK_SIZE)
+    expected = model(tokens, batch, whole.kv)
+    for wanted in ([], [59], [59, 0, 17]):
+        index = torch.tensor(wanted, dtype=torch.int64)
+        torch.testing.assert_close(model(tokens, batch, asked.kv, index), expected[index])
+        torch.testing.assert_close(asked.kv, whole.kv, equal_nan=True)
+        assert model.logits(expected[index]).shape == (len(wanted), 256)
+
+
+@pytest.mark.parametrize("variant", [f"llama-rope-{name}" for name in ("theta", "linear", "llama3", "yarn")])
+def test_a_rope_scaling_that_were_dropped_would_show(variant: str, pair: Callable[..., Pair]) -> None:
+    model, reference = pair(variant)
+    unscaled = load_model(dataclasses.replace(model.config, rope=pair("llama")[0].config.rope))
+    tokens = random_tokens(100)
+    error = (chunked_logprobs(unscaled, tokens, 100) - reference_logprobs(reference, tokens)).abs().max().item()
+    assert error > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["mistral", "qwen2-window", "qwen3-window"])
+def test_a_sliding_window_of_one_key_more_or_less_would_show(variant: str, pair: Callable[..., Pair]) -> None:
+    model, reference = pair(variant)
+    tokens = random_tokens(100)
+    expected = reference_logprobs(reference, tokens)
+    for change in (-1, 1):
+        windows = tuple(window and window + change for window in model.config.layer_windows)
+        other = load_model(dataclasses.replace(model.config, layer_windows=windows))
+        assert (chunked_logprobs(other, tokens, 100) - expected).abs().max().item() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("variant", [*ARCHITECTURES, "qwen3-tied", "qwen3-yarn"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_in_bfloat16(variant: str, pair: Callable[..., Pair]) -> None:
+    """Both round, at different places: neither is the truth. The yardstick is the same bfloat16 weights in float32."""
+    model, reference = pair(variant, "bfloat16")
+    tokens = random_tokens(100)
+    theirs = reference_logprobs(reference, tokens)
+    ours = chunked_logprobs(model, tokens, 37)
+    architecture, keys = VARIANTS[variant]
+    exact_model = make_model(architecture, **keys)
+    exact_model.load_state_dict({name: tensor.float() for name, tensor in reference.state_dict().items()})
+    exact = reference_logprobs(exact_model, tokens)
+    assert not ours.isnan().any()
+    assert (ours - exact).square().mean() < 1.5**2 * (theirs - exact).square().mean()
+    assert (ours - exact).abs().max() < 2 * (theirs - exact).abs().max()
+
+
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_bfloat16_greedy_tokens_are_the_best_of_transformers_or_nearly_tied_with_it(
+    variant: str, pair: Callable[..., Pair]
+) -> None:
+    model, reference = pair(variant, "bfloat16")
+    prompts = [random_tokens(length, seed=length) for length in (1, 17, 50)]
+    for prompt, ours in zip(prompts, greedy(model, prompts, 12), strict=True):
+        logprobs = reference_logprobs(reference, [*prompt, *ours])[len(prompt) - 1 : -1]
+        chosen = logprobs.gather(1, torch.tensor(ours)[:, None])[:, 0]
+        assert (logprobs.max(-1).values - chosen).max().item() < NEAR_TIE

@@ -1,0 +1,52 @@
+"""Rotation tables with the parameters of models in use, over their whole context, against `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.layers.rotary import cos_sin_table
+from baton.engine.models.rope import read_rope
+
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+QWEN_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_positions"),
+    [
+        ({"rope_type": "default", "rope_theta": 10_000.0}, 4096),
+        ({"rope_type": "default", "rope_theta": 1e6}, 131_072),
+        ({"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}, 16_384),
+        ({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, 4096),
+        (LLAMA_3_1, 131_072),
+        ({**LLAMA_3_1, "factor": 32.0}, 131_072),
+        (QWEN_YARN, 131_072),
+        ({**QWEN_YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}, 131_072),
+        ({**QWEN_YARN, "attention_factor": 1.0}, 131_072),
+        ({**QWEN_YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}, 163_840),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tables_equal_those_of_transformers_to_the_last_bit(
+    rope: dict[str, Any], max_positions: int, head_dim: int
+) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(rope))
+    positions = torch.cat([torch.arange(64), torch.arange(max_positions - 64, max_positions)])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])  # each half of a head has the same angles
+    expected = torch.cat([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], dim=-1)
+    table = cos_sin_table(read_rope({"rope_parameters": rope}, max_positions), head_dim, max_positions)
+    assert table.dtype == torch.float32
+    assert torch.equal(table[positions], expected)

@@ -1,0 +1,40 @@
+"""Loads that end soon draw nothing; longer ones draw a bar."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.weights import loading_bar, progress
+
+
+def test_a_short_load_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with loading_bar() as report:
+        report(1, 2)
+        report(2, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_long_load_draws_a_bar_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with loading_bar("Loading weights") as report:
+        report(1_000_000, 2_000_000)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Loading weights" in err
+
+
+def test_a_load_that_fails_takes_its_bar_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+
+    def failing_load() -> None:
+        with loading_bar() as report:
+            report(1, 2)
+            raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        failing_load()
+    with loading_bar() as report:  # a bar that is still live would refuse a second one
+        report(1, 2)
