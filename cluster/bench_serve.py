@@ -1,0 +1,198 @@
+"""An HTTP load generator: streaming completions of random prompts, measured as `vllm bench serve` measures.
+
+ttft    first token after the request was sent
+itl     between one token's event and the next
+tpot    (end - first token) / (output tokens - 1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.progress import Progress
+
+PERCENTILES = (50, 90, 95, 99)
+TIMEOUT_S = 600.0
+
+
+class ServerUnfit(RuntimeError):
+    """The server does not answer, or does not have what the measurement needs."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent. Lengths are in tokens; a rate of 0 sends everything at once."""
+
+    url: str
+    model: str | None
+    api_key: str | None
+    num_prompts: int
+    input_len: int
+    output_len: int
+    request_rate: float
+    max_concurrency: int | None
+    num_warmups: int
+    seed: int
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it, in seconds."""
+
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    error: str = ""
+
+
+def measure(load: Load) -> dict[str, Any]:
+    """Runs the load and returns the figures. Raises `ServerUnfit`."""
+    return asyncio.run(_measure(load))
+
+
+async def _measure(load: Load) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    base_url = load.url.rstrip("/").removesuffix("/v1")
+    async with httpx.AsyncClient(base_url=base_url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
+        try:
+            model = load.model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+            prompts = await _prompts(client, model, load)
+        except httpx.HTTPError as error:
+            raise ServerUnfit(f"{load.url}: {error}") from error
+        for prompt in prompts[: load.num_warmups]:
+            warmup = await _ask(client, model, prompt, load.output_len)
+            if warmup.error:
+                raise ServerUnfit(f"{load.url}: the first request failed: {warmup.error}")
+        answers, duration_s = await _send_all(client, model, prompts[load.num_warmups :], load)
+    return summary(load, model, answers, duration_s)
+
+
+async def _prompts(client: httpx.AsyncClient, model: str, load: Load) -> list[list[int]]:
+    """Prompts of random tokens. How the server writes a few letters tells which tokens are plain text."""
+    alphabet = " abcdefghijklmnopqrstuvwxyz0123456789"
+    answer = await client.post("/tokenize", json={"model": model, "prompt": alphabet, "add_special_tokens": False})
+    tokens = answer.raise_for_status().json()["tokens"]
+    rng = random.Random(load.seed)
+    return [rng.choices(tokens, k=load.input_len) for _ in range(load.num_warmups + load.num_prompts)]
+
+
+async def _send_all(
+    client: httpx.AsyncClient, model: str, prompts: Sequence[list[int]], load: Load
+) -> tuple[list[Answer], float]:
+    gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else nullcontext()
+    with Progress(transient=True) as bar:
+        task = bar.add_task("requests", total=len(prompts))
+
+        async def one(prompt: list[int]) -> Answer:
+            async with gate:
+                answer = await _ask(client, model, prompt, load.output_len)
+            bar.advance(task)
+            return answer
+
+        start_s = time.perf_counter()
+        running = [asyncio.create_task(one(prompt)) async for prompt in _paced(prompts, load)]
+        answers = await asyncio.gather(*running)
+    return list(answers), time.perf_counter() - start_s
+
+
+async def _paced(prompts: Sequence[list[int]], load: Load) -> AsyncIterator[list[int]]:
+    """A Poisson process of `request_rate` requests a second."""
+    rng = random.Random(load.seed + 1)
+    due_s = time.perf_counter()
+    for prompt in prompts:
+        yield prompt
+        if load.request_rate:
+            due_s += rng.expovariate(load.request_rate)
+            await asyncio.sleep(due_s - time.perf_counter())
+
+
+async def _ask(client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int) -> Answer:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_len,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = Answer()
+    start_s = last_s = time.perf_counter()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.is_error:
+                answer.error = (await response.aread()).decode(errors="replace")
+                return answer
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[len("data: ") :])
+                if "error" in event:
+                    answer.error = str(event["error"])
+                    return answer
+                now_s = time.perf_counter()
+                if event["choices"]:
+                    if answer.ttft_s:
+                        answer.itl_s.append(now_s - last_s)
+                    else:
+                        answer.ttft_s = now_s - start_s
+                    last_s = now_s
+                if event.get("usage"):
+                    answer.output_tokens = event["usage"]["completion_tokens"]
+    except httpx.HTTPError as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.latency_s = last_s - start_s
+    return answer
+
+
+def summary(load: Load, model: str, answers: Sequence[Answer], duration_s: float) -> dict[str, Any]:
+    """The figures under `vllm bench serve`'s names. Times end in `_ms`; means over no value are 0."""
+    good = [answer for answer in answers if not answer.error]
+    output_tokens = sum(answer.output_tokens for answer in good)
+    input_tokens = load.input_len * len(good)
+    result: dict[str, Any] = {
+        "model_id": model,
+        "num_prompts": len(answers),
+        "request_rate": load.request_rate or "inf",
+        "max_concurrency": load.max_concurrency,
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(answers) - len(good),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(good) / duration_s,
+        "output_throughput": output_tokens / duration_s,
+        "total_token_throughput": (input_tokens + output_tokens) / duration_s,
+    }
+    samples = {
+        "ttft": [answer.ttft_s for answer in good],
+        "tpot": [(a.latency_s - a.ttft_s) / (a.output_tokens - 1) for a in good if a.output_tokens > 1],
+        "itl": [seconds for answer in good for seconds in answer.itl_s],
+        "e2el": [answer.latency_s for answer in good],
+    }
+    for name, seconds in samples.items():
+        result |= _figures(name, seconds)
+    result["errors"] = sorted({answer.error for answer in answers if answer.error})
+    return result
+
+
+def _figures(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    values = [1000 * value for value in seconds] or [0.0]
+    figures = {
+        f"mean_{name}_ms": statistics.fmean(values),
+        f"median_{name}_ms": statistics.median(values),
+        f"std_{name}_ms": statistics.pstdev(values),
+    }
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    return figures | {f"p{percent}_{name}_ms": cuts[percent - 1] for percent in PERCENTILES}

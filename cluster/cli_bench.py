@@ -1,0 +1,162 @@
+"""`baton bench`: every measurement prints one JSON object, with `vllm bench`'s key names where it has them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .cli_words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail
+
+bench_app = typer.Typer(no_args_is_help=True)
+
+ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Model = Annotated[str, typer.Argument(help="A folder with config.json and safetensors.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file, too.")]
+Count = Annotated[int, typer.Option(min=1)]
+
+
+@contextlib.contextmanager
+def _refusals_shown() -> Iterator[None]:
+    """What the engine refuses is the caller's to change: a message, not a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error))
+
+
+def _report(result: Mapping[str, Any], file: Path | None) -> None:
+    text = json.dumps(result, indent=2)
+    typer.echo(text)
+    if file is not None:
+        file.write_text(text + "\n")
+
+
+@bench_app.command(context_settings=ENGINE_ARGS)
+def throughput(
+    context: typer.Context,
+    model: Model,
+    num_prompts: Count = 100,
+    input_len: Count = 128,
+    output_len: Count = 128,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """All prompts at once in one engine: requests and tokens per second. Engine arguments as for `baton serve`."""
+    from baton.engine.bench import throughput as measure
+
+    engine_args = engine_args_from(context.args)
+    lengths = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
+    with _refusals_shown():
+        result = measure(model, **lengths, seed=seed, engine_args=engine_args, progress=True)
+    _report(result, json_file)
+
+
+@bench_app.command(context_settings=ENGINE_ARGS)
+def latency(
+    context: typer.Context,
+    model: Model,
+    batch_size: Count = 8,
+    input_len: Count = 32,
+    output_len: Count = 128,
+    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 2,
+    num_iters: Count = 10,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Seconds of one batch in one engine, from the first prompt token to the last output token."""
+    from baton.engine.bench import latency as measure
+
+    with _refusals_shown():
+        result = measure(
+            model,
+            batch_size=batch_size,
+            input_len=input_len,
+            output_len=output_len,
+            num_iters_warmup=num_iters_warmup,
+            num_iters=num_iters,
+            seed=seed,
+            engine_args=engine_args_from(context.args),
+        )
+    _report(result, json_file)
+
+
+@bench_app.command(context_settings=ENGINE_ARGS)
+def startup(
+    context: typer.Context,
+    model: Model,
+    num_iters_cold: Annotated[int, typer.Option(min=0)] = 1,
+    num_iters_warm: Annotated[int, typer.Option(min=0)] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Seconds from the first import to an engine that is ready, each time in a new process."""
+    from baton.engine.bench import StartupFailed
+    from baton.engine.bench import startup as measure
+
+    engine_args = engine_args_from(context.args)
+    try:
+        result = measure(model, num_iters_cold=num_iters_cold, num_iters_warm=num_iters_warm, engine_args=engine_args)
+    except StartupFailed as error:
+        fail(str(error), code=1)
+    _report(result, json_file)
+
+
+@bench_app.command()
+def serve(
+    url: Url = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="By default the only one that the server has.")] = None,
+    num_prompts: Count = 100,
+    input_len: Annotated[int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens.")] = 128,
+    output_len: Annotated[int, typer.Option("--output-len", "--random-output-len", min=1, help="Tokens.")] = 32,
+    request_rate: Annotated[float, typer.Option(min=0.0, help="Requests a second; 0 sends all at once.")] = 0.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None,
+    num_warmups: Annotated[int, typer.Option(min=0)] = 1,
+    seed: int = 0,
+    api_key: ApiKey = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Load a running server with random prompts, and measure first token, time per token and throughput."""
+    from .bench_serve import Load, ServerUnfit, measure
+
+    load = Load(
+        url, model, api_key, num_prompts, input_len, output_len, request_rate, max_concurrency, num_warmups, seed
+    )
+    try:
+        result = measure(load)
+    except ServerUnfit as error:
+        fail(str(error), code=1)
+    _report(result, json_file)
+
+
+@bench_app.command()
+def kernels(
+    ops: Annotated[list[str] | None, typer.Argument(help="Names of ops; by default all.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """The kernels of this machine, and the share of the roof that each reaches."""
+    from rich.console import Console
+
+    from baton.kernels.bench import run_all, table
+
+    with _refusals_shown():
+        rows = run_all(ops or ())
+    Console().print(table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+
+
+@bench_app.command()
+def kv(json_file: JsonFile = None) -> None:
+    """KV transfer between two processes, beside raw NIXL moving the same bytes."""
+    from baton.kv_transfer.bench import run, table
+
+    result = run()
+    typer.echo(table(result))
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,42 @@
+"""What the commands of the command line share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+EXIT_USAGE = 2
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+Url = Annotated[str, typer.Option("--url", "--base-url", help="Where a gateway answers.")]
+ApiKey = Annotated[str | None, typer.Option(help="The key that the gateway asks for, if it asks for one.")]
+
+
+def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
+    """Ends the command with a message for whoever called it."""
+    typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
+    raise SystemExit(code)
+
+
+def engine_args_from(words: list[str]) -> dict[str, Any]:
+    """`--max-num-seqs 128 --no-enable-prefix-caching --device=cpu` as names and values."""
+    import yaml
+
+    args: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            fail(f"unexpected argument {word!r}; engine arguments look like --max-num-seqs 128")
+        name, has_value, value = word[2:].partition("=")
+        if not has_value and rest and not rest[0].startswith("--"):
+            value, has_value = rest.pop(0), "="
+        name = name.replace("-", "_")
+        if has_value:
+            args[name] = yaml.safe_load(value)
+        elif name.startswith("no_"):
+            args[name.removeprefix("no_")] = False
+        else:
+            args[name] = True
+    return args

@@ -1,0 +1,121 @@
+"""What `baton status` and `baton chat` do: clients of a running server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+TIMEOUT_S = 600.0
+CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    model: str | None  # None: the first that the server has
+    system: str | None
+    max_tokens: int
+    temperature: float
+
+
+def rank_table(ranks: list[dict[str, Any]]) -> Table:
+    """The answer of /v1/cluster/ranks for people."""
+    table = Table(title="Engines", title_justify="left")
+    for column in ("rank", "role", "engine", "pid", "node", "running", "waiting", "free KV blocks"):
+        table.add_column(column, justify="left" if column in ("role", "engine", "node") else "right")
+    for rank in ranks:
+        stats = rank["stats"] or {}
+        waiting = stats.get("num_requests_waiting", 0) + stats.get("num_requests_waiting_for_kv", 0)
+        cells = (rank["rank"], rank["role"], rank["engine_id"], rank["pid"], rank["node_ip"])
+        blocks = f"{stats.get('num_blocks_free', '?')}/{rank['num_blocks']}"
+        table.add_row(*map(str, cells), str(stats.get("num_requests_running", "?")), str(waiting), blocks)
+    return table
+
+
+def show_status(url: str, api_key: str | None) -> int:
+    """Prints the engines. Exit code 1 where the server does not answer or cannot serve."""
+    console = Console()
+    try:
+        with _client(url, api_key) as client:
+            ready = client.get("/health").status_code == httpx.codes.OK
+            ranks = client.get("/v1/cluster/ranks").raise_for_status().json()["data"]
+    except httpx.HTTPError as error:
+        console.print(f"[red]error:[/] {_reason(url, error)}", highlight=False)
+        return 1
+    console.print(rank_table(ranks))
+    console.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
+    return 0 if ready else 1
+
+
+def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> int:
+    """Reads lines and streams answers, until an empty line or the end of the input."""
+    console = Console()
+    messages = [{"role": "system", "content": settings.system}] if settings.system else []
+    try:
+        with _client(url, api_key) as client:
+            model = settings.model or client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            console.print(f"Talking to [bold]{model}[/]. An empty line ends.", highlight=False)
+            while question := _read(console):
+                messages.append({"role": "user", "content": question})
+                body = {
+                    "model": model,
+                    "messages": messages,
+                    "max_tokens": settings.max_tokens,
+                    "temperature": settings.temperature,
+                    "stream": True,
+                }
+                answer = ""
+                for piece in _stream(client, body):
+                    answer += piece
+                    console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+                console.print()
+                messages.append({"role": "assistant", "content": answer})
+    except httpx.HTTPError as error:
+        console.print(f"[red]error:[/] {_reason(url, error)}", highlight=False)
+        return 1
+    return 0
+
+
+def _client(url: str, api_key: str | None) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base_url = url.rstrip("/").removesuffix("/v1")
+    return httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S))
+
+
+def _read(console: Console) -> str:
+    try:
+        return console.input("[bold]> [/]").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            response.read()
+        response.raise_for_status()
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if line == data or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise httpx.HTTPError(event["error"]["message"])
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+
+
+def _reason(url: str, error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        try:
+            return str(error.response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return str(error)
+    if isinstance(error, httpx.TransportError):
+        return f"no answer from {url} ({error}); is `baton serve` running there?"
+    return str(error)

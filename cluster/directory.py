@@ -1,0 +1,250 @@
+"""Who is alive: the one named actor that engines and gateways register with and everyone watches.
+
+    replica ── register(record, worker handle) ──> directory ── snapshots ──> gateways, engines
+    gateway ── register(identity) ─────────────>       │
+    both    ── heartbeat ──────────────────────>       └── run() of every worker: Ray fails it when the process dies
+
+A dead engine process leaves the snapshot at once; a lost machine or a dead gateway when its heartbeats stop. The
+directory keeps nothing on disk: after a restart its members are told that they are unknown, and register again. It ends
+itself when its application has been gone for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import warnings
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import ray
+from ray.actor import ActorHandle
+
+from baton.kv_transfer.curve import ClusterKey
+
+from .contracts import DirectorySnapshot, EngineRecord
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "baton"  # of the actor's name
+HEARTBEAT_S = 1.0
+MISSED_AFTER_S = 6.0  # a member that was silent for so long is gone
+RECOVERY_S = 3.0  # after a restart watchers wait so long, that nobody takes a half-filled list for the whole
+WATCH_S = 20.0  # a watch without news is answered after so long
+LONELY_S = 30.0  # a directory without members for so long has lost its application
+
+
+@dataclass
+class Member:
+    heard_s: float
+    record: EngineRecord | None = None  # None for a gateway
+
+
+class Membership:
+    """The list of members and its versions. Plain data: no Ray, no clock of its own.
+
+    Versions count up from `first_version`; a directory that restarts must begin above where the last one ended.
+    """
+
+    def __init__(self, clock: Callable[[], float], first_version: int) -> None:
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+        self.version = first_version
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add_engine(self, record: EngineRecord) -> EngineRecord:
+        """Takes the record's rank where that is free (a returning engine), else the lowest free one."""
+        known = self._members.get(record.engine_id)
+        if known is not None and known.record is not None and known.record.epoch == record.epoch:
+            known.heard_s = self._clock()
+            return known.record
+        taken = {
+            member.record.rank for name, member in self._members.items() if member.record and name != record.engine_id
+        }
+        rank = record.rank if record.rank >= 0 else 0
+        if rank in taken or record.rank < 0:
+            rank = next(number for number in range(len(taken) + 1) if number not in taken)
+        listed = msgspec.structs.replace(record, rank=rank)
+        self._members[record.engine_id] = Member(self._clock(), listed)
+        self.version += 1
+        return listed
+
+    def add_gateway(self, identity: str) -> None:
+        if identity not in self._members:
+            self.version += 1
+        self._members[identity] = Member(self._clock())
+
+    def remove(self, name: str, epoch: int | None = None) -> bool:
+        """Removes a member. An engine only if it still is the process of that epoch. False where there was none."""
+        member = self._members.get(name)
+        if member is None or (epoch is not None and member.record is not None and member.record.epoch != epoch):
+            return False
+        del self._members[name]
+        self.version += 1
+        return True
+
+    def heard(self, name: str, epoch: int | None = None) -> bool:
+        """A sign of life. False where the member is unknown and must register again."""
+        member = self._members.get(name)
+        if member is None or (member.record is not None and member.record.epoch != epoch):
+            return False
+        member.heard_s = self._clock()
+        return True
+
+    def remove_silent(self, longer_than_s: float) -> list[str]:
+        """Removes members that gave no sign of life for `longer_than_s`; returns their names."""
+        now = self._clock()
+        silent = [name for name, member in self._members.items() if now - member.heard_s > longer_than_s]
+        for name in silent:
+            self.remove(name)
+        return silent
+
+    def snapshot(self) -> DirectorySnapshot:
+        records = [member.record for member in self._members.values() if member.record is not None]
+        gateways = [name for name, member in self._members.items() if member.record is None]
+        return DirectorySnapshot(self.version, sorted(records, key=lambda record: record.rank), gateways)
+
+
+class Directory:
+    """The actor. `get_directory` finds or starts it."""
+
+    async def __init__(self, key: ClusterKey) -> None:  # type: ignore[misc]  # Ray awaits constructors
+        self._key = key
+        # Wall-clock milliseconds: a restarted directory begins above every version that the last one gave out.
+        self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
+        self._changed = asyncio.Event()
+        self._watched: dict[tuple[str, int], asyncio.Task[None]] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
+            restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._complete_at_s = time.monotonic() + (RECOVERY_S if restarted else 0.0)
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def cluster_key(self) -> ClusterKey:
+        return self._key
+
+    async def register_engine(self, record: EngineRecord, worker: ActorHandle) -> EngineRecord:
+        """Lists the engine, with its rank, until the worker's process ends. Registering twice changes nothing."""
+        listed = self._members.add_engine(record)
+        name = (record.engine_id, record.epoch)
+        if name not in self._watched:
+            self._watched[name] = asyncio.create_task(self._watch_worker(record, worker))
+        self._announce()
+        return listed
+
+    async def register_gateway(self, identity: str) -> None:
+        self._members.add_gateway(identity)
+        self._announce()
+
+    async def leave(self, name: str, epoch: int | None = None) -> None:
+        """A member ends on purpose. Unknown names are ignored."""
+        if self._members.remove(name, epoch):
+            self._announce()
+
+    async def heartbeat(self, name: str, epoch: int | None = None) -> bool:
+        """False: register again."""
+        return self._members.heard(name, epoch)
+
+    async def snapshot(self) -> DirectorySnapshot:
+        return self._members.snapshot()
+
+    async def watch(self, version: int) -> DirectorySnapshot:
+        """The first snapshot newer than `version`, or the current one after `WATCH_S` seconds."""
+        await asyncio.sleep(max(0.0, self._complete_at_s - time.monotonic()))
+        deadline_s = time.monotonic() + WATCH_S
+        while self._members.version <= version and time.monotonic() < deadline_s:
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline_s - time.monotonic())
+            except TimeoutError:
+                break
+        return self._members.snapshot()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()  # those who waited have been woken; the next ones wait for the next change
+
+    async def _watch_worker(self, record: EngineRecord, worker: ActorHandle) -> None:
+        try:
+            await worker.run.remote()
+            reason = "ended"
+        except Exception as error:  # whatever Ray says: the process no longer serves
+            reason = f"died: {type(error).__name__}"
+        del self._watched[(record.engine_id, record.epoch)]
+        if self._members.remove(record.engine_id, record.epoch):
+            logger.warning("engine %s (pid %d on %s) %s", record.engine_id, record.pid, record.node_ip, reason)
+            self._announce()
+
+    async def _keep(self) -> None:
+        lonely_since_s = time.monotonic()
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            silent = self._members.remove_silent(MISSED_AFTER_S)
+            if silent:
+                logger.warning("no sign of life for %.0f s: %s", MISSED_AFTER_S, ", ".join(silent))
+                self._announce()
+            if len(self._members):
+                lonely_since_s = time.monotonic()
+            elif time.monotonic() - lonely_since_s > LONELY_S:
+                logger.info("the application is gone, so the directory ends")
+                ray.kill(ray.get_runtime_context().current_actor)
+
+
+def directory_name(app: str) -> str:
+    return f"baton-directory:{app}"
+
+
+def get_directory(app: str) -> ActorHandle:
+    """The directory of the application `app`, started if there is none. Ray restarts it wherever it dies.
+
+    Detached, because each of its members may be replaced at any time; see `LONELY_S` for how it ends.
+    """
+    actor: Any = ray.remote(Directory)
+    return actor.options(
+        name=directory_name(app),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=10_000,
+    ).remote(ClusterKey.generate())
+
+
+class DirectoryWatch:
+    """The directory as a `SnapshotSource` of a client. Finds the actor anew where it is gone for good."""
+
+    def __init__(self, app: str) -> None:
+        self._app = app
+        self._actor = get_directory(app)
+
+    async def watch(self, version: int) -> DirectorySnapshot:
+        return await self.call("watch", version)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Calls the actor. Raises what Ray raises; where the actor is dead, the next call finds its successor."""
+        try:
+            return await getattr(self._actor, method).remote(*args)
+        except ray.exceptions.ActorDiedError:
+            self._actor = get_directory(self._app)
+            raise
+
+
+async def stay_registered(
+    directory: DirectoryWatch, name: str, epoch: int | None, register: Callable[[], Awaitable[Any]]
+) -> None:
+    """Registers, sends a heartbeat every second, and registers again when the directory has forgotten the member."""
+    known = False
+    while True:
+        try:
+            if not known:
+                await register()
+            known = bool(await directory.call("heartbeat", name, epoch))
+        except ray.exceptions.RayError as error:
+            logger.warning("the directory does not answer %s, trying again: %s", name, type(error).__name__)
+            known = False
+        await asyncio.sleep(HEARTBEAT_S if known else HEARTBEAT_S / 5)

@@ -1,0 +1,263 @@
+"""An application on this machine: `baton serve` from the first process to the last.
+
+with LocalApplication(spec) as application:   # a Ray cluster of its own, or one that runs already
+    application.deploy(show)
+    ...
+# here every process that it started has ended
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+
+from .processes import Process, descendants, kill, wait_until_gone
+from .spec import FleetSpec
+
+# Ray's own switches; it reads them when it is imported. Its token authentication stays on.
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+OBJECT_STORE_BYTES = 100 * 2**20  # nothing large travels through Ray
+POLL_S = 0.2
+GRACE_S = 5.0  # for processes to end by themselves once Ray is shut down
+CONTROLLER_CPUS = 0.5
+
+
+class ServeFailed(RuntimeError):
+    """The application could not be started. The message says why, and where the logs are."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One thing that is being waited for."""
+
+    name: str
+    done: bool
+    detail: str = ""
+
+
+Show = Callable[[Progress], None]
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises `ServeFailed` where something listens already: gateways share their port, so they would not notice."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServeFailed(
+                f"port {port} on {host} cannot be used ({error.strerror}): "
+                "stop the program that has it, or choose another with --port"
+            ) from None
+
+
+class LocalApplication:
+    """Starts a Ray cluster (or joins the one at `ray_address`) and runs one application on it.
+
+    Leaving the context ends what it started: the application always, the cluster where it was its own.
+    """
+
+    def __init__(self, spec: FleetSpec, *, name: str, ray_address: str | None = None) -> None:
+        self._spec, self._name, self._ray_address = spec, name, ray_address
+        self._deployed = False
+        self.stop = threading.Event()  # set it to make `deploy` and `wait` return early
+        host = spec.gateway.host
+        self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{spec.gateway.port}"
+
+    def __enter__(self) -> LocalApplication:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shut_down()
+
+    def deploy(self, show: Show) -> None:
+        """Returns when the application answers (or `stop` is set). Raises `ServeFailed`."""
+        for name, value in RAY_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        with _step("Ray cluster", show):
+            self._start_ray()
+        if not self.stop.is_set():
+            self._start_application(show)
+        if not self.stop.is_set():
+            with _step("first answer", show):
+                self._wait_until_healthy()
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """The engines as the gateway lists them, in rank order."""
+        answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0)
+        return list(msgspec.json.decode(answer.raise_for_status().content)["data"])
+
+    def wait(self) -> None:
+        """Until `stop` is set."""
+        while not self.stop.wait(1.0):
+            pass
+
+    def _start_ray(self) -> None:
+        import ray
+
+        own: dict[str, Any] = {
+            "include_dashboard": False,
+            "num_cpus": max(os.cpu_count() or 1, math.ceil(self._logical_cpus())),
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+        on_terminate = signal.getsignal(signal.SIGTERM)
+        ray.init(
+            address=self._ray_address or "local",
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            **({} if self._ray_address is not None else own),
+        )
+        signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own there
+
+    def _logical_cpus(self) -> float:
+        """What the application books with Ray: a small machine may run it all the same, only slower."""
+        from .app import REPLICA_CPUS
+
+        spec = self._spec
+        engines = sum(fleet.replicas * (fleet.num_cpus + REPLICA_CPUS) for fleet in spec.fleets.present.values())
+        return engines + spec.gateway.replicas * spec.gateway.num_cpus + CONTROLLER_CPUS
+
+    def _start_application(self, show: Show) -> None:
+        from ray import serve
+
+        from .app import build_app
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        with _step("Ray Serve", show):
+            serve.start(proxy_location="Disabled")
+            if self._name in serve.status().applications:
+                raise ServeFailed(
+                    f"the cluster runs an application named {self._name!r} already: "
+                    "end it with `serve delete`, or give this one another name in a --config file"
+                )
+        args = self._spec.model_dump(mode="json", exclude_unset=True)
+        self._deployed = True
+        outcome: list[BaseException | None] = []
+        route = "/" if self._ray_address is None else f"/{self._name}"  # a cluster that others use has one "/" for all
+
+        def run() -> None:
+            try:
+                serve.run(build_app(args), name=self._name, route_prefix=route)
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+
+        threading.Thread(target=run, name="serve-run", daemon=True).start()
+        self._follow(outcome, show)
+        if outcome and outcome[0] is not None and not self.stop.is_set():
+            raise ServeFailed(f"{self._why_it_failed() or outcome[0]}\nlogs: {_log_folder()}") from outcome[0]
+
+    def _follow(self, outcome: list[BaseException | None], show: Show) -> None:
+        """Shows each deployment from its first replica to its last, until `serve.run` returns."""
+        expected = {"gateway": self._spec.gateway.replicas}
+        expected |= {role.value: fleet.replicas for role, fleet in self._spec.fleets.present.items()}
+        for name in expected:
+            show(Progress(name, done=False))
+        waiting = dict(expected)
+        while waiting and not self.stop.is_set() and not (outcome and outcome[0] is not None):
+            for name, running in self._running_replicas().items():
+                if name in waiting:
+                    detail = f"{running}/{expected[name]}" if expected[name] > 1 else ""
+                    show(Progress(name, running >= expected[name], detail))
+                    if running >= expected[name]:
+                        del waiting[name]
+            self.stop.wait(POLL_S)
+
+    def _running_replicas(self) -> dict[str, int]:
+        from ray import serve
+
+        application = serve.status().applications.get(self._name)
+        if application is None:
+            return {}
+        return {
+            name: sum(count for kind, count in state.replica_states.items() if kind == "RUNNING")
+            for name, state in application.deployments.items()
+        }
+
+    def _why_it_failed(self) -> str:
+        """Serve's words for what is wrong with the deployments that are not healthy."""
+        from ray import serve
+
+        application = serve.status().applications.get(self._name)
+        if application is None:
+            return ""
+        sick = [
+            state.message for state in application.deployments.values() if state.status != "HEALTHY" and state.message
+        ]
+        return "\n".join(map(gist, sick)) or application.message
+
+    def _wait_until_healthy(self) -> None:
+        while not self.stop.is_set():
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5.0).status_code == httpx.codes.OK:
+                    return
+            self.stop.wait(POLL_S)
+
+    def _shut_down(self) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            return
+        from ray import serve
+
+        started = [] if self._ray_address is not None else descendants(os.getpid())
+        if self._deployed:
+            serve.delete(self._name)
+            self._end_directory()
+        ray.shutdown()
+        kill(wait_until_gone(started, GRACE_S))
+
+    def _end_directory(self) -> None:
+        import ray
+
+        from .directory import NAMESPACE, directory_name
+
+        with contextlib.suppress(ValueError):  # it has ended already
+            ray.kill(ray.get_actor(directory_name(self._name), namespace=NAMESPACE))
+
+
+def gist(message: str) -> str:
+    """A traceback's last error: what a reader wants of it first. The whole is in the logs."""
+    errors = list(re.finditer(r"^[A-Za-z_][\w.]*: ", message, flags=re.MULTILINE))
+    return message[errors[-1].start() :].strip() if errors else message
+
+
+def started_processes() -> list[Process]:
+    """Everything below this process."""
+    return descendants(os.getpid())
+
+
+def _log_folder() -> str:
+    from ray._private import worker
+
+    node = worker.global_worker.node
+    return node.get_logs_dir_path() if node is not None else "/tmp/ray/session_latest/logs"
+
+
+@contextlib.contextmanager
+def _step(name: str, show: Show) -> Iterator[None]:
+    start_s = time.monotonic()
+    show(Progress(name, done=False))
+    yield
+    show(Progress(name, done=True, detail=f"{time.monotonic() - start_s:.1f} s"))

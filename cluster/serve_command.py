@@ -1,0 +1,163 @@
+"""What `baton serve` does, shown while it does it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.status import Status
+
+from .client_commands import rank_table
+from .local import LocalApplication, Progress, ServeFailed, check_port_free, started_processes
+from .processes import kill
+from .spec import FleetSpec, InvalidSpec, load_spec
+
+DEFAULT_HOST = "127.0.0.1"
+IMPORT_PATH = "baton.cluster.app:build_app"
+APP_NAME = "baton"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line says; `None` where it says nothing."""
+
+    model: str | None
+    model_id: str | None
+    unified: int | None
+    prefill: int | None
+    decode: int | None
+    host: str | None
+    port: int | None
+    api_keys: list[str]
+
+
+def application_spec(config: Path | None, overrides: Overrides, engine_args: dict[str, Any]) -> tuple[str, FleetSpec]:
+    """The application's name and what it consists of: from the file, if there is one, changed by the command line.
+
+    Raises `InvalidSpec`.
+    """
+    name: str = APP_NAME
+    args: dict[str, Any] = {"gateway": {"host": DEFAULT_HOST}}
+    if config is not None:
+        name, args = _application_in(config)
+    given = {"model": overrides.model, "model_id": overrides.model_id}
+    args |= {key: value for key, value in given.items() if value is not None}
+    gateway: dict[str, Any] = {"host": overrides.host, "port": overrides.port, "api_keys": overrides.api_keys or None}
+    args["gateway"] = {**args.get("gateway", {}), **{key: value for key, value in gateway.items() if value is not None}}
+    args["engine"] = {**args.get("engine", {}), **engine_args}
+    replicas = {"unified": overrides.unified, "prefill": overrides.prefill, "decode": overrides.decode}
+    asked = {role: {"replicas": count} for role, count in replicas.items() if count is not None}
+    if asked and config is not None:
+        raise InvalidSpec(
+            "--unified, --prefill and --decode say what the config file says already: leave one of them out"
+        )
+    if "model" not in args:
+        raise InvalidSpec("no model: name its folder, or a --config file that does; see baton serve --help")
+    if config is None:
+        args["fleets"] = asked or {"unified": {"replicas": 1}}
+    return name, load_spec(args)
+
+
+def _application_in(config: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        content = yaml.safe_load(config.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise InvalidSpec(f"{config}: {error}") from None
+    applications = content.get("applications") if isinstance(content, dict) else None
+    ours = [app for app in applications or [] if app.get("import_path") == IMPORT_PATH]
+    if len(ours) != 1:
+        raise InvalidSpec(
+            f"{config}: holds {len(ours)} applications with import_path {IMPORT_PATH}; `baton serve` runs exactly one"
+        )
+    return ours[0].get("name", APP_NAME), dict(ours[0].get("args") or {})
+
+
+def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
+    """Serves until Ctrl-C. Returns the exit code."""
+    console = Console()
+    try:
+        check_port_free(spec.gateway.host, spec.gateway.port)
+    except ServeFailed as error:
+        console.print(f"[red]error:[/] {error}")
+        return 1
+    application = LocalApplication(spec, name=name, ray_address=ray_address)
+    stop = _stop_on_signals(application)
+    display = Display(console, f"{spec.served_model_id} from {spec.model}")
+    code = 0
+    try:
+        with application:
+            application.deploy(display.show)
+            display.close()
+            if not application.stop.is_set():
+                _print_ready(console, application, spec)
+                application.wait()
+    except ServeFailed as error:
+        code = 1
+        console.print(f"[red]error:[/] {error}", markup=True, highlight=False)
+    finally:
+        display.close()
+    console.print("Stopped: every process has ended." if ray_address is None else "Stopped.")
+    return stop.get("code", code)
+
+
+def _stop_on_signals(application: LocalApplication) -> dict[str, int]:
+    """The first signal asks for an orderly end, the second kills what is left."""
+    seen: dict[str, int] = {}
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if "code" in seen:
+            kill(started_processes())
+            os._exit(128 + number)
+        seen["code"] = 0 if number == signal.SIGTERM else 128 + number
+        application.stop.set()
+        os.write(sys.stderr.fileno(), b"\nStopping (once more to kill) ...\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return seen
+
+
+class Display:
+    """What is going on: a spinner for what is being waited for, a line for each thing that is done."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._waiting: dict[str, str] = {}
+        self._status: Status | None = None
+        console.print(f"Serving [bold]{title}[/]", highlight=False)
+        if console.is_terminal:
+            self._status = console.status("starting")
+            self._status.start()
+
+    def show(self, progress: Progress) -> None:
+        if progress.done:
+            self._waiting.pop(progress.name, None)
+            self._console.print(f"  [green]ok[/] {progress.name} {progress.detail}".rstrip(), highlight=False)
+        else:
+            self._waiting[progress.name] = progress.detail
+        if self._status is not None:
+            parts = [f"{name} {detail}".strip() for name, detail in self._waiting.items()]
+            self._status.update("starting " + ", ".join(parts) if parts else "starting")
+
+    def close(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def _print_ready(console: Console, application: LocalApplication, spec: FleetSpec) -> None:
+    console.print(rank_table(application.ranks()))
+    console.print(f"Ready at [bold]{application.url}/v1[/]. Ctrl-C stops it. Try:\n", highlight=False)
+    key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys else ""
+    body = (
+        f'{{"model": "{spec.served_model_id}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
+    )
+    line = f"curl {application.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

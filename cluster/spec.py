@@ -1,0 +1,220 @@
+"""What an application is made of: the `args` of a Serve config file, checked before anything starts.
+
+model: configs/demo/model
+model_id: baton-demo
+gateway: {port: 8000}
+engine: {max_num_seqs: 64}             # arguments of every engine, named as in vLLM
+fleets:
+  prefill: {replicas: 1}
+  decode: {replicas: 2, engine: {max_num_seqs: 128}}
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from baton.engine.config import EngineConfig, InvalidEngineConfig
+from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings
+
+from .contracts import Role
+from .gateway.settings import GatewaySettings
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+# What decides the layout and the contents of KV blocks: engines that differ in it could not hand blocks to each other.
+SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
+
+
+class InvalidSpec(ValueError):
+    """The application cannot work as described. The message has one line a problem: where, what, what to change."""
+
+
+class _Strict(BaseModel):
+    """Refuses unknown keys and names the nearest valid one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise ValueError(_unknown_key(str(key), list(cls.model_fields)))
+        return data
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+
+
+class GatewaySpec(_Strict, GatewaySettings):
+    """The gateways: where they listen, how many there are, and the limits of each."""
+
+    replicas: int = Field(1, ge=1)
+    host: str = "0.0.0.0"
+    port: int = Field(8000, ge=1, le=65535)
+    num_cpus: float = Field(0.1, ge=0)  # for Ray's placement
+    resources: dict[str, float] = {}
+
+    def settings(self, gateway_id: str) -> GatewaySettings:
+        """The limits of the gateway with this identity."""
+        limits = {name: getattr(self, name) for name in GatewaySettings.model_fields}
+        return GatewaySettings(**{**limits, "gateway_id": gateway_id})
+
+    @model_validator(mode="after")
+    def _identity_is_ours(self) -> Self:
+        if "gateway_id" in self.model_fields_set:
+            raise ValueError("gateway_id is not set by hand: every gateway draws its own")
+        return self
+
+
+class Fleet(_Strict):
+    """Engines of one role. `replicas` counts engine groups, never ranks."""
+
+    replicas: int = Field(1, ge=1)
+    engine: dict[str, Any] = {}
+    num_cpus: float = Field(0.5, ge=0)  # of one engine, for Ray's placement; threads are `engine.num_threads`
+    num_gpus: float = Field(0.0, ge=0)
+    resources: dict[str, float] = {}
+
+
+class Fleets(_Strict):
+    """Either `unified`, or `prefill` and `decode`, or all three."""
+
+    unified: Fleet | None = None
+    prefill: Fleet | None = None
+    decode: Fleet | None = None
+
+    @model_validator(mode="after")
+    def _can_serve(self) -> Self:
+        if self.prefill and not self.decode:
+            raise ValueError("prefill engines need decode engines to hand their KV blocks to: add `decode`")
+        if self.decode and not self.prefill:
+            raise ValueError("decode engines need prefill engines to read KV blocks from: add `prefill`")
+        if not self.present:
+            raise ValueError("no fleet: give `unified`, or `prefill` and `decode`")
+        return self
+
+    @property
+    def present(self) -> dict[Role, Fleet]:
+        """In the order of ranks."""
+        fleets = {Role.UNIFIED: self.unified, Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {role: fleet for role, fleet in fleets.items() if fleet is not None}
+
+
+class FleetSpec(_Strict):
+    """One application: a model, its gateways and its engines. Build it with `load_spec`, whose errors read better."""
+
+    model: str
+    model_id: str = ""  # what clients call it; by default the folder's name
+    gateway: GatewaySpec = GatewaySpec()
+    engine: dict[str, Any] = {}
+    fleets: Fleets
+    transfer: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _engines_fit_together(self) -> Self:
+        configs = {role: self.engine_config(role) for role in self.fleets.present}
+        self.transfer_settings()
+        first_role, first = next(iter(configs.items()))
+        for role, config in configs.items():
+            for name in SAME_IN_ALL_FLEETS:
+                ours, theirs = getattr(first, name), getattr(config, name)
+                if ours != theirs:
+                    raise ValueError(
+                        f"{name} is {ours!r} for {first_role} and {theirs!r} for {role}: it must be the same in all "
+                        "fleets, or their KV blocks do not fit; set it once, under the top-level `engine`"
+                    )
+        return self
+
+    @property
+    def served_model_id(self) -> str:
+        return self.model_id or Path(self.model).name
+
+    @property
+    def num_engines(self) -> int:
+        return sum(fleet.replicas for fleet in self.fleets.present.values())
+
+    def transfer_settings(self) -> TransferSettings:
+        """How blocks are handed over. Raises `ValueError` that names the setting."""
+        for name in self.transfer:
+            if name not in TransferSettings.__struct_fields__:
+                raise ValueError(f"transfer: {_unknown_key(name, list(TransferSettings.__struct_fields__))}")
+        try:
+            return msgspec.convert(self.transfer, TransferSettings)
+        except (msgspec.ValidationError, InvalidTransferSettings) as error:
+            raise ValueError(f"transfer: {error}") from None
+
+    def engine_config(self, role: Role) -> EngineConfig:
+        """The arguments of one engine of this role. Raises `ValueError` that names the argument."""
+        own = self.fleets.present[role].engine
+        for where, args in (("engine", self.engine), (f"fleets.{role}.engine", own)):
+            if "model" in args:
+                raise ValueError(f"{where}.model: all fleets serve one model; set the top-level `model`")
+        try:
+            return EngineConfig.from_args({**self.engine, **own, "model": self.model})
+        except InvalidEngineConfig as error:
+            raise ValueError(f"engine arguments of {role}: {error}") from None
+
+
+def load_spec(args: Mapping[str, Any]) -> FleetSpec:
+    """The application that these arguments describe; its `model` is an absolute path.
+
+    Raises `InvalidSpec`.
+    """
+    if not isinstance(args, Mapping):
+        raise InvalidSpec(f"the application must be a mapping with `model` and `fleets`, not {type(args).__name__}")
+    if isinstance(args.get("model"), str):
+        args = {**args, "model": str(find_model_folder(args["model"]))}
+    try:
+        return FleetSpec.model_validate(dict(args))
+    except pydantic.ValidationError as error:
+        raise InvalidSpec("\n".join(_line(problem) for problem in error.errors())) from None
+
+
+def _line(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    what = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {what}" if where else what
+
+
+def find_model_folder(model: str) -> Path:
+    """A relative folder is looked up from the current folder, then from Baton's checkout (for the demo).
+
+    Raises `InvalidSpec`.
+    """
+    candidates = [Path(model).expanduser().absolute()]
+    if not os.path.isabs(model):
+        candidates.append(CHECKOUT / model)
+    for folder in candidates:
+        if (folder / "config.json").is_file():
+            return folder
+    looked_at = " and ".join(str(folder) for folder in candidates)
+    raise InvalidSpec(f"model: {model!r} is no model folder: there is no config.json in {looked_at}")
+
+
+def specs_in_file(path: Path) -> dict[str, FleetSpec]:
+    """The applications of a Serve config file by name, or the one of a file that holds only its arguments.
+
+    Raises `InvalidSpec`.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise InvalidSpec(f"{path}: {error}") from None
+    if not isinstance(content, Mapping):
+        raise InvalidSpec(f"{path}: must hold a mapping")
+    if "applications" not in content:
+        return {"baton": load_spec(content)}
+    return {str(app.get("name", "default")): load_spec(app.get("args") or {}) for app in content["applications"]}

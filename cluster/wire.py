@@ -1,0 +1,82 @@
+"""The messages between gateways and engines, and their encoding.
+
+    gateway DEALER                                  engine ROUTER
+      Hello(epoch)            ─────────────────>      forgets what ran for this gateway before
+                              <─────────────────      Outputs([], stats): the connection is ready
+      Submit(epoch, request)  ─────────────────>
+      Abort(epoch, id)        ─────────────────>
+                              <─────────────────      Outputs(outputs of one step, stats)
+
+Each message is one frame of msgpack; nothing else is ever decoded from these sockets. A message whose epoch is not the
+engine's was meant for another process: it is counted and dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+
+
+class WireError(ValueError):
+    """Bytes that are no message of this protocol. They came from another process: count them, never assert."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A new conversation. Requests of this gateway that the engine still runs are aborted."""
+
+    epoch: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    epoch: int
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Nobody wants this request any more, nor the blocks that it may hold for a reader. A newer generation lives on."""
+
+    epoch: int
+    request_id: str
+    generation: int
+
+
+ClientMessage = Hello | Submit | Abort
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What one step did for one gateway's requests (nothing: only news about the engine)."""
+
+    engine_id: str
+    epoch: int
+    outputs: list[EngineOutput]
+    stats: EngineStats
+
+
+class Codec:
+    """Encoder and decoders of one thread."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._from_client = msgspec.msgpack.Decoder(ClientMessage)
+        self._from_engine = msgspec.msgpack.Decoder(Outputs)
+
+    def encode(self, message: ClientMessage | Outputs) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode_from_client(self, frame: bytes) -> ClientMessage:
+        """Raises `WireError`."""
+        return self._decode(self._from_client, frame)
+
+    def decode_from_engine(self, frame: bytes) -> Outputs:
+        """Raises `WireError`."""
+        return self._decode(self._from_engine, frame)
+
+    @staticmethod
+    def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> Any:
+        try:
+            return decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"not a message of this protocol: {error}") from error

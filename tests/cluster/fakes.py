@@ -1,0 +1,120 @@
+"""Full implementations of the neighbours' protocols, with faults one can dial in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from baton.cluster.contracts import DirectorySnapshot, EngineRecord, Role
+from baton.cluster.engine_server import EngineServer
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
+from baton.engine.core.sampling import SamplingParams
+from baton.kv_transfer.curve import ClusterKey
+
+STEP_S = 0.0005  # as while a device computes: other threads may run
+
+
+class CountingEngine:
+    """An engine whose answer to a prompt is 1, 2, 3, ...: one token a step and request.
+
+    `hold` stops all progress while it is cleared; `explode` makes the next step fail.
+    """
+
+    def __init__(self) -> None:
+        self.hold = threading.Event()
+        self.hold.set()
+        self.explode = False
+        self.running: dict[str, EngineRequest] = {}
+        self.aborted: list[str] = []
+        self.steps = 0
+        self._done: dict[str, int] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        self.running[request.request_id] = request
+        self._done[request.request_id] = 0
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.running.pop(request_id, None)
+
+    def step(self) -> list[EngineOutput]:
+        self.steps += 1
+        if self.explode:
+            raise RuntimeError("the device is gone")
+        if not self.hold.is_set():
+            return []
+        if self.running:
+            time.sleep(STEP_S)
+        return [self._advance(request) for request in list(self.running.values())]
+
+    def _advance(self, request: EngineRequest) -> EngineOutput:
+        self._done[request.request_id] += 1
+        token = self._done[request.request_id]
+        last = token == request.sampling.max_tokens
+        if last:
+            del self.running[request.request_id]
+        return EngineOutput(
+            request_id=request.request_id,
+            generation=request.generation,
+            token_ids=[token],
+            finish_reason=FinishReason.LENGTH if last else None,
+        )
+
+    def has_work(self) -> bool:
+        return bool(self.running) and self.hold.is_set()
+
+    def stats(self) -> EngineStats:
+        values = dict.fromkeys(EngineStats.__struct_fields__, 0)
+        return EngineStats(**{**values, "num_requests_running": len(self.running)})
+
+
+class ListedSource:
+    """A directory that lists what the test says."""
+
+    def __init__(self) -> None:
+        self._snapshot = DirectorySnapshot(0, [], [])
+        self._changed = asyncio.Event()
+
+    def show(self, *records: EngineRecord) -> None:
+        self._snapshot = DirectorySnapshot(self._snapshot.version + 1, list(records), [])
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def watch(self, version: int) -> DirectorySnapshot:
+        while self._snapshot.version <= version:
+            await self._changed.wait()
+        return self._snapshot
+
+
+def serve_engine(
+    engine: CountingEngine, key: ClusterKey, *, epoch: int = 1, rank: int = 0
+) -> tuple[EngineServer, EngineRecord]:
+    server = EngineServer(engine, engine_id=f"engine-{rank}", epoch=epoch, key=key, host="127.0.0.1")
+    server.start()
+    return server, make_record(address=server.address, epoch=epoch, rank=rank)
+
+
+def make_record(
+    *, address: str = "", epoch: int = 1, rank: int = 0, engine_id: str | None = None, role: Role = Role.UNIFIED
+) -> EngineRecord:
+    return EngineRecord(
+        engine_id=engine_id or f"engine-{rank}",
+        epoch=epoch,
+        role=role,
+        rank=rank,
+        node_id="node",
+        node_ip="127.0.0.1",
+        pid=1,
+        address=address,
+        kv_address="",
+        fingerprint="",
+        model_id="m",
+        max_model_len=100,
+        num_blocks=10,
+    )
+
+
+def make_request(request_id: str, *, max_tokens: int = 5, generation: int = 0) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return EngineRequest(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling, generation=generation)

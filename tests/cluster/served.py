@@ -1,0 +1,146 @@
+"""A running `baton serve` for end-to-end tests: the command itself, as a user would start it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from baton.cluster.processes import Process, descendants, kill
+
+BATON = str(Path(sys.executable).parent / "baton")
+READY_S = 120.0  # generous: other tests may share the two cores
+
+
+class Server:
+    """One `baton serve` process, and every process below it that was ever seen."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.seen: set[Process] = set()
+        self._log = log
+
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def look(self) -> list[Process]:
+        """All processes below it now."""
+        below = descendants(self.process.pid)
+        self.seen |= set(below)
+        return below
+
+    def ranks(self) -> list[dict[str, Any]]:
+        return list(httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json()["data"])
+
+    def rank_of(self, role: str) -> dict[str, Any]:
+        return next(rank for rank in self.ranks() if rank["role"] == role)
+
+    def process_named(self, title: str) -> Process:
+        """The newest process that Ray calls so."""
+        titles = {process: Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in self.look()}
+        return max(
+            (process for process, name in titles.items() if name.startswith(title)), key=lambda p: p.started_ticks
+        )
+
+    def gcs_address(self) -> str:
+        """Where its Ray cluster can be joined."""
+        for process in self.look():
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+            found = [word.partition("=")[2] for word in words if word.startswith("--gcs-address=")]
+            if found:
+                return found[0]
+        raise AssertionError("no Ray process tells where its cluster is")
+
+    def wait_until_whole(self, roles: list[str], timeout_s: float = READY_S) -> None:
+        def whole() -> bool:
+            return sorted(rank["role"] for rank in self.ranks()) == sorted(roles)
+
+        eventually(whole, timeout_s, "the fleet is not whole")
+
+    def wait_until_all_blocks_are_free(self, timeout_s: float = 30.0) -> None:
+        eventually(lambda: all(map(_is_clean, self.ranks())), timeout_s, lambda: f"blocks are missing: {self.ranks()}")
+
+
+def _is_clean(rank: dict[str, Any]) -> bool:
+    stats = rank["stats"]
+    busy = ("running", "waiting", "waiting_for_kv")
+    return (
+        stats["num_blocks_free"] == stats["num_blocks"] == rank["num_blocks"]
+        and stats["num_blocks_held"] == stats["num_blocks_quarantined"] == 0
+        and all(stats[f"num_requests_{state}"] == 0 for state in busy)
+        and rank["outstanding"] == 0
+    )
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float, otherwise: str | Callable[[], str]) -> None:
+    """Waits until the condition holds. What the network says meanwhile counts as no."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if condition():
+                return
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"after {timeout_s:.0f} s: {otherwise if isinstance(otherwise, str) else otherwise()}")
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def config_file(folder: Path, *, name: str, port: int) -> Path:
+    """The demo's Serve config with another name and port, and leases that a test can wait for."""
+    config = yaml.safe_load((Path(__file__).parents[2] / "configs/serve/demo.yaml").read_text())
+    application = config["applications"][0]
+    application["name"] = name
+    application["route_prefix"] = f"/{name}"
+    application["args"] |= {"transfer": {"lease_s": 5.0}}
+    application["args"]["gateway"] |= {"port": port}
+    for fleet in application["args"]["fleets"].values():
+        fleet["num_cpus"] = 0.1  # two applications share a machine of two cores
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+@contextlib.contextmanager
+def baton_serve(config: Path, port: int) -> Iterator[Server]:
+    """Starts `baton serve --config` and waits until it is ready. Whatever it started is gone afterwards."""
+    log = config.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [BATON, "serve", "--config", str(config)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    server = Server(process, port, log)
+    try:
+        eventually(lambda: "Ctrl-C stops it" in server.output() or _ended(server), READY_S, server.output)
+        server.look()
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        kill(server.seen)
+
+
+def _ended(server: Server) -> bool:
+    assert server.process.poll() is None, f"baton serve ended:\n{server.output()}"
+    return False

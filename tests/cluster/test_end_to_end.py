@@ -1,0 +1,262 @@
+"""`baton serve` with one prefill and one decode engine, used as people use it, and hurt as machines hurt it.
+
+The tests of this module share one server and run in the order of the file; the last one ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from served import BATON, Server, baton_serve, config_file, eventually, free_port
+
+from baton.cluster.processes import wait_until_gone
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROLES = ["decode", "prefill"]
+STREAMS = 32
+NOTICED_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port = free_port()
+    config = config_file(tmp_path_factory.mktemp("config"), name="main", port=port)
+    with baton_serve(config, port) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+
+
+def prompt_of(number: int) -> str:
+    """From 20 to 300 tokens, none a prefix of another's."""
+    return f"# {number}\n" + "def fox(lazy, dog):\n    return lazy + dog\n" * (1 + number % 16)
+
+
+async def answer_to(client: openai.AsyncOpenAI, number: int, max_tokens: int) -> str:
+    """The streamed text of a greedy answer."""
+    stream = await client.completions.create(
+        model="baton-demo",
+        prompt=prompt_of(number),
+        max_tokens=max_tokens,
+        temperature=0.0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return "".join([event.choices[0].text async for event in stream if event.choices])
+
+
+async def answers(client: openai.AsyncOpenAI, count: int, max_tokens: int) -> list[str]:
+    return list(await asyncio.gather(*(answer_to(client, number, max_tokens) for number in range(count))))
+
+
+async def test_the_openai_client_is_answered_through_prefill_and_decode(client: openai.AsyncOpenAI) -> None:
+    raw = await client.chat.completions.with_raw_response.create(
+        model="baton-demo",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=8,
+        extra_body={"ignore_eos": True},
+    )
+    assert raw.headers["x-baton-path"].startswith("disaggregated")
+    answer = raw.parse()
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+async def test_a_stream_ends_with_its_usage(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="baton-demo",
+        prompt="Hello",
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    events = [event async for event in stream]
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == 5
+
+
+def test_the_load_generator_measures_the_server(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    words = ["--url", server.url, "--num-prompts", "8", "--input-len", "32", "--output-len", "8", "--json", str(file)]
+    subprocess.run([BATON, "bench", "serve", *words], check=True, capture_output=True, timeout=60)
+    result = json.loads(file.read_text())
+    assert result["completed"] == 8
+    assert result["failed"] == 0
+    assert result["total_output_tokens"] == 64
+    assert 0 < result["median_ttft_ms"] < result["median_e2el_ms"]
+
+
+def test_status_lists_the_engines(server: Server) -> None:
+    done = subprocess.run([BATON, "status", "--url", server.url], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0
+    assert "prefill" in done.stdout
+    assert "ready" in done.stdout
+
+
+async def test_an_unknown_field_is_refused_by_name(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperture"):
+        await client.completions.create(model="baton-demo", prompt="Hello", extra_body={"temperture": 1})
+
+
+def test_values_are_recalled_through_prefill_and_decode_at_every_length(server: Server, tmp_path: Path) -> None:
+    """The demo model knows the answers; a block that was lost, stale or misplaced on its way makes one wrong."""
+    file = tmp_path / "recall.json"
+    words = ["--base-url", server.url, "--samples", "12", "--seed", "7", "--json", str(file)]
+    done = subprocess.run([BATON, "eval", "recall", *words], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert result["errors"] == 0
+    assert result["accuracy"] >= 0.97, result
+    assert all(path.startswith("disaggregated") for path in result["paths"])
+
+
+async def test_32_streams_at_once_get_the_answers_that_each_gets_alone(
+    client: openai.AsyncOpenAI, server: Server
+) -> None:
+    alone = [await answer_to(client, number, 24) for number in range(STREAMS)]
+    together = await answers(client, STREAMS, 24)
+    assert together == alone
+    assert len(set(alone)) > 4, "all prompts got much the same answer: mixed up streams would not show"
+    server.wait_until_all_blocks_are_free()
+
+
+async def test_the_blocks_of_clients_that_disconnect_come_back(server: Server) -> None:
+    """Some leave in prefill, some in transfer, some in decode."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=30.0) as http:
+
+        async def leave_after(number: int) -> None:
+            body = {
+                "model": "baton-demo",
+                "prompt": prompt_of(number),
+                "max_tokens": 900,
+                "stream": True,
+                "ignore_eos": True,
+            }
+            request: Awaitable[httpx.Response] = http.post("/v1/completions", json=body)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(request, 0.01 + 0.02 * number)
+
+        await asyncio.gather(*(leave_after(number) for number in range(STREAMS)))
+    server.wait_until_all_blocks_are_free()
+
+
+async def test_the_directory_may_die_while_engines_serve(client: openai.AsyncOpenAI, server: Server) -> None:
+    before = server.ranks()
+    os.kill(server.process_named("ray::Directory").pid, signal.SIGKILL)
+    expected = await answer_to(client, 1, 24)
+    for _ in range(20):
+        assert await answer_to(client, 1, 24) == expected
+        await asyncio.sleep(0.2)
+    assert server.ranks() != []
+    assert [(rank["engine_id"], rank["rank"]) for rank in server.ranks()] == [
+        (rank["engine_id"], rank["rank"]) for rank in before
+    ]
+
+
+async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_it(
+    client: openai.AsyncOpenAI, server: Server
+) -> None:
+    streams = (answer_to(client, number, 900) for number in range(STREAMS))
+    load = asyncio.gather(*streams, return_exceptions=True)
+    await asyncio.to_thread(
+        eventually,
+        lambda: server.rank_of("decode")["stats"]["num_requests_running"] > 4,
+        20.0,
+        "decode has nothing to do",
+    )
+    victim = server.process_named("ray::ServeReplica:main:gateway")
+    os.kill(victim.pid, signal.SIGKILL)
+    results = await asyncio.wait_for(load, 60.0)
+    assert all(isinstance(result, openai.APIError | httpx.HTTPError) for result in results)
+    await asyncio.to_thread(server.wait_until_whole, ROLES)
+    await asyncio.to_thread(server.wait_until_all_blocks_are_free)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_killing_a_worker_in_mid_load_hangs_no_request_and_the_fleet_heals(
+    client: openai.AsyncOpenAI, server: Server, role: str
+) -> None:
+    server.wait_until_whole(ROLES)
+    expected = await answers(client, STREAMS, 60)
+    stop = asyncio.Event()
+    steps_before = server.rank_of(role)["stats"]["num_steps"]
+    load = asyncio.gather(*(_keep_asking(client, number, stop) for number in range(STREAMS)))
+
+    def at_work() -> bool:
+        return bool(server.rank_of(role)["stats"]["num_steps"] > steps_before + 8)
+
+    await asyncio.to_thread(eventually, at_work, 20.0, f"{role} has nothing to do")
+    victim = server.rank_of(role)
+    os.kill(victim["pid"], signal.SIGKILL)
+    killed_s = time.monotonic()
+
+    def noticed() -> bool:
+        return victim["epoch"] not in [rank["epoch"] for rank in server.ranks()]
+
+    await asyncio.to_thread(eventually, noticed, NOTICED_S, "the dead engine is still listed")
+    await asyncio.to_thread(server.wait_until_whole, ROLES)
+    healed_s = time.monotonic() - killed_s
+    stop.set()
+    results = await asyncio.wait_for(load, 60.0)
+    for number, its_results in enumerate(results):
+        for result in its_results:
+            assert isinstance(result, openai.APIError) or result == expected[number], f"request {number}: {result!r}"
+    await asyncio.to_thread(server.wait_until_all_blocks_are_free)
+    assert await answers(client, 4, 60) == expected[:4]
+    outcomes = [isinstance(result, openai.APIError) for its_results in results for result in its_results]
+    print(f"{role} killed: {sum(outcomes)} of {len(outcomes)} requests failed, whole again after {healed_s:.1f} s")
+
+
+async def _keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Event) -> list[str | openai.APIError]:
+    """Asks the same again and again; at least once."""
+    results: list[str | openai.APIError] = []
+    while not results or not stop.is_set():
+        try:
+            results.append(await answer_to(client, number, 60))
+        except openai.APIError as error:
+            results.append(error)
+            await asyncio.sleep(0.2)
+    return results
+
+
+def test_a_serve_config_file_deploys_the_same_application(server: Server, tmp_path: Path) -> None:
+    port = free_port()
+    config = config_file(tmp_path, name="second", port=port)
+    command = [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", "--address", server.gcs_address()]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(
+        [*command, str(config)], capture_output=True, text=True, timeout=120, cwd="/", env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    url = f"http://127.0.0.1:{port}"
+    eventually(lambda: httpx.get(f"{url}/health").status_code == 200, 60.0, "the second application is not ready")
+    answer = httpx.post(
+        f"{url}/v1/completions", json={"model": "baton-demo", "prompt": "Hello", "max_tokens": 4}, timeout=30
+    )
+    assert answer.headers["x-baton-path"].startswith("disaggregated")
+    server.look()
+
+
+def test_ctrl_c_leaves_no_process(server: Server) -> None:
+    server.look()
+    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
+    assert server.process.wait(timeout=40) == 130
+    assert wait_until_gone(server.seen, 5.0) == []
+    assert "every process has ended" in server.output()

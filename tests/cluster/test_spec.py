@@ -1,0 +1,102 @@
+"""What cannot work is refused when it is configured, with the reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.cluster.contracts import Role
+from baton.cluster.spec import InvalidSpec, load_spec, specs_in_file
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def pair(**changes: Any) -> dict[str, Any]:
+    return {"fleets": {"prefill": {}, "decode": {}}, **changes}
+
+
+def test_a_pair_of_fleets_is_an_application(model: str) -> None:
+    spec = load_spec(pair(model=model, model_id="m", engine={"max_num_seqs": 8}))
+    assert list(spec.fleets.present) == [Role.PREFILL, Role.DECODE]
+    assert spec.engine_config(Role.DECODE).max_num_seqs == 8
+    assert spec.num_engines == 2
+    assert load_spec(spec.model_dump(mode="json", exclude_unset=True)) == spec
+
+
+def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
+    fleets = {"prefill": {}, "decode": {"engine": {"max_num_seqs": 4}}}
+    spec = load_spec({"model": model, "engine": {"max_num_seqs": 8}, "fleets": fleets})
+    assert [spec.engine_config(role).max_num_seqs for role in (Role.PREFILL, Role.DECODE)] == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"fleets": {"prefill": {}}}, "prefill engines need decode engines"),
+        ({"fleets": {"decode": {}}}, "decode engines need prefill engines"),
+        ({"fleets": {}}, "no fleet"),
+        ({"fleets": {"unified": {"replicas": 0}}}, "fleets.unified.replicas"),
+        ({"fleets": {"prefil": {}}}, "did you mean 'prefill'?"),
+        ({"gatway": {}}, "did you mean 'gateway'?"),
+        ({"gateway": {"prot": 1}}, "did you mean 'port'?"),
+        ({"gateway": {"port": 70000}}, "gateway.port"),
+        ({"gateway": {"gateway_id": "me"}}, "every gateway draws its own"),
+        ({"engine": {"max_num_seq": 1}}, "did you mean 'max_num_seqs'?"),
+        ({"engine": {"tensor_parallel_size": 2}}, "one device"),
+        ({"engine": {"model": "x"}}, "all fleets serve one model"),
+        ({"fleets": {"prefill": {"engine": {"dtype": "float32"}}, "decode": {}}}, "dtype is 'float32' for prefill"),
+        ({"fleets": {"prefill": {"engine": {"max_model_len": 64}}, "decode": {}}}, "must be the same in all fleets"),
+        ({"transfer": {"lease": 1}}, "did you mean 'lease_s'?"),
+        ({"transfer": {"lease_s": -1}}, "lease_s"),
+        ({"transfer": {"lease_s": "long"}}, "transfer"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(model: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidSpec) as refusal:
+        load_spec(pair(model=model) | change)
+    assert said in str(refusal.value)
+
+
+def test_a_folder_without_a_model_is_refused_with_the_places_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match=str(tmp_path)):
+        load_spec(pair(model=str(tmp_path)))
+
+
+def test_all_problems_are_named_at_once(model: str) -> None:
+    with pytest.raises(InvalidSpec) as refusal:
+        load_spec({"model": model, "gateway": {"port": 0}, "fleets": {"prefill": {}}})
+    assert len(str(refusal.value).splitlines()) == 2
+
+
+def test_a_file_may_hold_applications_or_the_arguments_of_one(model: str, tmp_path: Path) -> None:
+    args = pair(model=model)
+    file = tmp_path / "f.yaml"
+    file.write_text(yaml.safe_dump(args))
+    assert list(specs_in_file(file)) == ["baton"]
+    file.write_text(yaml.safe_dump({"applications": [{"name": "a", "args": args}, {"name": "b", "args": args}]}))
+    assert list(specs_in_file(file)) == ["a", "b"]
+
+
+def test_control_plane_processes_do_not_load_torch() -> None:
+    code = (
+        "import sys, baton.cluster.app;"
+        "print([name for name in ('torch', 'transformers', 'nixl', 'pandas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "configs/serve").glob("*.yaml")), ids=lambda f: f.name
+)
+def test_every_config_that_is_shipped_can_work(file: Path) -> None:
+    assert specs_in_file(file)

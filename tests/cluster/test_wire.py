@@ -1,0 +1,279 @@
+"""Gateways and engines over ZMQ: client and server of one process, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import zmq
+from fakes import CountingEngine, ListedSource, make_request, serve_engine
+
+from baton.cluster.client import ZmqEngineClient
+from baton.cluster.contracts import EngineGone, EngineRecord
+from baton.cluster.engine_server import EngineServer
+from baton.engine.core.messages import ErrorKind, FinishReason
+from baton.kv_transfer.curve import ClusterKey
+
+pytestmark = pytest.mark.timeout(30)
+
+KEY = ClusterKey.generate()
+
+
+@pytest.fixture
+def engine() -> CountingEngine:
+    return CountingEngine()
+
+
+@pytest.fixture
+def served(engine: CountingEngine) -> Iterator[tuple[EngineServer, EngineRecord]]:
+    server, record = serve_engine(engine, KEY)
+    yield server, record
+    server.close()
+
+
+@pytest.fixture
+async def source(served: tuple[EngineServer, EngineRecord]) -> ListedSource:
+    source = ListedSource()
+    source.show(served[1])
+    return source
+
+
+@pytest.fixture
+async def client(source: ListedSource) -> AsyncIterator[ZmqEngineClient]:
+    client = ZmqEngineClient(source, KEY, "gateway-a")
+    await client.start()
+    await until(lambda: len(client.engines()) == 1)
+    yield client
+    await client.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+async def tokens_of(stream: object) -> list[int]:
+    return [token async for output in stream for token in output.token_ids]  # type: ignore[attr-defined]
+
+
+async def test_a_request_is_answered_to_its_last_token(client: ZmqEngineClient) -> None:
+    record = client.engines()[0].record
+    assert await tokens_of(client.submit(record, make_request("a"))) == [1, 2, 3, 4, 5]
+    assert client.engines()[0].outstanding == 0
+
+
+async def test_many_streams_of_two_gateways_do_not_mix(
+    client: ZmqEngineClient, source: ListedSource, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    other = ZmqEngineClient(source, KEY, "gateway-b")
+    await other.start()
+    await until(lambda: len(other.engines()) == 1)
+    record = served[1]
+    streams = [
+        c.submit(record, make_request(f"{n}-{i}", max_tokens=i + 1))
+        for n, c in (("a", client), ("b", other))
+        for i in range(50)
+    ]
+    answers = await asyncio.gather(*map(tokens_of, streams))
+    assert answers == [list(range(1, i + 2)) for _ in range(2) for i in range(50)]
+    await other.close()
+
+
+async def test_closing_a_stream_aborts_its_request_at_the_engine(
+    client: ZmqEngineClient, engine: CountingEngine
+) -> None:
+    engine.hold.clear()
+    stream = client.submit(client.engines()[0].record, make_request("a"))
+    await until(lambda: "a" in engine.running)
+    await stream.aclose()
+    await until(lambda: engine.aborted == ["a"])
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_a_stream_that_nobody_holds_any_more_is_aborted(client: ZmqEngineClient, engine: CountingEngine) -> None:
+    engine.hold.clear()
+    client.submit(client.engines()[0].record, make_request("a"))
+    await until(lambda: engine.aborted == ["a"])
+
+
+async def test_a_newer_generation_replaces_the_older_and_survives_its_abort(
+    client: ZmqEngineClient, engine: CountingEngine
+) -> None:
+    record = client.engines()[0].record
+    engine.hold.clear()
+    old = client.submit(record, make_request("a"))
+    new = client.submit(record, make_request("a", generation=1))
+    await until(lambda: "a" in engine.running and engine.running["a"].generation == 1)
+    await old.aclose()
+    client.abort(record, "a", 0)
+    engine.hold.set()
+    assert await tokens_of(new) == [1, 2, 3, 4, 5]
+
+
+async def test_an_abort_after_the_end_still_reaches_the_engine(client: ZmqEngineClient, engine: CountingEngine) -> None:
+    """A finished prefill holds blocks for its reader; the abort withdraws them."""
+    record = client.engines()[0].record
+    await tokens_of(client.submit(record, make_request("a")))
+    client.abort(record, "a")
+    await until(lambda: engine.aborted == ["a"])
+
+
+async def test_an_engine_that_ends_fails_its_streams_within_a_second(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    engine.hold.clear()
+    stream = client.submit(served[1], make_request("a"))
+    await until(lambda: "a" in engine.running)
+    served[0].close()
+    with pytest.raises(EngineGone, match="rank 0"):
+        await asyncio.wait_for(anext(stream), 1.0)
+    assert list(client.engines()) == []
+
+
+async def test_an_engine_that_left_the_directory_is_gone_even_if_its_socket_answers(
+    client: ZmqEngineClient, engine: CountingEngine, source: ListedSource
+) -> None:
+    record = client.engines()[0].record
+    engine.hold.clear()
+    stream = client.submit(record, make_request("a"))
+    source.show()
+    with pytest.raises(EngineGone):
+        await asyncio.wait_for(anext(stream), 1.0)
+    with pytest.raises(EngineGone):
+        await anext(client.submit(record, make_request("b")))
+
+
+async def test_a_gateway_that_left_the_directory_has_its_requests_aborted(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    server = served[0]
+    engine.hold.clear()
+    server.keep_gateways(
+        ["gateway-b"]
+    )  # it has never been listed: new gateways say hello before the news of them arrives
+    stream = client.submit(served[1], make_request("a"))
+    await until(lambda: "a" in engine.running)
+    server.keep_gateways(["gateway-a", "gateway-b"])
+    await asyncio.sleep(0.05)
+    assert engine.aborted == []
+    server.keep_gateways(["gateway-b"])
+    await until(lambda: engine.aborted == ["a"])
+    await stream.aclose()
+
+
+async def test_a_gateway_whose_connection_breaks_has_its_requests_aborted(
+    client: ZmqEngineClient, engine: CountingEngine, source: ListedSource, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    other = ZmqEngineClient(source, KEY, "gateway-b")
+    await other.start()
+    await until(lambda: len(other.engines()) == 1)
+    engine.hold.clear()
+    stream = other.submit(served[1], make_request("b", max_tokens=10**9))
+    await until(lambda: "b" in engine.running)
+    for connection in other._connections.values():
+        connection._task.cancel()  # the socket closes as if the process had died: no abort is sent
+    await asyncio.sleep(0)
+    engine.hold.set()
+    served[0].wake()
+    await until(lambda: "b" in engine.aborted)
+    assert served[0].counters.undeliverable_messages >= 1
+    await other.close()
+    with pytest.raises(EngineGone):
+        await tokens_of(stream)
+
+
+async def test_an_id_in_use_by_another_gateway_is_refused(
+    client: ZmqEngineClient, engine: CountingEngine, source: ListedSource, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    other = ZmqEngineClient(source, KEY, "gateway-b")
+    await other.start()
+    await until(lambda: len(other.engines()) == 1)
+    engine.hold.clear()
+    mine = client.submit(served[1], make_request("a"))
+    await until(lambda: "a" in engine.running)
+    refusal = await anext(other.submit(served[1], make_request("a", generation=7)))
+    assert refusal.finish_reason is FinishReason.ERROR
+    assert refusal.error is not None
+    assert refusal.error.kind is ErrorKind.INVALID
+    engine.hold.set()
+    served[0].wake()
+    assert await tokens_of(mine) == [1, 2, 3, 4, 5]
+    await other.close()
+
+
+async def test_malformed_and_stale_messages_are_counted_and_dropped(
+    client: ZmqEngineClient, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    server, record = served
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    KEY.secure_client(socket)
+    socket.connect(record.address)
+    socket.send(b"\xc1 no message")
+    socket.send(b"\x81\xa4type\xa6submit")
+    socket.send_multipart([b"two", b"frames"])
+    from baton.cluster.wire import Codec, Hello
+
+    socket.send(Codec().encode(Hello(epoch=999)))
+    await until(lambda: server.counters.malformed_messages == 3 and server.counters.stale_messages == 1)
+    socket.close(linger=0)
+    assert await tokens_of(client.submit(record, make_request("a"))) == [1, 2, 3, 4, 5]
+
+
+async def test_without_the_cluster_key_nobody_is_heard(
+    client: ZmqEngineClient, engine: CountingEngine, source: ListedSource
+) -> None:
+    stranger = ZmqEngineClient(source, ClusterKey.generate(), "gateway-x")
+    await stranger.start()
+    await asyncio.sleep(0.3)
+    assert list(stranger.engines()) == []
+    await stranger.close()
+
+
+async def test_gateways_hear_of_an_engine_that_other_gateways_fill(
+    client: ZmqEngineClient, source: ListedSource, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    other = ZmqEngineClient(source, KEY, "gateway-b")
+    await other.start()
+    await until(lambda: len(other.engines()) == 1)
+    engine.hold.clear()
+    stream = client.submit(served[1], make_request("a"))
+    await until(lambda: other.engines()[0].stats.num_requests_running == 1)  # type: ignore[union-attr]
+    await stream.aclose()
+    await until(lambda: other.engines()[0].stats.num_requests_running == 0)  # type: ignore[union-attr]
+    await other.close()
+
+
+async def test_a_step_that_fails_ends_the_server_with_its_error(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    stream = client.submit(served[1], make_request("a", max_tokens=10**6))
+    await anext(stream)
+    engine.explode = True
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await asyncio.wait_for(asyncio.wrap_future(served[0].ended), 2.0)
+
+
+async def test_an_idle_engine_sleeps(client: ZmqEngineClient, engine: CountingEngine) -> None:
+    await tokens_of(client.submit(client.engines()[0].record, make_request("a")))
+    await asyncio.sleep(0.1)
+    before = engine.steps
+    await asyncio.sleep(0.5)
+    assert engine.steps - before <= 2
+
+
+async def test_a_replaced_engine_at_the_same_address_is_another_engine(
+    client: ZmqEngineClient, source: ListedSource, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    server, record = serve_engine(CountingEngine(), KEY, epoch=2)
+    source.show(record)
+    await until(lambda: [view.record.epoch for view in client.engines()] == [2])
+    assert await tokens_of(client.submit(record, make_request("a"))) == [1, 2, 3, 4, 5]
+    with pytest.raises(EngineGone):
+        await anext(client.submit(served[1], make_request("b")))
+    server.close()
