@@ -34,12 +34,14 @@ class StopStrings:
         """What to give out after `text`. Nothing comes after the result that names a stop string."""
         if self._stopped:
             return StopResult("")
+        if not self._matchers:
+            return StopResult(text)
         held = self._held + text
         for index, character in enumerate(text, start=len(self._held)):
             found = [matcher.stop for matcher in self._matchers if matcher.push(character)]
             if found:
                 return self._end(held[: index + 1], max(found, key=len))
-        keep = max((matcher.matched for matcher in self._matchers), default=0)
+        keep = max(matcher.matched for matcher in self._matchers)
         self._held = held[len(held) - keep :]
         return StopResult(held[: len(held) - keep])
 

@@ -1,4 +1,4 @@
-// Reading and comparing a row of logits sixteen at a time.
+// Reading a row of logits sixteen at a time.
 #pragma once
 #include <limits>
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
 
@@ -31,17 +31,15 @@ def cases() -> Iterator[BenchCase]:
 
 
 def _batches(rows: int, vocab_size: int) -> dict[str, SamplingBatch]:
-    def batch(**features: Tensor | Penalties | TokenHistory) -> SamplingBatch:
-        return SamplingBatch(seeds=torch.arange(rows), positions=torch.full((rows,), HISTORY), **features)
-
     random = torch.ones(rows)
+    greedy = SamplingBatch(seeds=torch.arange(rows), positions=torch.full((rows,), HISTORY))
+    drawn = replace(greedy, temperature=random)
+    penalties = Penalties(torch.arange(rows), random, random, random)
     history = TokenHistory(torch.randint(vocab_size, (rows, HISTORY)), torch.arange(rows), torch.full((rows,), 64))
     return {
-        "greedy": batch(),
-        "random": batch(temperature=random),
-        "top-k": batch(temperature=random, top_k=torch.full((rows,), 50)),
-        "top-p": batch(temperature=random, top_p=torch.full((rows,), 0.95)),
-        "penalties": batch(
-            temperature=random, penalties=Penalties(torch.arange(rows), random, random, random), history=history
-        ),
+        "greedy": greedy,
+        "random": drawn,
+        "top-k": replace(drawn, top_k=torch.full((rows,), 50)),
+        "top-p": replace(drawn, top_p=torch.full((rows,), 0.95)),
+        "penalties": replace(drawn, penalties=penalties, history=history),
     }

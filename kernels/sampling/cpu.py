@@ -20,11 +20,10 @@ from .batch import Penalties, SamplingBatch, TokenHistory
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    draw, penalize = _kernels()
-    if draw is None or penalize is None or logits.dtype != torch.float32:
+    draw = _kernel_of_draws()
+    if draw is None or logits.dtype != torch.float32:
         return reference.sample(logits, batch)
-    if batch.edits_logits:
-        logits = _edit(logits, batch, penalize)
+    logits = edit_logits(logits, batch)
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     num_rows, vocab_size = logits.shape
@@ -51,11 +50,12 @@ _PER_ROW = {
 }
 
 
-def _edit(logits: Tensor, batch: SamplingBatch, penalize: Callable[..., int | None]) -> Tensor:
+def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """As `reference.edit_logits`, but penalties touch only the tokens of the history, not the whole vocabulary."""
+    penalize = _kernel_of_penalties()
+    if batch.penalties is None or penalize is None or logits.dtype != torch.float32:
+        return reference.edit_logits(logits, batch)
     edited = reference.edit_logits(logits, replace(batch, penalties=None))
-    if batch.penalties is None:
-        return edited
     if edited is logits:
         edited = logits.clone(memory_format=torch.contiguous_format)
     _penalize(edited, batch.penalties, reference.history_of(batch), batch.positions, penalize)
@@ -102,11 +102,13 @@ def _pointer(name: str, numbers: Tensor | None, dtype: torch.dtype, length: int)
 
 
 @functools.cache
-def _kernels() -> tuple[Callable[..., int | None] | None, Callable[..., int | None] | None]:
-    """The draw, and the penalties before it."""
-    pointer, i64, integer = native.POINTER, native.I64, native.INT
-    per_row = (pointer,) * len(_PER_ROW)
-    draw = native.function("baton_sample", pointer, i64, i64, i64, *per_row, pointer, integer)
-    history = (pointer, integer, i64, pointer, pointer, pointer)
-    penalize = native.function("baton_penalize", pointer, i64, i64, pointer, i64, pointer, pointer, pointer, *history)
-    return draw, penalize
+def _kernel_of_draws() -> Callable[..., int | None] | None:
+    pointer, i64 = native.POINTER, native.I64
+    return native.function("baton_sample", pointer, i64, i64, i64, *(pointer,) * len(_PER_ROW), pointer, native.INT)
+
+
+@functools.cache
+def _kernel_of_penalties() -> Callable[..., int | None] | None:
+    pointer, i64 = native.POINTER, native.I64
+    history = (pointer, native.INT, i64, pointer, pointer, pointer)
+    return native.function("baton_penalize", pointer, i64, i64, pointer, i64, pointer, pointer, pointer, *history)

@@ -150,9 +150,10 @@ class SamplingRows:
         def numbers(name: str) -> Tensor:
             return self._to_device(self._numbers[name][index])
 
-        truncation = {
-            name: numbers(name) for name, users in self._truncated.items() if users and not users.isdisjoint(rows)
-        }
+        def truncation(name: str) -> Tensor | None:
+            users = self._truncated[name]
+            return None if not users or users.isdisjoint(rows) else numbers(name)
+
         penalties = self._gather_penalties(rows)
         bad_words = self._gather_bad_words(rows)
         reads_history = penalties is not None or (bad_words is not None and bad_words.token_ids.shape[1] > 1)
@@ -160,6 +161,9 @@ class SamplingRows:
             seeds=numbers("seed"),
             positions=index,
             temperature=None if self._random.isdisjoint(rows) else numbers("temperature"),
+            top_k=truncation("top_k"),
+            top_p=truncation("top_p"),
+            min_p=truncation("min_p"),
             allowed=self._gather_allowed(rows),
             bad_words=bad_words,
             bias=self._gather_bias(rows),
@@ -167,7 +171,6 @@ class SamplingRows:
             history=TokenHistory(self._token_ids, self._to_device(index), numbers("prompt_len"))
             if reads_history
             else None,
-            **truncation,
         )
 
     def _gather_penalties(self, rows: list[int]) -> Penalties | None:

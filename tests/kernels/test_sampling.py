@@ -211,6 +211,7 @@ def test_penalties_count_as_the_papers_say(sample: Sample, dtype: torch.dtype) -
         expected[row] = penalized_plainly(logits[row], prompt, output, *numbers[:, i].tolist())
     assert sample(logits, batch).equal(expected.argmax(dim=-1))
     torch.testing.assert_close(reference.edit_logits(logits, batch), expected)
+    assert cpu.edit_logits(logits, batch).equal(reference.edit_logits(logits, batch))
 
 
 @both
@@ -260,6 +261,22 @@ def test_the_fast_path_draws_the_same_tokens(vocab_size: int, kind: str, feature
     assert cpu.sample(logits, batch).equal(reference.sample(logits, batch))
 
 
+def test_no_close_contest_is_decided_by_the_bounds_of_the_fast_path() -> None:
+    """So many flat rows that the winners of several are ahead by less than the bounds' margin."""
+    logits = torch.zeros(6000, 300)
+    assert cpu.sample(logits, batch_of(6000)).equal(reference.sample(logits, batch_of(6000)))
+
+
+@pytest.mark.parametrize("min_p", [0.1, 0.2, 0.3, 0.4, 0.45])
+def test_min_p_is_exact_at_its_border(min_p: float) -> None:
+    """Of the floats around the border, the fast path keeps those that float64 keeps."""
+    border = torch.tensor(min_p).double().log().float()
+    around = [torch.nextafter(border, torch.tensor(towards)) for towards in (-torch.inf, border.item(), torch.inf)]
+    logits = torch.stack([torch.zeros(3), torch.stack(around)], dim=1).repeat(300, 1)
+    batch = batch_of(900, min_p=torch.full((900,), min_p))
+    assert cpu.sample(logits, batch).equal(reference.sample(logits, batch))
+
+
 def test_logits_may_be_a_slice_of_something_wider() -> None:
     wide = torch.randn(6, 200)
     view, batch = wide[::2, 10:110], batch_of(3, top_k=20)
@@ -278,7 +295,8 @@ def test_rows_may_lie_beyond_four_gibibytes() -> None:
 def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, batch = torch.randn(4, 100), batch_of(4, top_p=0.9)
     expected = sampling.sample(logits, batch)
-    monkeypatch.setattr(cpu, "_kernels", lambda: (None, None))
+    monkeypatch.setattr(cpu, "_kernel_of_draws", lambda: None)
+    monkeypatch.setattr(cpu, "_kernel_of_penalties", lambda: None)
     assert sampling.sample(logits, batch).equal(expected)
 
 

@@ -69,6 +69,13 @@ def word_piece_backend() -> Backend:
     return backend
 
 
+def unusual_backend() -> Backend:
+    """Byte level behind a decoder of several steps, which is taken for one that looks at more than one token."""
+    backend = byte_level_backend()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return backend
+
+
 def _bytes_not_special(serialized: str, pieces: list[str]) -> str:
     """Byte pieces belong to the vocabulary, where `special` would make every decoder skip them."""
     state = json.loads(serialized)
@@ -81,4 +88,5 @@ BACKENDS = {
     "sentence piece": sentence_piece_backend,
     "metaspace": metaspace_backend,
     "word piece": word_piece_backend,
+    "unusual": unusual_backend,
 }

@@ -12,8 +12,8 @@ EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", 
 texts = st.lists(st.one_of(st.text(max_size=6), st.sampled_from(EMOJI), st.sampled_from(["hello", "world"]))).map(
     "".join
 )
-concatenating = pytest.mark.parametrize("kind", ["byte level", "sentence piece", "metaspace"])
-every = pytest.mark.parametrize("kind", ["byte level", "sentence piece", "metaspace", "word piece"])
+concatenating = pytest.mark.parametrize("kind", ["byte level", "sentence piece", "metaspace", "unusual"])
+every = pytest.mark.parametrize("kind", ["byte level", "sentence piece", "metaspace", "word piece", "unusual"])
 
 
 def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] = [], skip: bool = True) -> list[str]:  # noqa: B006
@@ -60,7 +60,7 @@ def test_a_character_that_the_prompt_began_is_completed(byte_level: Tokenizer, t
     assert complete + "".join(stream(byte_level, tokens[cut:], tokens[:cut], skip=False)) == text
 
 
-@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece", "unusual"])
 def test_no_part_of_a_character_is_ever_given_out(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     text = "🤖 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 👩‍👩‍👧‍👦 ѯ"

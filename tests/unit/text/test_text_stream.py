@@ -56,6 +56,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such(byte_level: Tokeniz
 
 def test_stop_strings_do_not_count_before_min_tokens(byte_level: Tokenizer) -> None:
     tokens = byte_level.encode("b b b")
-    stream = TextStream(byte_level, SamplingParams(stop=["b"], min_tokens=len(tokens) - 1, max_tokens=64))
+    assert len(tokens) == 5, "the third token completes a stop string, but is the last that cannot stop"
+    stream = TextStream(byte_level, SamplingParams(stop=["b"], min_tokens=3, max_tokens=64))
     delta = stream.push(tokens)
     assert (delta.text, delta.stop) == ("b b ", "b")
