@@ -1,0 +1,49 @@
+"""The inference engine: one model on one group of devices.
+
+`from baton.engine import LLM, SamplingParams` is all that a script needs. Names load on first use, so that routers and
+tools which need the bookkeeping only (`baton.engine.core`) never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .build import Engine as Engine
+    from .build import build_engine as build_engine
+    from .config import EngineConfig as EngineConfig
+    from .config import InvalidEngineConfig as InvalidEngineConfig
+    from .core.sampling import InvalidSamplingParams as InvalidSamplingParams
+    from .core.sampling import SamplingParams as SamplingParams
+    from .llm import LLM as LLM
+    from .outputs import CompletionOutput as CompletionOutput
+    from .outputs import Logprob as Logprob
+    from .outputs import RequestOutput as RequestOutput
+
+_HOME = {
+    "LLM": "llm",
+    "SamplingParams": "core.sampling",
+    "InvalidSamplingParams": "core.sampling",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "EngineConfig": "config",
+    "InvalidEngineConfig": "config",
+    "Engine": "build",
+    "build_engine": "build",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

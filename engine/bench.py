@@ -1,0 +1,167 @@
+"""How fast an engine is without a server. Keys of the results are those of `vllm bench`, so that one script reads both.
+
+Each function builds its engine from the model and `engine_args` (those of `EngineConfig`) and returns plain data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+_STARTUP_TIMEOUT_S = 600.0
+
+
+class StartupFailed(RuntimeError):
+    """A process that should have started an engine ended, or took too long. The message has its last words."""
+
+
+def throughput(
+    model: str,
+    *,
+    num_prompts: int = 100,
+    input_len: int = 128,
+    output_len: int = 128,
+    seed: int = 0,
+    engine_args: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """All prompts at once: requests and tokens per second. Prompts are random tokens, lengths are exact."""
+    llm = _make_llm(model, engine_args)
+    _run(llm, _prompts(llm, 1, input_len, seed + 1), min(output_len, 8))
+    prompts = _prompts(llm, num_prompts, input_len, seed)
+    elapsed_s = _run(llm, prompts, output_len, progress)
+    output_tokens = num_prompts * output_len
+    total_tokens = num_prompts * input_len + output_tokens
+    return {
+        "elapsed_time": elapsed_s,
+        "num_requests": num_prompts,
+        "total_num_tokens": total_tokens,
+        "total_output_tokens": output_tokens,
+        "requests_per_second": num_prompts / elapsed_s,
+        "tokens_per_second": total_tokens / elapsed_s,
+        "output_throughput": output_tokens / elapsed_s,
+    }
+
+
+def latency(
+    model: str,
+    *,
+    batch_size: int = 8,
+    input_len: int = 32,
+    output_len: int = 128,
+    num_iters_warmup: int = 2,
+    num_iters: int = 10,
+    seed: int = 0,
+    engine_args: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Seconds of one batch, first prompt token to last output token. The prefix cache is off by default."""
+    llm = _make_llm(model, {"enable_prefix_caching": False, **(engine_args or {})})
+    prompts = _prompts(llm, batch_size, input_len, seed)
+    for _ in range(num_iters_warmup):
+        _run(llm, prompts, output_len)
+    latencies = [_run(llm, prompts, output_len) for _ in range(num_iters)]
+    return {
+        "avg_latency": sum(latencies) / len(latencies),
+        "latencies": latencies,
+        "percentiles": percentiles(latencies),
+    }
+
+
+def startup(
+    model: str,
+    *,
+    num_iters_cold: int = 1,
+    num_iters_warm: int = 3,
+    engine_args: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """From the first import to an engine that is ready, in seconds, each time in a new process.
+
+    Cold starts find no compiled kernels. `warm_startup_phases` are the mean seconds of each phase of the warm ones.
+    Raises `StartupFailed`.
+    """
+    args = {"model": model, **(engine_args or {})}
+    cold = [_start_once(args, cold=True) for _ in range(num_iters_cold)]
+    warm = [_start_once(args, cold=False) for _ in range(num_iters_warm)]
+    result: dict[str, Any] = {}
+    for name, runs in (("cold", cold), ("warm", warm)):
+        times = [run["total_startup_time"] for run in runs]
+        if times:
+            result[f"avg_{name}_startup_time"] = sum(times) / len(times)
+            result[f"{name}_startup_times"] = times
+            result[f"{name}_startup_percentiles"] = percentiles(times)
+    if warm:
+        result["warm_startup_phases"] = {
+            phase: sum(run["phases"][phase] for run in warm) / len(warm) for phase in warm[0]["phases"]
+        }
+    return result
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """By percent, interpolated linearly between neighbours. `values` must not be empty."""
+    ordered = sorted(values)
+    found = {}
+    for percent in PERCENTILES:
+        place = (len(ordered) - 1) * percent / 100
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        found[str(percent)] = ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return found
+
+
+def _make_llm(model: str, engine_args: Mapping[str, Any] | None) -> LLM:
+    from .llm import LLM  # loads torch, which a command line that only prints its help need not do
+
+    return LLM(model, **{"skip_tokenizer_init": True, **(engine_args or {})})
+
+
+def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    vocab_size = llm.engine.model_config.vocab_size
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def _run(llm: LLM, prompts: list[list[int]], output_len: int, progress: bool = False) -> float:
+    """Seconds that the batch takes. No token ends a request early."""
+    params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=output_len, detokenize=False)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=progress)
+    return time.perf_counter() - start
+
+
+def _start_once(args: Mapping[str, Any], cold: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as empty_cache:
+        environment = {**os.environ, "XDG_CACHE_HOME": empty_cache} if cold else dict(os.environ)
+        command = [sys.executable, "-m", __spec__.name, json.dumps(args)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_STARTUP_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise StartupFailed(f"no engine after {_STARTUP_TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        raise StartupFailed(f"exit code {done.returncode}: {done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _main() -> None:
+    """One start in this process: engine arguments as JSON in, seconds as JSON out."""
+    start = time.perf_counter()
+    args = json.loads(sys.argv[1])
+    llm = _make_llm(args.pop("model"), args)
+    seconds = time.perf_counter() - start
+    print(json.dumps({"total_startup_time": seconds, "phases": llm.engine.startup_s}))
+
+
+if __name__ == "__main__":
+    _main()

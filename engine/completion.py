@@ -1,0 +1,63 @@
+"""Makes one continuation, as users see it, out of what the engine says token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .core.messages import EngineOutput, TokenLogprobs
+from .core.sampling import SamplingParams
+from .outputs import CompletionOutput, Logprob
+from .text import TextStream, Tokenizer
+
+
+class Continuation:
+    """Collects the tokens of one engine request: text, stop strings, logprobs, and why it ended.
+
+    Without a tokenizer, or with `detokenize=False`, the text stays empty.
+    """
+
+    def __init__(
+        self, index: int, prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.output = CompletionOutput(index=index, text="", token_ids=[])
+        if params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self._params = params
+        self._tokenizer = tokenizer
+        self._text: TextStream | None = None
+        if tokenizer is not None and params.detokenize:
+            self._text = TextStream(tokenizer, params, prompt_token_ids)
+
+    def take(self, step: EngineOutput) -> None:
+        """Adds what one step gave. `output.finish_reason` is set once the engine or a stop string ended it."""
+        output = self.output
+        num_tokens, stop = len(step.token_ids), None
+        if self._text is not None:
+            finished = step.finish_reason is not None
+            delta = self._text.push(step.token_ids, finished=finished, stop_token_id=step.stop_token_id)
+            output.text += delta.text
+            num_tokens, stop = delta.num_tokens, delta.stop
+        output.token_ids += step.token_ids[:num_tokens]
+        for entry in (step.logprobs or ())[:num_tokens]:
+            self._add_logprobs(entry)
+        if stop is not None:
+            output.finish_reason, output.stop_reason = "stop", stop
+        elif step.finish_reason is not None:
+            output.finish_reason = step.finish_reason.value
+            if step.stop_token_id in self._params.stop_token_ids:
+                output.stop_reason = step.stop_token_id
+
+    def _add_logprobs(self, entry: TokenLogprobs) -> None:
+        assert self.output.logprobs is not None
+        assert self.output.cumulative_logprob is not None
+        self.output.logprobs.append(logprob_dict(entry, self._tokenizer))
+        self.output.cumulative_logprob += entry.logprobs[0]
+
+
+def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The token itself first, then the most likely ones, best first."""
+    ranks = (entry.rank, *range(1, len(entry.token_ids)))
+    found: dict[int, Logprob] = {}
+    for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        found.setdefault(token, Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer is not None else None))
+    return found

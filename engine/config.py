@@ -1,0 +1,164 @@
+"""What an engine is told at start: names and defaults as in vLLM, so that arguments written for one serve the other.
+
+A config is checked once and never rewritten. What depends on the checkpoint or the machine (the context length, the
+number of KV blocks) is worked out by `engine.build` into values of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from .core.layout import BLOCK_SIZE
+
+DTYPES = {
+    "auto": None,  # the checkpoint's own
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+}
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DEVICES = ("auto", "cpu")
+
+
+class InvalidEngineConfig(ValueError):
+    """An engine argument is unknown or cannot be served. `field` is its name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Arguments of one engine. Build it with `EngineConfig.from_args`, which checks names and types, too.
+
+    Raises `InvalidEngineConfig`.
+    """
+
+    model: str  # a folder with config.json and safetensors
+    tokenizer: str | None = None  # a folder; the model's own by default
+    skip_tokenizer_init: bool = False
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = (
+        None  # tokens, prompt and output together; by default what the checkpoint was trained for
+    )
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    block_size: int = BLOCK_SIZE
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool = False  # plan the next step before the results of this one are in
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    device: str = "auto"
+    num_threads: int | None = None  # of one engine on a CPU; by default OMP_NUM_THREADS, else every core it may run on
+    seed: int = 0
+    disable_log_stats: bool = False
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> EngineConfig:
+        """The config that these arguments describe.
+
+        Raises `InvalidEngineConfig` for unknown names (and tells the nearest valid one), wrong types, and values that
+        cannot be served.
+        """
+        for name in args:
+            if name not in cls.__struct_fields__:
+                near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(cls.__struct_fields__)}"
+                raise InvalidEngineConfig(name, f"is not an engine argument{hint}")
+        if "model" not in args:
+            raise InvalidEngineConfig("model", "is required: a folder with config.json and safetensors")
+        try:
+            return msgspec.convert(dict(args), cls)
+        except msgspec.ValidationError as error:
+            cause = error.__cause__
+            if isinstance(cause, InvalidEngineConfig):
+                raise cause from None
+            message, _, path = str(error).partition(" - at `$.")
+            raise InvalidEngineConfig(path.rstrip("`") or "arguments", message) from None
+
+    def __post_init__(self) -> None:
+        self._require_choice("dtype", DTYPES)
+        self._require_choice("kv_cache_dtype", {"auto"}, "blocks are kept in the model's dtype")
+        self._require_choice("load_format", LOAD_FORMATS)
+        self._require_choice("device", DEVICES, "this version runs on CPUs")
+        self._require(
+            "block_size",
+            self.block_size == BLOCK_SIZE,
+            f"must be {BLOCK_SIZE}: the layout of blocks is the wire format",
+        )
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            self._require(name, getattr(self, name) >= 1, "must be at least 1")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "must be at least 1")
+        self._require(
+            "max_model_len", self.max_model_len != 1, "must be at least 2: one token of prompt and one of output"
+        )
+        self._require(
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"must be at least max_num_seqs ({self.max_num_seqs}): every running request needs a token a step",
+        )
+        self._require(
+            "gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "must be above 0 and at most 1"
+        )
+        self._require("seed", 0 <= self.seed < 2**63, "must be from 0 to 2**63 - 1")
+        self._require_what_this_version_serves()
+
+    def _require_what_this_version_serves(self) -> None:
+        one_device = "must be 1: this version runs an engine on one device"
+        self._require("tensor_parallel_size", self.tensor_parallel_size == 1, one_device)
+        self._require("pipeline_parallel_size", self.pipeline_parallel_size == 1, one_device)
+        self._require(
+            "data_parallel_size",
+            self.data_parallel_size == 1,
+            "must be 1 within an engine: ask for more replicas, each of which has its own scheduler and blocks",
+        )
+        self._require(
+            "enable_expert_parallel",
+            not self.enable_expert_parallel,
+            "must be false: this version has no mixture-of-experts models",
+        )
+        self._require(
+            "trust_remote_code", not self.trust_remote_code, "must be false: model code from checkpoints is never run"
+        )
+        self._require(
+            "enable_chunked_prefill",
+            self.enable_chunked_prefill,
+            "must be true: the scheduler has one rule, and chunks are it",
+        )
+
+    def _require_choice(self, field: str, allowed: Any, reason: str = "") -> None:
+        value = getattr(self, field)
+        self._require(
+            field,
+            value in allowed,
+            f"is {value!r}, must be one of {', '.join(allowed)}" + (f" ({reason})" if reason else ""),
+        )
+
+    @staticmethod
+    def _require(field: str, condition: bool, message: str) -> None:
+        if not condition:
+            raise InvalidEngineConfig(field, message)
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight."""
+        return 2 if self.async_scheduling else 1

@@ -1,0 +1,269 @@
+"""The engine without a server: `LLM(model).generate(prompts, sampling_params)`. Names are vLLM's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from .build import Engine, build_engine
+from .completion import Continuation, logprob_dict
+from .config import EngineConfig
+from .core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind
+from .core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
+from .outputs import RequestOutput
+from .text import Tokenizer, bad_word_token_ids
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class GenerationFailed(RuntimeError):
+    """The engine could not serve a request. `kind` says in which way; `request_id` which one."""
+
+    def __init__(self, request_id: str, error: EngineError) -> None:
+        super().__init__(f"prompt {request_id}: {error.message}")
+        self.request_id = request_id
+        self.kind = error.kind
+
+
+class InvalidPrompt(ValueError):
+    """A prompt or a combination of prompts and parameters that no engine could serve."""
+
+
+class LLM:
+    """A model in this process.
+
+    `engine_args` are those of `EngineConfig` (`dtype`, `load_format`, `max_model_len`, `max_num_seqs`, `seed`,
+    `enable_prefix_caching`, ...). Uses every core of the process unless `num_threads` or OMP_NUM_THREADS say less.
+
+        llm = LLM("path/to/qwen3")
+        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+            print(output.outputs[0].text)
+
+    Raises `InvalidEngineConfig`, `ModelError` or `TokenizerError`.
+    """
+
+    def __init__(self, model: str, *, tokenizer: str | None = None, **engine_args: Any) -> None:
+        config = EngineConfig.from_args({"model": str(model), "tokenizer": tokenizer, **engine_args})
+        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(tokenizer or model)
+        self.engine: Engine = build_engine(config)
+        self._ids = itertools.count()
+        self._random = random.Random(config.seed)  # seeds of requests that bring none: two runs of a script agree
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises `InvalidPrompt` with `skip_tokenizer_init`."""
+        if self.tokenizer is None:
+            raise InvalidPrompt("text needs a tokenizer: leave out skip_tokenizer_init, or give prompt_token_ids")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's authors suggest (generation_config.json), else the defaults of `SamplingParams`."""
+        generation = self.engine.model_config.generation
+        suggested: dict[str, Any] = {
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k,
+            "min_p": generation.min_p,
+            "repetition_penalty": generation.repetition_penalty,
+            "max_tokens": generation.max_new_tokens,
+        }
+        return SamplingParams(**{name: value for name, value in suggested.items() if value is not None})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues every prompt; answers in their order.
+
+        A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
+        optional `"cache_salt"`. One `SamplingParams` serves all prompts, a list has one for each. `use_tqdm` shows a
+        progress bar.
+
+        Raises `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running then.
+        """
+        requests = self._requests(_as_list(prompts), sampling_params)
+        with _progress_bar(len(requests)) if use_tqdm else nullcontext() as bar:
+            self._run(requests, bar)
+        return [request.output for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_args: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, through the checkpoint's chat template.
+
+        `template_args` go to the template (`add_generation_prompt`, `continue_final_message`, `tools`, ...).
+        Raises `ChatTemplateError` and what `generate` raises.
+        """
+        tokenizer = self.get_tokenizer()
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        prompts: list[Prompt] = []
+        for conversation in cast(Sequence[Messages], [messages] if single else messages):
+            text = tokenizer.render_chat(conversation, **template_args)
+            ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Request]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise InvalidPrompt(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one for each")
+        return [self._request(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
+        text, token_ids, salt = self._read_prompt(prompt)
+        if params.stop and (self.tokenizer is None or not params.detokenize):
+            raise InvalidSamplingParams("stop", "needs text: a tokenizer, and detokenize=True")
+        if params.bad_words:
+            words = bad_word_token_ids(self.get_tokenizer(), params.bad_words)
+            params = msgspec.structs.replace(params, bad_words_token_ids=[*params.bad_words_token_ids, *words])
+        return _Request(
+            output=RequestOutput(str(next(self._ids)), text, token_ids),
+            params=params,
+            seed=self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed,
+            cache_salt=salt,
+            continuations=[Continuation(i, token_ids, params, self.tokenizer) for i in range(params.n)],
+        )
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """Text (where known), token ids and cache salt."""
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt), ""
+        if not isinstance(prompt, Mapping):
+            return None, list(prompt), ""
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
+            raise InvalidPrompt(
+                f"a prompt with the keys {', '.join(sorted(prompt))}: give prompt or prompt_token_ids, "
+                "and cache_salt if wanted"
+            )
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self.get_tokenizer().encode(prompt["prompt"])
+        return prompt.get("prompt"), list(token_ids), prompt.get("cache_salt") or ""
+
+    def _run(self, requests: Sequence[_Request], bar: _Bar | None) -> None:
+        core = self.engine.core
+        running: dict[str, tuple[_Request, Continuation]] = {}
+        try:
+            for request in requests:
+                for engine_request, continuation in request.engine_requests():
+                    running[engine_request.request_id] = (request, continuation)
+                    core.add(engine_request)
+            while running:
+                for step in core.step():
+                    if step.request_id in running:  # else: one that a stop string ended while a step was under way
+                        self._take(step, running, bar)
+        finally:
+            for request_id in running:
+                core.abort(request_id)
+
+    def _take(self, step: EngineOutput, running: dict[str, tuple[_Request, Continuation]], bar: _Bar | None) -> None:
+        request, continuation = running[step.request_id]
+        if step.error is not None:
+            if step.error.kind in (ErrorKind.INVALID, ErrorKind.TOO_LONG):
+                raise InvalidPrompt(f"prompt {request.output.request_id}: {step.error.message}")
+            raise GenerationFailed(request.output.request_id, step.error)
+        if step.prompt_logprobs is not None:
+            request.output.prompt_logprobs = [
+                None if entry is None else logprob_dict(entry, self.tokenizer) for entry in step.prompt_logprobs
+            ]
+        request.output.num_cached_tokens = max(request.output.num_cached_tokens, step.num_cached_tokens)
+        continuation.take(step)
+        if continuation.output.finish_reason is not None:
+            del running[step.request_id]
+            if step.finish_reason is None:
+                self.engine.core.abort(step.request_id)  # a stop string ended it; the engine knows nothing of text
+            request.finish(continuation)
+        if bar is not None:
+            bar.advance(len(step.token_ids), request.output)
+
+
+@dataclass
+class _Request:
+    """One prompt on its way: `n` engine requests, `n` continuations."""
+
+    output: RequestOutput
+    params: SamplingParams
+    seed: int
+    cache_salt: str
+    continuations: list[Continuation]
+
+    def engine_requests(self) -> Iterator[tuple[EngineRequest, Continuation]]:
+        many = len(self.continuations) > 1
+        for i, continuation in enumerate(self.continuations):
+            params = self.params if i == 0 else msgspec.structs.replace(self.params, prompt_logprobs=None)
+            request = EngineRequest(
+                request_id=f"{self.output.request_id}-{i}" if many else self.output.request_id,
+                prompt_token_ids=self.output.prompt_token_ids,
+                sampling=params,
+                seed=(self.seed + i) % 2**SEED_BITS,
+                arrival_s=time.time(),
+                cache_salt=self.cache_salt,
+            )
+            yield request, continuation
+
+    def finish(self, continuation: Continuation) -> None:
+        self.output.outputs.append(continuation.output)
+        if len(self.output.outputs) == len(self.continuations):
+            self.output.outputs.sort(key=lambda output: output.index)
+            self.output.finished = True
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts; one prompt alone becomes a list of one. A list of integers is one prompt."""
+    single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast(Sequence[Prompt], [prompts] if single else prompts)
+
+
+class _Bar(Protocol):
+    def advance(self, num_tokens: int, output: RequestOutput) -> None: ...
+
+
+@contextmanager
+def _progress_bar(num_prompts: int) -> Iterator[_Bar]:
+    """Finished prompts, and how fast tokens come in and go out."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    with Progress(*columns) as progress:
+        yield _RichBar(progress, num_prompts)
+
+
+class _RichBar:
+    def __init__(self, progress: Any, num_prompts: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("prompts", total=num_prompts, speed="")
+        self._start = time.perf_counter()
+        self._tokens_in = self._tokens_out = 0
+
+    def advance(self, num_tokens: int, output: RequestOutput) -> None:
+        self._tokens_out += num_tokens
+        if output.finished:
+            self._tokens_in += len(output.prompt_token_ids)
+        elapsed = time.perf_counter() - self._start
+        speed = f"{self._tokens_in / elapsed:.0f} tokens/s in, {self._tokens_out / elapsed:.0f} out"
+        self._progress.update(self._task, advance=int(output.finished), speed=speed)

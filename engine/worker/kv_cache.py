@@ -1,0 +1,78 @@
+"""The memory that holds the KV blocks of a CPU engine: how much, and where."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from pathlib import Path
+
+import torch
+
+from ..config import EngineConfig, InvalidEngineConfig
+from ..core.layout import BLOCK_SIZE, KVLayout, KVRegion
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_FREE_MEMORY = 0.25  # several engines, their weights and the page cache live on the same machine
+_MOST_BYTES = 4 << 30
+
+
+def size_kv_cache(config: EngineConfig, context_len: int, layout: KVLayout) -> tuple[int, int]:
+    """How many tokens a sequence may have (at most `context_len`), and how many blocks there are.
+
+    Never more blocks than `max_num_seqs` sequences of full length could fill. Where nobody said how long sequences may
+    be, the checkpoint and the blocks decide; where someone did, too little memory is refused.
+
+    Raises `InvalidEngineConfig`.
+    """
+    blocks_per_seq = -(-context_len // BLOCK_SIZE)
+    if config.num_gpu_blocks_override is not None:
+        return context_len, config.num_gpu_blocks_override
+    kv_bytes = config.kv_cache_memory_bytes or default_kv_bytes()
+    num_blocks = min(config.max_num_seqs * blocks_per_seq, kv_bytes // layout.block_bytes)
+    if num_blocks >= blocks_per_seq:
+        return context_len, num_blocks
+    if config.max_model_len is not None or num_blocks == 0:
+        raise InvalidEngineConfig(
+            "kv_cache_memory_bytes",
+            f"{kv_bytes} bytes hold {num_blocks * BLOCK_SIZE} tokens, but a sequence may have {context_len}: "
+            f"give at least {blocks_per_seq * layout.block_bytes} bytes or lower max_model_len",
+        )
+    fitting = num_blocks * BLOCK_SIZE
+    logger.warning("max_model_len is %d, not the checkpoint's %d: %d bytes of KV fit", fitting, context_len, kv_bytes)
+    return fitting, num_blocks
+
+
+def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, page-aligned; no page of it is touched yet."""
+    memory = mmap.mmap(-1, num_blocks * layout.block_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # one block spans many small pages, and attention jumps from block to block
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
+    return torch.frombuffer(memory, dtype=getattr(torch, layout.dtype)).view(shape)
+
+
+def region_of(kv: torch.Tensor, layout: KVLayout) -> KVRegion:
+    """Where the blocks lie, for those who move them. Valid as long as `kv` lives."""
+    return KVRegion(address=kv.data_ptr(), num_blocks=kv.shape[0], device=str(kv.device), layout=layout)
+
+
+def default_kv_bytes() -> int:
+    """What a CPU engine takes for its blocks when nobody says: a bounded share of the memory that is free now."""
+    return min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES)
+
+
+def available_memory_bytes() -> int:
+    """What this process can still take without swapping: the machine's, or its control group's where that is less."""
+    machine = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control groups, or version 1 of them
+        return machine
+    return machine if limit == "max" else max(0, min(machine, int(limit) - used))

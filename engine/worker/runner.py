@@ -1,0 +1,160 @@
+"""Orders rows, inputs, model and sampling into one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton.kernels.attention import AttentionBatch
+from baton.kernels.sampling import SamplingRows, sample
+
+from ..core.layout import BLOCK_SIZE
+from ..core.messages import TokenLogprobs
+from ..core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
+from .block_tables import BlockTables
+from .inputs import StepInputs
+from .logprobs import logprobs_in_pieces, logprobs_of
+from .rows import Rows
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: torch.Tensor, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Hidden states after the last norm of the `wanted` `[R]` int64 tokens (None: of all); writes the KV of all."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, hidden] -> [R, vocab_size] float32`."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that was computed before `launch` returned, as on a CPU, which has no queue of its own."""
+
+    finished: StepResult
+
+    def result(self) -> StepResult:
+        return self.finished
+
+
+class ModelRunner:
+    """Runs one model on one CPU. Implements `engine.core.step.Runner`.
+
+    `kv` is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`. Nobody else writes blocks that a step
+    names; transfers fill others.
+    """
+
+    def __init__(
+        self, model: Model, kv: torch.Tensor, *, vocab_size: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.vocab_size = vocab_size
+        self.rows = Rows(max_num_seqs, max_model_len)
+        self.tables = BlockTables(max_num_seqs, -(-max_model_len // BLOCK_SIZE))
+        self.sampling = SamplingRows(max_num_seqs, vocab_size, self.rows.token_tensor)
+        self.num_logprobs: dict[int, int] = {}  # row -> how many alternatives beside each sampled token
+        self.num_prompt_logprobs: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """Applies the plan's differences, runs its chunks, samples, and keeps the sampled tokens in their rows."""
+        self._update_rows(plan)
+        if not plan.chunks:
+            return FinishedStep(StepResult(plan.step, []))
+        inputs = StepInputs.gather(plan.chunks, self.rows, self.tables)
+        hidden = self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.wanted)
+        prompt_logprobs = self._prompt_logprobs(plan.chunks, inputs, hidden)
+        results = self._sample(plan.chunks, inputs, hidden)
+        for index, logprobs in prompt_logprobs.items():
+            results[index] = msgspec.structs.replace(results[index], prompt_logprobs=logprobs)
+        return FinishedStep(StepResult(plan.step, results))
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            self.sampling.free(row)
+            self.num_logprobs.pop(row, None)
+            self.num_prompt_logprobs.pop(row, None)
+        for start in plan.started_rows:
+            self._start(start)
+        for chunk in plan.chunks:
+            if chunk.new_block_ids:
+                self.tables.append(chunk.row, chunk.new_block_ids)
+
+    def _start(self, start: RowStart) -> None:
+        self.rows.start(start)
+        self.tables.start(start.row, start.block_ids)
+        self.sampling.start(
+            start.row,
+            start.sampling,
+            seed=start.seed,
+            prompt_len=len(start.prompt_token_ids),
+            stop_token_ids=start.stop_token_ids,
+        )
+        if start.sampling.logprobs is not None:
+            self.num_logprobs[start.row] = start.sampling.logprobs
+        if start.sampling.prompt_logprobs is not None:
+            self.num_prompt_logprobs[start.row] = start.sampling.prompt_logprobs
+
+    def _prompt_logprobs(
+        self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: torch.Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """By index of the chunk: the logprobs of the prompt tokens that follow the chunk's own."""
+        found = {}
+        for index, chunk in enumerate(chunks):
+            if not chunk.prompt_logprobs:
+                continue
+            first = int(inputs.wanted_ends[index]) - chunk.num_tokens
+            targets = self.rows.prompt_after(chunk.row, chunk.start, chunk.num_tokens)
+            found[index] = logprobs_in_pieces(
+                hidden[first : first + len(targets)],
+                targets,
+                self.num_prompt_logprobs[chunk.row],
+                self.model.logits,
+                self.vocab_size,
+            )
+        return found
+
+    def _sample(self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: torch.Tensor) -> list[ChunkResult]:
+        """Draws the next token of every chunk that samples and appends it to its row."""
+        sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
+        if not sampling:
+            return [ChunkResult(None)] * len(chunks)
+        rows, ends = inputs.rows[sampling], inputs.ends[sampling]
+        if len(sampling) < len(hidden):
+            hidden = hidden[torch.from_numpy(inputs.wanted_ends[sampling] - 1)]
+        logits = self.model.logits(hidden)
+        tokens = sample(logits, self.sampling.batch(rows.tolist(), ends.tolist()))
+        self.rows.write(rows, ends, tokens.numpy())
+        logprobs = self._logprobs(rows, logits, tokens) if self.num_logprobs else {}
+        drawn = [ChunkResult(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
+        if len(drawn) == len(chunks):
+            return drawn
+        results = [ChunkResult(None)] * len(chunks)
+        for index, result in zip(sampling, drawn, strict=True):
+            results[index] = result
+        return results
+
+    def _logprobs(
+        self, rows: NDArray[np.int64], logits: torch.Tensor, tokens: torch.Tensor
+    ) -> dict[int, TokenLogprobs]:
+        """By index of the drawn token, for the rows that asked. One kernel call serves every count of alternatives."""
+        counts = {i: self.num_logprobs[row] for i, row in enumerate(rows.tolist()) if row in self.num_logprobs}
+        if not counts:
+            return {}
+        asked = torch.tensor(list(counts))
+        entries = logprobs_of(logits[asked], tokens[asked], max(counts.values()))
+        return {
+            i: TokenLogprobs(entry.token_ids[: count + 1], entry.logprobs[: count + 1], entry.rank)
+            for (i, count), entry in zip(counts.items(), entries, strict=True)
+        }

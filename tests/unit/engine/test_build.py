@@ -1,0 +1,82 @@
+"""From arguments to a ready engine: how much memory its blocks take, how long sequences may be, what others learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import EngineConfig, InvalidEngineConfig, build_engine
+from baton.engine.build import Engine
+from baton.engine.core.layout import KVRegion
+from baton.engine.worker import kv_cache
+
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 32 * 4  # layers, K and V, tokens, kv heads, head_dim, float32
+
+
+@pytest.fixture
+def build(checkpoint: Path) -> Any:
+    def make(**args: Any) -> Engine:
+        return build_engine(EngineConfig.from_args({"model": str(checkpoint), "dtype": "float32", **args}))
+
+    return make
+
+
+def test_the_region_says_where_the_blocks_are_and_what_they_look_like(checkpoint: Path) -> None:
+    seen: list[KVRegion] = []
+    config = EngineConfig.from_args({"model": str(checkpoint), "dtype": "float32", "num_gpu_blocks_override": 40})
+    engine = build_engine(config, connect=seen.append)  # type: ignore[arg-type,func-returns-value]
+    assert seen == [engine.region]
+    assert (engine.region.num_blocks, engine.region.layout) == (40, engine.layout)
+    assert engine.region.address % 4096 == 0
+    assert engine.layout.block_bytes == BLOCK_BYTES
+
+
+def test_equal_weights_have_equal_fingerprints_and_others_do_not(build: Any) -> None:
+    same, other, seeded = (
+        build(num_gpu_blocks_override=4, **args).layout.fingerprint
+        for args in ({}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1})
+    )
+    assert same == build(num_gpu_blocks_override=9, max_num_seqs=2).layout.fingerprint
+    assert len({same, other, seeded}) == 3
+
+
+def test_blocks_come_from_the_bytes_given(build: Any) -> None:
+    assert build(kv_cache_memory_bytes=50 * BLOCK_BYTES + 1, max_model_len=160).num_blocks == 50
+
+
+def test_there_are_never_more_blocks_than_the_rows_could_fill(build: Any) -> None:
+    assert build(max_num_seqs=3, max_model_len=100, kv_cache_memory_bytes=1 << 30).num_blocks == 3 * 7
+
+
+def test_a_share_of_free_memory_serves_where_nobody_says(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 400 * BLOCK_BYTES)
+    assert build().num_blocks == 100
+
+
+def test_little_memory_shortens_sequences_unless_their_length_was_asked_for(build: Any) -> None:
+    short = build(kv_cache_memory_bytes=5 * BLOCK_BYTES)
+    assert (short.max_model_len, short.num_blocks) == (80, 5)
+    with pytest.raises(InvalidEngineConfig, match=f"give at least {7 * BLOCK_BYTES} bytes") as caught:
+        build(kv_cache_memory_bytes=5 * BLOCK_BYTES, max_model_len=100)
+    assert caught.value.field == "kv_cache_memory_bytes"
+    with pytest.raises(InvalidEngineConfig, match="hold 0 tokens"):
+        build(kv_cache_memory_bytes=100)
+
+
+def test_start_up_is_measured_by_phase_and_leaves_the_books_clean(build: Any) -> None:
+    engine = build(num_gpu_blocks_override=4)
+    assert list(engine.startup_s) == ["config", "imports", "kernels", "weights", "kv_cache", "connect", "warm_up"]
+    assert all(seconds >= 0 for seconds in engine.startup_s.values())
+    stats = engine.core.stats()
+    assert (stats.num_blocks_free, stats.num_steps, stats.num_requests_running) == (4, 0, 0)
+
+
+def test_an_engine_of_a_single_block_warms_up(build: Any) -> None:
+    assert build(num_gpu_blocks_override=1, max_model_len=2).num_blocks == 1
+
+
+def test_free_memory_is_the_smaller_of_the_machines_and_the_control_groups() -> None:
+    machine = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert 0 < kv_cache.available_memory_bytes() <= int(machine.split()[1]) * 1024

@@ -1,0 +1,44 @@
+"""The benchmarks run and their results have the keys that comparisons read. No number is judged here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.engine import bench
+
+ARGS = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 64}
+
+
+def test_throughput_counts_every_token(checkpoint: Path) -> None:
+    result = bench.throughput(str(checkpoint), num_prompts=5, input_len=20, output_len=6, engine_args=ARGS)
+    assert (result["num_requests"], result["total_num_tokens"]) == (5, 5 * 26)
+    assert result["tokens_per_second"] == pytest.approx(result["total_num_tokens"] / result["elapsed_time"])
+    assert result["requests_per_second"] == pytest.approx(5 / result["elapsed_time"])
+
+
+def test_latency_reports_every_iteration(checkpoint: Path) -> None:
+    result = bench.latency(
+        str(checkpoint), batch_size=2, output_len=4, num_iters_warmup=1, num_iters=3, engine_args=ARGS
+    )
+    assert len(result["latencies"]) == 3
+    assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 3)
+    assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+
+
+def test_startup_runs_in_processes_of_its_own(checkpoint: Path) -> None:
+    result = bench.startup(str(checkpoint), num_iters_cold=0, num_iters_warm=1, engine_args=ARGS)
+    assert result["avg_warm_startup_time"] > sum(result["warm_startup_phases"].values()) > 0
+    assert "avg_cold_startup_time" not in result
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(bench.StartupFailed, match=r"config\.json"):
+        bench.startup(str(tmp_path), num_iters_cold=0, num_iters_warm=1)
+
+
+def test_percentiles_interpolate() -> None:
+    assert bench.percentiles([3.0, 1.0, 2.0]) == pytest.approx(
+        {"10": 1.2, "25": 1.5, "50": 2.0, "75": 2.5, "90": 2.8, "99": 2.98}
+    )

@@ -1,0 +1,75 @@
+"""Engine arguments: what is accepted, and what is refused with a reason that helps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from baton.engine import EngineConfig, InvalidEngineConfig
+
+
+def config(**args: Any) -> EngineConfig:
+    return EngineConfig.from_args({"model": "folder", **args})
+
+
+def test_defaults_need_no_more_than_a_model() -> None:
+    assert config() == EngineConfig(model="folder")
+
+
+@pytest.mark.parametrize(
+    ("args", "field", "message"),
+    [
+        ({"max_modellen": 5}, "max_modellen", "did you mean 'max_model_len'"),
+        ({"zzzz": 5}, "zzzz", "known are model, tokenizer"),
+        ({"max_num_seqs": "many"}, "max_num_seqs", "Expected `int`, got `str`"),
+        ({"dtype": "int3"}, "dtype", "must be one of auto, bfloat16"),
+        ({"load_format": "gguf"}, "load_format", "must be one of auto, safetensors, dummy"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "blocks are kept in the model's dtype"),
+        ({"device": "cuda"}, "device", "runs on CPUs"),
+        ({"block_size": 32}, "block_size", "must be 16"),
+        ({"max_num_seqs": 0}, "max_num_seqs", "at least 1"),
+        ({"max_model_len": 1}, "max_model_len", "at least 2"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens", r"max_num_seqs \(64\)"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", "at most 1"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size", "one device"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "one device"),
+        ({"data_parallel_size": 2}, "data_parallel_size", "more replicas"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel", "mixture-of-experts"),
+        ({"trust_remote_code": True}, "trust_remote_code", "never run"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill", "must be true"),
+        ({"seed": -1}, "seed", "from 0"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override", "at least 1"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name_with_the_reason(
+    args: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidEngineConfig, match=message) as caught:
+        config(**args)
+    assert caught.value.field == field
+
+
+def test_a_model_is_required() -> None:
+    with pytest.raises(InvalidEngineConfig, match="required"):
+        EngineConfig.from_args({})
+
+
+def test_naming_the_engine_loads_no_torch() -> None:
+    """Routers, gateways and tools import these by the dozen."""
+    script = (
+        "import sys, baton.engine, baton.engine.core.engine, baton.engine.config, baton.engine.bench;"
+        "from baton.engine import EngineConfig, SamplingParams, RequestOutput, build_engine;"
+        "assert 'LLM' in dir(baton.engine);"
+        "heavy = {'torch', 'transformers', 'numpy', 'ray', 'nixl'} & sys.modules.keys();"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(ImportError, match="Nothing"):
+        from baton.engine import Nothing  # noqa: F401

@@ -1,0 +1,216 @@
+"""`LLM` as a script sees it: prompts in every form, results as in vLLM, text, stop strings, errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import LLM, InvalidEngineConfig, InvalidSamplingParams, SamplingParams
+from baton.engine.llm import InvalidPrompt
+from baton.engine.model_config import ModelError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+IDS = [10, 20, 30, 40]
+
+
+def text_of(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> str:
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_every_form_of_a_prompt_gives_the_same_answer(text_llm: LLM) -> None:
+    text = "Hello"
+    ids = text_llm.get_tokenizer().encode(text)
+    forms: list[Any] = [text, ids, tuple(ids), {"prompt": text}, {"prompt_token_ids": ids}]
+    answers = [text_of(text_llm, form) for form in forms] + [text_of(text_llm, [form]) for form in forms]
+    assert set(answers) == {text_of(text_llm, text)}
+    mixed = text_llm.generate(forms, GREEDY, use_tqdm=False)
+    assert [result.outputs[0].text for result in mixed] == answers[:5]
+
+
+def test_answers_come_in_the_order_of_the_prompts_each_with_its_own_parameters(llm: LLM) -> None:
+    lengths = [9, 1, 5, 3]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    results = llm.generate([[i + 3] for i in range(4)], params, use_tqdm=False)
+    assert [result.prompt_token_ids for result in results] == [[3], [4], [5], [6]]
+    assert [len(result.outputs[0].token_ids) for result in results] == lengths
+    assert len({result.request_id for result in results}) == 4
+    assert all(result.finished and result.outputs[0].finish_reason == "length" for result in results)
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_without_a_tokenizer_tokens_come_back_and_text_is_empty(llm: LLM) -> None:
+    (output,) = llm.generate(IDS, GREEDY, use_tqdm=False)[0].outputs
+    assert (len(output.token_ids), output.text, output.logprobs, output.cumulative_logprob) == (8, "", None, None)
+    with pytest.raises(InvalidPrompt, match="skip_tokenizer_init"):
+        llm.generate("text", GREEDY)
+
+
+def test_text_is_what_the_tokenizer_makes_of_the_tokens(text_llm: LLM) -> None:
+    (output,) = text_llm.generate(IDS, GREEDY, use_tqdm=False)[0].outputs
+    assert output.text == text_llm.get_tokenizer().decode(output.token_ids)
+    silent = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    assert text_of(text_llm, IDS, silent) == ""
+
+
+def test_logprobs_carry_the_tokens_text(text_llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1, prompt_logprobs=0, ignore_eos=True)
+    (result,) = text_llm.generate(IDS, params, use_tqdm=False)
+    tokenizer = text_llm.get_tokenizer()
+    assert result.outputs[0].logprobs is not None
+    for entry in result.outputs[0].logprobs:
+        assert all(logprob.decoded_token == tokenizer.token_text(token) for token, logprob in entry.items())
+    assert result.prompt_logprobs is not None
+    assert [list(entry) for entry in result.prompt_logprobs[1:] if entry is not None] == [[20], [30], [40]]
+
+
+@pytest.fixture(scope="module")
+def long_answer(text_llm: LLM) -> str:
+    return text_of(text_llm, "The answer", SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stop_string_ends_the_text_before_it_and_the_engine_drops_the_request(
+    make_llm: Callable[..., LLM], long_answer: str, ahead: bool
+) -> None:
+    llm = make_llm(skip_tokenizer_init=False, async_scheduling=ahead)
+    stop = long_answer[30:33]
+    before = long_answer.index(stop)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=["never there", stop])
+    (output,) = llm.generate("The answer", params, use_tqdm=False)[0].outputs
+    assert (output.text, output.finish_reason, output.stop_reason) == (long_answer[:before], "stop", stop)
+    assert len(output.token_ids) < 60
+    stats = llm.engine.core.stats()
+    assert text_of(llm, "next") != ""
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+
+    shown = SamplingParams(
+        temperature=0.0, max_tokens=60, ignore_eos=True, stop=[stop], include_stop_str_in_output=True
+    )
+    assert text_of(llm, "The answer", shown) == long_answer[: before + len(stop)]
+
+
+def test_a_stop_token_ends_the_request_and_is_no_text(text_llm: LLM) -> None:
+    (free,) = text_llm.generate("Go on", GREEDY, use_tqdm=False)[0].outputs
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop])
+    (output,) = text_llm.generate("Go on", params, use_tqdm=False)[0].outputs
+    assert output.token_ids == free.token_ids[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.text == text_llm.get_tokenizer().decode(output.token_ids[:-1])
+
+
+def test_the_end_of_sequence_token_gives_no_stop_reason(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={2: 100.0})
+    (output,) = llm.generate(IDS, params, use_tqdm=False)[0].outputs
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == ([2], "stop", None)
+
+
+def test_chat_renders_the_template_and_adds_nothing(text_llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Hi"}]
+    (result,) = text_llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert result.prompt == "user: Hi\nassistant: "
+    assert result.outputs[0].text == text_of(text_llm, "user: Hi\nassistant: ")
+    both = text_llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
+    assert [answer.outputs[0].text for answer in both] == [result.outputs[0].text] * 2
+    (bare,) = text_llm.chat(conversation, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert bare.prompt == "user: Hi\n"
+
+
+def test_n_continuations_differ_and_are_those_of_n_seeds(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=100, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
+    (result,) = llm.generate(IDS, params, use_tqdm=False)
+    assert [output.index for output in result.outputs] == [0, 1, 2, 3]
+    assert len({tuple(output.token_ids) for output in result.outputs}) == 4
+    assert result.prompt_logprobs is not None
+    for i, output in enumerate(result.outputs):
+        single = SamplingParams(seed=100 + i, max_tokens=12, ignore_eos=True)
+        assert llm.generate(IDS, single, use_tqdm=False)[0].outputs[0].token_ids == output.token_ids
+
+
+def test_without_a_seed_requests_differ_and_a_script_run_again_gives_the_same(make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    runs = []
+    for seed in (0, 0, 1):
+        llm = make_llm(seed=seed)
+        runs.append([result.outputs[0].token_ids for result in llm.generate([IDS] * 3, params, use_tqdm=False)])
+    assert len({tuple(tokens) for tokens in runs[0]}) == 3
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_default_parameters_are_the_checkpoints(text_llm: LLM, checkpoint: Path) -> None:
+    generation = text_llm.engine.model_config.generation
+    params = text_llm.get_default_sampling_params()
+    assert params.temperature == (1.0 if generation.temperature is None else generation.temperature)
+    assert text_llm.generate([IDS], use_tqdm=False)[0].finished
+
+
+def test_num_cached_tokens_counts_the_prompt_found_in_the_cache(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    prompt = {"prompt_token_ids": list(range(3, 53))}
+    salted = {**prompt, "cache_salt": "another tenant"}
+    found = [
+        llm.generate(form, GREEDY, use_tqdm=False)[0].num_cached_tokens for form in (prompt, prompt, salted, salted)
+    ]
+    assert found == [0, 48, 0, 48]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt_ids": IDS}, "prompt_ids: give prompt or prompt_token_ids"),
+        ({"prompt_token_ids": IDS, "multi_modal_data": {}}, "multi_modal_data"),
+        ([], "prompt"),
+        ([300], "300"),
+        ([5] * 256, "256"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_and_the_others_are_taken_back(
+    llm: LLM, prompt: Any, message: str
+) -> None:
+    with pytest.raises(InvalidPrompt, match=message):
+        llm.generate(
+            [IDS, {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt], GREEDY, use_tqdm=False
+        )
+    while llm.engine.core.has_work():
+        llm.engine.core.step()
+    stats = llm.engine.core.stats()
+    assert (stats.num_requests_running, stats.num_blocks_free) == (0, stats.num_blocks)
+    assert llm.generate(IDS, GREEDY, use_tqdm=False)[0].finished
+
+
+def test_parameters_that_do_not_fit_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidPrompt, match="2 prompts but 3 sampling_params"):
+        llm.generate([IDS, IDS], [GREEDY] * 3)
+    with pytest.raises(InvalidSamplingParams, match="stop"):
+        llm.generate([IDS], SamplingParams(stop=["x"]))
+
+
+def test_bad_words_are_never_written(text_llm: LLM, long_answer: str) -> None:
+    word = re.findall("[0-9A-Za-z]{2}", long_answer)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, bad_words=[word])
+    answer = text_of(text_llm, "The answer", params)
+    assert word in long_answer
+    assert word not in answer
+    assert answer[: long_answer.index(word) + 1] == long_answer[: long_answer.index(word) + 1]
+
+
+def test_a_progress_bar_shows_prompts_and_speed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([IDS, IDS], GREEDY, use_tqdm=True)
+    printed = capsys.readouterr().out
+    assert "2/2" in printed
+    assert "tokens/s" in printed
+
+
+def test_arguments_and_checkpoints_that_cannot_be_served_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidEngineConfig, match=r"max_num_seq: .*did you mean 'max_num_seqs'"):
+        LLM(str(checkpoint), max_num_seq=4)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        LLM(str(tmp_path), skip_tokenizer_init=True)

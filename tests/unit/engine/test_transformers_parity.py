@@ -1,0 +1,84 @@
+"""The engine, chunks and batches and all, against `transformers` on whole sequences: float32, random weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine import LLM, Logprob, SamplingParams
+
+PROMPTS = [[random.Random(length).randrange(3, 256) for _ in range(length)] for length in (1, 2, 16, 33, 100)]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def yardstick(checkpoint: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def expected_logprobs(yardstick: Any, token_ids: list[int]) -> torch.Tensor:
+    """[len(token_ids), vocab]: after each token, what may come next."""
+    return yardstick(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+
+def assert_agrees(found: dict[int, Logprob], expected: torch.Tensor, token: int, num_top: int) -> None:
+    """`found` is one position's entry; `expected` [vocab] are the log probabilities there."""
+    ordered = expected.sort(descending=True)
+    assert next(iter(found)) == token
+    assert found[token].rank == 1 + int((expected > expected[token]).sum())
+    assert set(found) == {token, *ordered.indices[:num_top].tolist()}
+    for other, logprob in found.items():
+        assert logprob.logprob == pytest.approx(expected[other].item(), abs=TOLERANCE)
+        assert logprob.rank == 1 + int((expected > expected[other]).sum())
+
+
+@pytest.mark.parametrize("chunk", [8, 256])
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+    make_llm: Callable[..., LLM], yardstick: Any, chunk: int
+) -> None:
+    llm = make_llm(max_num_batched_tokens=chunk, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=4)
+    for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+        (output,) = result.outputs
+        expected = expected_logprobs(yardstick, prompt + output.token_ids)[len(prompt) - 1 :]
+        assert output.token_ids == expected[:-1].argmax(-1).tolist()
+        assert output.logprobs is not None
+        for i, token in enumerate(output.token_ids):
+            assert_agrees(output.logprobs[i], expected[i], token, num_top=4)
+        total = sum(expected[i, token].item() for i, token in enumerate(output.token_ids))
+        assert output.cumulative_logprob == pytest.approx(total, abs=20 * TOLERANCE)
+
+
+def test_logprobs_of_drawn_tokens_are_those_before_temperature_and_penalties(llm: LLM, yardstick: Any) -> None:
+    params = SamplingParams(
+        temperature=1.7, seed=3, repetition_penalty=1.5, logit_bias={8: 4.0}, max_tokens=12, logprobs=2, ignore_eos=True
+    )
+    (output,) = llm.generate(PROMPTS[3], params, use_tqdm=False)[0].outputs
+    expected = expected_logprobs(yardstick, PROMPTS[3] + output.token_ids)[len(PROMPTS[3]) - 1 :]
+    assert output.logprobs is not None
+    for i, token in enumerate(output.token_ids):
+        assert_agrees(output.logprobs[i], expected[i], token, num_top=2)
+
+
+@pytest.mark.parametrize("args", [{}, {"max_num_batched_tokens": 8}, {"async_scheduling": True}])
+def test_prompt_logprobs_are_those_of_transformers(make_llm: Callable[..., LLM], yardstick: Any, args: Any) -> None:
+    """Also where an earlier request left the prompt in the prefix cache: what is cached has no logits."""
+    llm = make_llm(**args)
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=3)
+    for _ in range(2):
+        for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+            assert result.prompt_logprobs is not None
+            assert len(result.prompt_logprobs) == len(prompt)
+            assert result.prompt_logprobs[0] is None
+            expected = expected_logprobs(yardstick, prompt)
+            for i, entry in enumerate(result.prompt_logprobs[1:]):
+                assert entry is not None
+                assert_agrees(entry, expected[i], prompt[i + 1], num_top=3)
