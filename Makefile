@@ -33,7 +33,7 @@ $(VENV)/.dev: $(VENV)/.serve
 	@touch $@
 
 serve: $(VENV)/.serve
-	@exec $(BIN)/baton serve configs/demo/model --model-id baton-demo --prefill 1 --decode 1 --port $(PORT)
+	@$(BIN)/baton serve configs/demo/model --model-id baton-demo --prefill 1 --decode 1 --port $(PORT) || [ $$? -eq 130 ]
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not gpu"

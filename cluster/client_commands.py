@@ -26,13 +26,14 @@ class ChatSettings:
 def rank_table(ranks: list[dict[str, Any]]) -> Table:
     """The answer of /v1/cluster/ranks for people."""
     table = Table(title="Engines", title_justify="left")
-    for column in ("rank", "role", "engine", "pid", "node", "running", "waiting", "free KV blocks"):
-        table.add_column(column, justify="left" if column in ("role", "engine", "node") else "right")
+    for column in ("rank", "role", "engine", "pid", "node", "run", "wait", "KV blocks free"):
+        left = column in ("role", "engine", "node")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "KV blocks free")
     for rank in ranks:
         stats = rank["stats"] or {}
         waiting = stats.get("num_requests_waiting", 0) + stats.get("num_requests_waiting_for_kv", 0)
         cells = (rank["rank"], rank["role"], rank["engine_id"], rank["pid"], rank["node_ip"])
-        blocks = f"{stats.get('num_blocks_free', '?')}/{rank['num_blocks']}"
+        blocks = f"{stats.get('num_blocks_free', '?')} of {rank['num_blocks']}"
         table.add_row(*map(str, cells), str(stats.get("num_requests_running", "?")), str(waiting), blocks)
     return table
 

@@ -156,8 +156,6 @@ def _print_ready(console: Console, application: LocalApplication, spec: FleetSpe
     console.print(rank_table(application.ranks()))
     console.print(f"Ready at [bold]{application.url}/v1[/]. Ctrl-C stops it. Try:\n", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys else ""
-    body = (
-        f'{{"model": "{spec.served_model_id}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
-    )
-    line = f"curl {application.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    body = f'{{"model": "{spec.served_model_id}", "prompt": "def main():", "max_tokens": 32}}'
+    line = f"curl {application.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,8 +1,8 @@
 """The recall task: a list of key-value pairs, then questions for single keys.
 
-     qk zt mp rd          a key, then its value: two syllables out of 256 each
-     bw kc gs fd          (a syllable is one token, so a pair is five tokens)
-    ? bw kc gs fd
+     qk dt mp rd          a key, then its value: two syllables out of 256 each
+     bs kc gs fd          (a syllable is one token, so a pair is five tokens)
+    ? bs kc gs fd
 
 An answer is a copy of two tokens from an exact place in the context. A KV block that is lost, stale or in the wrong
 place therefore shows as a wrong answer.
