@@ -40,6 +40,8 @@ def build_engine(config: EngineConfig, connect: Callable[[KVRegion], KVConnector
     version cannot load.
     """
     phases = _Phases()
+    for name, reason in config.ignored.items():
+        logger.warning("%s is ignored: %s", name, reason)
     with phases("config"):
         model_config = ModelConfig.from_folder(
             config.model,

@@ -1,4 +1,4 @@
-"""What an engine is told at start: names and defaults as in vLLM, so that arguments written for one serve the other.
+"""What an engine is told at start: names as in vLLM, so that arguments written for one serve the other.
 
 A config is checked once and never rewritten. What depends on the checkpoint or the machine (the context length, the
 number of KV blocks) is worked out by `engine.build` into values of its own.
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from .core.layout import BLOCK_SIZE
+from .model_config import LOAD_FORMATS
 
 DTYPES = {
     "auto": None,  # the checkpoint's own
@@ -22,8 +23,8 @@ DTYPES = {
     "float32": "float32",
     "float": "float32",
 }
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DEVICES = ("auto", "cpu")
+_DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 
 
 class InvalidEngineConfig(ValueError):
@@ -53,14 +54,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = _DEFAULT_GPU_MEMORY_UTILIZATION  # without effect on a CPU: see `ignored`
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     block_size: int = BLOCK_SIZE
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False  # plan the next step before the results of this one are in
-    enforce_eager: bool = False
+    enforce_eager: bool = False  # a CPU engine is eager in any case
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -68,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "auto"
     num_threads: int | None = None  # of one engine on a CPU; by default OMP_NUM_THREADS, else every core it may run on
     seed: int = 0
-    disable_log_stats: bool = False
+    disable_log_stats: bool = False  # an engine logs none in any case: they are in `EngineCore.stats` and /metrics
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> EngineConfig:
@@ -157,6 +158,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _require(field: str, condition: bool, message: str) -> None:
         if not condition:
             raise InvalidEngineConfig(field, message)
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """Arguments that were given and change nothing, each with the reason: for a warning at start."""
+        if self.gpu_memory_utilization == _DEFAULT_GPU_MEMORY_UTILIZATION:
+            return {}
+        return {"gpu_memory_utilization": "a CPU engine's KV cache is sized by kv_cache_memory_bytes"}
 
     @property
     def depth(self) -> int:

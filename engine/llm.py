@@ -23,6 +23,8 @@ from .text import Tokenizer, bad_word_token_ids
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
+BAR_UPDATE_S = 0.1
+
 
 class GenerationFailed(RuntimeError):
     """The engine could not serve a request. `kind` says in which way; `request_id` which one."""
@@ -100,18 +102,28 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template_args: Any,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the checkpoint's chat template.
 
-        `template_args` go to the template (`add_generation_prompt`, `continue_final_message`, `tools`, ...).
+        `chat_template_kwargs` are further names that the template may read, like `enable_thinking`.
         Raises `ChatTemplateError` and what `generate` raises.
         """
         tokenizer = self.get_tokenizer()
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         prompts: list[Prompt] = []
         for conversation in cast(Sequence[Messages], [messages] if single else messages):
-            text = tokenizer.render_chat(conversation, **template_args)
+            text = tokenizer.render_chat(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
             ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -240,6 +252,7 @@ class _Bar(Protocol):
 @contextmanager
 def _progress_bar(num_prompts: int) -> Iterator[_Bar]:
     """Finished prompts, and how fast tokens come in and go out."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -249,21 +262,28 @@ def _progress_bar(num_prompts: int) -> Iterator[_Bar]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[speed]}"),
     )
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         yield _RichBar(progress, num_prompts)
 
 
 class _RichBar:
+    """Counts every token, and tells the bar a few times a second: an update takes longer than a token's bookkeeping."""
+
     def __init__(self, progress: Any, num_prompts: int) -> None:
         self._progress = progress
+        self._num_prompts = num_prompts
         self._task = progress.add_task("prompts", total=num_prompts, speed="")
-        self._start = time.perf_counter()
-        self._tokens_in = self._tokens_out = 0
+        self._start = self._told = time.perf_counter()
+        self._tokens_in = self._tokens_out = self._finished = 0
 
     def advance(self, num_tokens: int, output: RequestOutput) -> None:
         self._tokens_out += num_tokens
         if output.finished:
+            self._finished += 1
             self._tokens_in += len(output.prompt_token_ids)
-        elapsed = time.perf_counter() - self._start
+        now = time.perf_counter()
+        if now - self._told < BAR_UPDATE_S and self._finished < self._num_prompts:
+            return
+        self._told, elapsed = now, now - self._start
         speed = f"{self._tokens_in / elapsed:.0f} tokens/s in, {self._tokens_out / elapsed:.0f} out"
-        self._progress.update(self._task, advance=int(output.finished), speed=speed)
+        self._progress.update(self._task, completed=self._finished, speed=speed)

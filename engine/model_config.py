@@ -89,7 +89,6 @@ class ModelConfig:
     ]  # of each layer: the number of keys that a query sees, itself included; None: all
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
     load_format: str
@@ -141,8 +140,7 @@ class ModelConfig:
             **computed,
             dtype=_dtype(dtype, keys, checkpoint),
             max_model_len=_max_model_len(max_model_len, reachable_positions(rope, positions)),
-            bos_token_id=keys.optional_integer("bos_token_id"),
-            eos_token_ids=_eos_token_ids(generation, raw),
+            eos_token_ids=_eos_token_ids(generation, raw, shape["vocab_size"]),
             generation=_generation_defaults(generation),
             load_format=load_format,
             seed=seed,
@@ -306,15 +304,18 @@ def _max_model_len(asked: int | None, limit: int) -> int:
     return asked
 
 
-def _eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json wins: chat models end their turns by tokens that only it names."""
+def _eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json wins: chat models end their turns by tokens that only it names.
+
+    Ids outside the vocabulary (-1 for "none", tokens that a cut vocabulary lacks) are left out: none is ever drawn.
+    """
     for file, values in (("generation_config.json", generation), ("config.json", raw)):
         value = values.get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
                 raise InvalidModelConfig(f"{file}: 'eos_token_id' must be an integer or a list of them, not {value!r}")
-            return tuple(dict.fromkeys(ids))
+            return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)
     return ()
 
 

@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What two engines must agree on before one may read the other's blocks."""
 
-    model: str  # identity of the weights, not a path: see `engine.config`
+    model: str  # identity of the weights, not a path: see `engine.model_config`
     num_layers: int
     num_kv_heads: int  # of the whole model, whatever the tensor parallelism
     head_dim: int

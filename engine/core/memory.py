@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from .blocks import BlockPool
 from .prefix import extend_block_hashes
 from .request import Request
@@ -15,8 +18,13 @@ class RequestMemory:
         self._block_size = block_size
         self._caching = enable_prefix_caching
 
-    def fits(self, request: Request) -> bool:
-        return self._pool.fits(self._cached_prefix(request), self._blocks_for(len(request.token_ids)))
+    def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Whether it could be given its blocks now, or once those of the requests `without` are back."""
+        prefix = self._cached_prefix(request)
+        given_back = Counter(block for other in without for block in other.block_ids)
+        num_freed = sum(self._pool.references(block) == count for block, count in given_back.items())
+        num_freed -= sum(self._pool.references(block) == given_back[block] for block in prefix if block in given_back)
+        return self._pool.fits(prefix, self._blocks_for(len(request.token_ids)) - num_freed)
 
     def reserve(self, request: Request) -> bool:
         """Gives a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.

@@ -131,8 +131,9 @@ class Request:
         self.num_registered = 0  # leading blocks that the prefix cache knows
         self.next_registration = sys.maxsize  # number of tokens at which the next block is full
 
-        # Prompt logprobs go out with the very first token, so a request that brings outputs along has had them.
-        wants_prompt = message.sampling.prompt_logprobs is not None and not message.output_token_ids
+        # Prompt logprobs go out with the very first token, from where the prompt is computed.
+        elsewhere = message.output_token_ids or message.kv_source is not None
+        wants_prompt = message.sampling.prompt_logprobs is not None and not elsewhere
         self.prompt_logprobs = PromptLogprobs() if wants_prompt else None
         self.num_cached_tokens = 0
         self.scheduled_s = 0.0  # wall clock; 0: never yet

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 SEED_BITS = 63
+MAX_TOP_K = 2**31 - 1  # beyond any vocabulary; larger numbers fit no tensor
+
+_EMPTY: dict[str, list[Any] | dict[int, float]] = {
+    "stop": [],
+    "stop_token_ids": [],
+    "logit_bias": {},
+    "bad_words": [],
+    "bad_words_token_ids": [],
+}
 
 
 class InvalidSamplingParams(ValueError):
@@ -23,9 +33,11 @@ class InvalidSamplingParams(ValueError):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn and when a generation ends.
 
-    The engine itself acts on token ids only. `n`, `stop`, `bad_words`, `detokenize`, `skip_special_tokens`,
-    `spaces_between_special_tokens` and `include_stop_str_in_output` are carried out by whoever holds the tokenizer (the
-    gateway, or `LLM`); `bad_words` reach the engine as `bad_words_token_ids`.
+    The engine itself acts on token ids only. `n`, `stop`, `bad_words`, `detokenize`, `skip_special_tokens` and
+    `include_stop_str_in_output` are carried out by whoever holds the tokenizer (the gateway, or `LLM`); `bad_words`
+    reach the engine as `bad_words_token_ids`.
+
+    Lists and maps may be given as None, and `stop` and `bad_words` as a single string, as in vLLM.
 
     Raises `InvalidSamplingParams` from the constructor for values that no engine could serve.
     """
@@ -52,16 +64,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: list[list[int]] = []
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        self._unify_forms()
         self._require("n", 1 <= self.n <= 128, "must be from 1 to 128")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             self._require(name, math.isfinite(getattr(self, name)), "must be a finite number")
         self._require("temperature", 0.0 <= self.temperature <= 100.0, "must be from 0 to 100")
         self._require("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1")
-        self._require("top_k", self.top_k >= -1, "must be -1 or 0 (all) or a count")
+        self._require("top_k", -1 <= self.top_k <= MAX_TOP_K, f"must be -1 or 0 (all) or a count up to {MAX_TOP_K}")
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "must be from 0 to 1")
         self._require("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100")
         self._require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be from -2 to 2")
@@ -85,17 +97,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._require("allowed_token_ids", self.allowed_token_ids != [], "must name at least one token")
         self._require("bad_words_token_ids", all(self.bad_words_token_ids), "must not hold an empty sequence")
 
+    def _unify_forms(self) -> None:
+        for name, empty in _EMPTY.items():
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, empty.copy())
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            if isinstance(value, str):  # a string is a sequence, too: each of its characters would count
+                msgspec.structs.force_setattr(self, name, [value])
+
     @staticmethod
     def _require(field: str, condition: bool, message: str) -> None:
         if not condition:
             raise InvalidSamplingParams(field, message)
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises `InvalidSamplingParams` for a token id that the model does not have."""
+        """Raises `InvalidSamplingParams` for a token id that the model does not have, or more alternatives than it."""
+        for field in ("logprobs", "prompt_logprobs"):
+            self._require(field, (getattr(self, field) or 0) <= vocab_size, f"the vocabulary has {vocab_size} tokens")
         named = {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": list(self.logit_bias),

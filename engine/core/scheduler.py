@@ -138,14 +138,20 @@ class Scheduler:
         return plan
 
     def _make_way_for_priority(self) -> None:
-        """Where only blocks are missing for the head of the queue, requests of lower priority give up theirs."""
+        """Where only blocks are missing for the head of the queue, requests of lower priority give up theirs.
+
+        None does in vain: held or arriving KV may keep so much that the head would not fit, and everyone would wait.
+        """
         head = self.waiting.peek()
-        if head is None or (not self.rows.num_free and not head.awaits_transfer):
+        if head is None or self.fence.closed or (not self.rows.num_free and not head.awaits_transfer):
             return
-        while not self.fence.closed and (last := self._last_in_rank()) and last.priority > head.priority:
-            if self.memory.fits(head):
-                return
-            self._preempt(last)
+        if not self.running or self.running[-1].priority <= head.priority:
+            return
+        lower = [each for each in self.running if each.priority > head.priority and each.has_unplanned_tokens]
+        if not self.memory.fits(head, without=lower):
+            return
+        while lower and not self.fence.closed and not self.memory.fits(head):
+            self._preempt(lower.pop())
 
     def _continue_decodes(self, draft: StepDraft) -> list[Request]:
         """One token for each request that has one left to compute. Returns the others, which have more.
@@ -331,7 +337,8 @@ class Scheduler:
             self._outputs.append(_last_words(request.message, FinishReason.ERROR, error))
             return
         assert request.message.kv_source is not None
-        request.num_computed = request.message.kv_source.num_tokens
+        # Prefix hits may reach further than the transfer: those blocks are others' too, and are never written again.
+        request.num_computed = max(request.num_computed, request.message.kv_source.num_tokens)
         self.memory.register(request)
         request.move_to(RequestStatus.WAITING)
         self.received.append(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import EngineCoreConfig
 from .messages import EngineError, EngineRequest, ErrorKind
-from .sampling import InvalidSamplingParams
+from .sampling import SEED_BITS, InvalidSamplingParams
 
 
 def refusal(request: EngineRequest, config: EngineCoreConfig, *, can_transfer: bool) -> EngineError | None:
@@ -25,6 +25,8 @@ def _invalid(request: EngineRequest, config: EngineCoreConfig, can_transfer: boo
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= config.vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < config.vocab_size)
             return f"token id {wrong} in the {name} is not in the vocabulary of {config.vocab_size}"
+    if not 0 <= request.seed < 2**SEED_BITS:
+        return f"seed is {request.seed}, it must be from 0 to 2**{SEED_BITS} - 1"
     try:
         request.sampling.check_vocabulary(config.vocab_size)
     except InvalidSamplingParams as error:

@@ -5,8 +5,6 @@ An architecture is a subclass of `CausalLM` that names its attention (and, where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,15 +18,6 @@ from .linear import Linear
 from .mlp import GatedMLP
 from .norm import RMSNorm
 from .rotary import cos_sin_table
-
-
-@dataclass(frozen=True)
-class KVSpec:
-    """The shape of the KV cache that a model writes: kv[block][num_kv_heads][num_layers][2][token][head_dim]."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
 
 
 class DecoderLayer(Layer):
@@ -77,7 +66,6 @@ class CausalLM(Layer):
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self.kv_spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim)
         layers = [
             DecoderLayer(config, self.make_attention(config, layer), self.make_mlp(config))
             for layer in range(config.num_layers)

@@ -20,32 +20,38 @@ _MOST_BYTES = 4 << 30
 def size_kv_cache(config: EngineConfig, context_len: int, layout: KVLayout) -> tuple[int, int]:
     """How many tokens a sequence may have (at most `context_len`), and how many blocks there are.
 
-    Never more blocks than `max_num_seqs` sequences of full length could fill. Where nobody said how long sequences may
-    be, the checkpoint and the blocks decide; where someone did, too little memory is refused.
+    As many blocks as `num_gpu_blocks_override` says, else as the memory holds, but never more than `max_num_seqs`
+    sequences of full length could fill. Where nobody said how long sequences may be, the checkpoint and the blocks
+    decide; where someone did, too few blocks are refused.
 
     Raises `InvalidEngineConfig`.
     """
     blocks_per_seq = -(-context_len // BLOCK_SIZE)
     if config.num_gpu_blocks_override is not None:
-        return context_len, config.num_gpu_blocks_override
-    kv_bytes = config.kv_cache_memory_bytes or default_kv_bytes()
-    num_blocks = min(config.max_num_seqs * blocks_per_seq, kv_bytes // layout.block_bytes)
+        num_blocks = config.num_gpu_blocks_override
+        setting, given, enough = "num_gpu_blocks_override", f"{num_blocks} blocks", f"{blocks_per_seq} blocks"
+    else:
+        kv_bytes = config.kv_cache_memory_bytes or default_kv_bytes()
+        num_blocks = min(config.max_num_seqs * blocks_per_seq, kv_bytes // layout.block_bytes)
+        setting, given = "kv_cache_memory_bytes", f"{kv_bytes} bytes"
+        enough = f"{blocks_per_seq * layout.block_bytes} bytes"
     if num_blocks >= blocks_per_seq:
         return context_len, num_blocks
+    fitting = num_blocks * BLOCK_SIZE
     if config.max_model_len is not None or num_blocks == 0:
         raise InvalidEngineConfig(
-            "kv_cache_memory_bytes",
-            f"{kv_bytes} bytes hold {num_blocks * BLOCK_SIZE} tokens, but a sequence may have {context_len}: "
-            f"give at least {blocks_per_seq * layout.block_bytes} bytes or lower max_model_len",
+            setting,
+            f"{given} hold {fitting} tokens, but a sequence may have {context_len}: "
+            f"give at least {enough} or lower max_model_len",
         )
-    fitting = num_blocks * BLOCK_SIZE
-    logger.warning("max_model_len is %d, not the checkpoint's %d: %d bytes of KV fit", fitting, context_len, kv_bytes)
+    logger.warning("max_model_len is %d, not the checkpoint's %d: %s of KV fit", fitting, context_len, given)
     return fitting, num_blocks
 
 
 def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:
     """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, page-aligned; no page of it is touched yet."""
-    memory = mmap.mmap(-1, num_blocks * layout.block_bytes)
+    # Private: the system gives no huge pages to anonymous memory that is shared, which is Python's default.
+    memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # one block spans many small pages, and attention jumps from block to block
         memory.madvise(mmap.MADV_HUGEPAGE)
     shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)

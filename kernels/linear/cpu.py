@@ -38,6 +38,8 @@ def linear(x: Tensor, panels: Tensor, shape: tuple[int, int], bias: Tensor | Non
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}: give torch.bfloat16 [{num_columns}]")
     if x.stride(1) != 1:
         x = x.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()  # held by name: a temporary would be freed before the kernel reads it
     out = torch.empty((x.shape[0], num_columns), dtype=x.dtype)
     kernel = _kernel()
     assert kernel is not None, "panels exist only where the kernel does"
@@ -45,7 +47,7 @@ def linear(x: Tensor, panels: Tensor, shape: tuple[int, int], bias: Tensor | Non
         x.data_ptr(),
         x.stride(0),
         panels.data_ptr(),
-        0 if bias is None else bias.contiguous().data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         x.shape[0],
         num_columns,

@@ -35,7 +35,10 @@ def library_path() -> Path:
         raise NativeBuildError("no C++ compiler: install g++ (Debian and Ubuntu: apt-get install g++)")
     path = cache_folder() / f"native-{_cache_key(compiler)}.so"
     if not path.exists():
-        _build(compiler, path)
+        try:
+            _build(compiler, path)
+        except OSError as error:  # a full disk, no memory for the compiler: the references still serve
+            raise NativeBuildError(f"the kernels cannot be built in {path.parent}: {error}") from error
     return path
 
 

@@ -16,7 +16,8 @@ from . import reference
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     kernel = _kernel()
     number = native.DTYPE_NUMBER.get(x.dtype)
-    if kernel is None or number is None or weight.dtype != x.dtype:
+    same_type = weight.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
+    if kernel is None or number is None or not same_type:
         return reference.rms_norm(x, weight, eps, residual)
     width = x.shape[-1]
     if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):

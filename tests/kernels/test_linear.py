@@ -41,6 +41,10 @@ def test_rows_may_be_a_view_with_a_stride() -> None:
     check(torch.randn(64, 20).bfloat16().T, torch.randn(48, 64).bfloat16(), None)
 
 
+def test_a_bias_may_have_a_stride() -> None:
+    check(torch.randn(20, 64).bfloat16(), torch.randn(48, 64).bfloat16(), torch.randn(48, 2).bfloat16()[:, 1])
+
+
 def test_packing_leaves_the_weight_as_it_was() -> None:
     weight = torch.randn(40, 64).bfloat16()
     before = weight.clone()

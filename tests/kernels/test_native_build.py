@@ -68,6 +68,15 @@ def test_a_source_that_does_not_compile_is_reported_with_the_compilers_words(sma
     assert list(build.cache_folder().iterdir()) == []
 
 
+def test_a_full_disk_is_a_build_that_failed(small_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build.os, "replace", fail)
+    with pytest.raises(build.NativeBuildError, match=r"cannot be built in .*No space left"):
+        build.library_path()
+
+
 def test_a_missing_compiler_is_named(small_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.NativeBuildError, match=r"install g\+\+"):

@@ -33,6 +33,12 @@ def test_the_residual_is_added_before_the_norm_and_given_back(dtype: torch.dtype
     assert_as_accurate(out, exact, expected_out)
 
 
+def test_a_residual_of_another_type_is_read_as_what_it_is() -> None:
+    x, residual, weight = torch.randn(3, 32).bfloat16(), torch.randn(3, 32), torch.randn(32).bfloat16()
+    out, _ = rms_norm(x, weight, EPS, residual)
+    assert_as_accurate(out, reference.rms_norm(x.double(), weight.double(), EPS, residual.double())[0], out)
+
+
 def test_a_row_of_zeros_stays_zero() -> None:
     assert torch.equal(rms_norm(torch.zeros(2, 32), torch.ones(32), EPS), torch.zeros(2, 32))
 

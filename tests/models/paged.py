@@ -24,7 +24,7 @@ class PagedRun:
         num_blocks = num_seqs * blocks_per_seq + 3
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
         self.block_tables = shuffled[: num_seqs * blocks_per_seq].view(num_seqs, blocks_per_seq)
-        spec = model.kv_spec
+        spec = model.config
         shape = (num_blocks, spec.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
         self.kv = torch.full(shape, float("nan"), dtype=getattr(torch, model.config.dtype))
 

@@ -40,7 +40,6 @@ KEYS: dict[str, Any] = {
     "dtype": "bfloat16",
     "torch_dtype": "bfloat16",
     "eos_token_id": 2,
-    "bos_token_id": 1,
 }
 GENERATION: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "eos_token_id": [2], "max_new_tokens": 5}
 ROPE = ("rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta", "beta_fast", "mscale")

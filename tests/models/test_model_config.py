@@ -34,7 +34,6 @@ PLAIN: dict[str, Any] = {
     "rope_theta": 500.0,
     "torch_dtype": "bfloat16",
     "eos_token_id": 2,
-    "bos_token_id": 1,
 }
 
 
@@ -157,6 +156,7 @@ def test_end_tokens_of_the_generation_config_win(read: Callable[..., ModelConfig
     assert read().eos_token_ids == (2,)
     assert read(eos_token_id=[5, 6, 5]).eos_token_ids == (5, 6)
     assert read(eos_token_id=None).eos_token_ids == ()
+    assert read(eos_token_id=[-1, 5, 10**6]).eos_token_ids == (5,), "the others are never drawn"
     assert read(generation={"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
     assert read(generation={"temperature": 0.6}).eos_token_ids == (2,)
 

@@ -1,6 +1,10 @@
-"""What a wheel would hold is what the tree holds."""
+"""What a wheel would hold and ask for is what the tree holds and imports."""
 
+import ast
+import re
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,3 +30,28 @@ def test_no_code_lies_in_a_folder_that_is_no_package() -> None:
         if not (path.parent / "__init__.py").exists()
     ]
     assert stray == []
+
+
+DISTRIBUTIONS = {"zmq": "pyzmq", "yaml": "pyyaml"}
+NOT_IMPORTED = {"triton"}  # for kernels on GPUs
+
+
+def imported_by_the_packages() -> Iterator[str]:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    yield from (alias.name for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    yield node.module
+
+
+def test_dependencies_are_what_the_packages_import() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in listed}
+    modules = {name.partition(".")[0] for name in imported_by_the_packages()} - {"baton", *sys.stdlib_module_names}
+    assert {DISTRIBUTIONS.get(name, name) for name in modules} == names - NOT_IMPORTED
+
+
+def test_the_demo_model_is_small_enough_to_ship() -> None:
+    assert sum(file.stat().st_size for file in (ROOT / "configs/demo/model").iterdir()) <= 16_000_000

@@ -132,7 +132,8 @@ class Harness:
         assert answer.token_ids == tokens[: len(answer.token_ids)]
         if answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.HANDOFF):
             assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
-        wants_prompt = asked.sampling.prompt_logprobs is not None and not asked.output_token_ids
+        computed_here = not asked.output_token_ids and asked.kv_source is None
+        wants_prompt = asked.sampling.prompt_logprobs is not None and computed_here
         if wants_prompt and answer.outputs[0].token_ids:
             prompt = asked.prompt_token_ids
             expected = [logprob_of(kv, token) for kv, token in zip(kv_of(prompt), prompt[1:], strict=False)]

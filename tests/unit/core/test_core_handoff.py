@@ -140,6 +140,29 @@ class TestDecodeSide:
         assert (pull.first_block, pull.blocks) == (2, [])
         engine.run_to_the_end()
 
+    def test_hits_that_reach_further_than_the_transfer_are_not_written_again(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", [5] * 20, max_tokens=20))
+        engine.step()
+        source = KVSource(ticket_for([5] * 8), 8)
+        engine.add(request("b", [5] * 8, output_token_ids=[5] * 10, kv_source=source, max_tokens=14))
+        engine.step()
+        engine.connector.complete(engine.only_pull())
+        engine.step()
+        (chunk,) = (chunk for chunk in engine.runner.plans[-1].chunks if chunk.num_tokens > 1)
+        assert (chunk.start, chunk.num_tokens) == (16, 2)
+        engine.run_to_the_end()
+
+    def test_prompt_logprobs_are_the_prefill_engines_to_give(self) -> None:
+        engine = Harness(config())
+        source = KVSource(ticket_for([5] * 8), 8)
+        engine.add(request("a", [5] * 10, kv_source=source, max_tokens=3, prompt_logprobs=1))
+        engine.run()
+        engine.connector.complete(engine.only_pull())
+        engine.run_to_the_end()
+        assert len(engine.answer("a").token_ids) == 3
+        assert engine.answer("a").outputs[0].prompt_logprobs is None
+
     def test_received_blocks_serve_later_prompts(self) -> None:
         engine = Harness(config())
         engine.add(arriving("a", [5] * 10, max_tokens=2))

@@ -118,6 +118,8 @@ class TestRefusal:
             ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
             ({"kv_source": KVSource(b"", 0)}, "must be from 1 to 4"),
             ({"kv_source": KVSource(b"", 5)}, "must be from 1 to 4"),
+            ({"seed": 2**63}, "seed is 9223372036854775808"),
+            ({"seed": -1}, "seed is -1"),
         ],
     )
     def test_what_can_never_be_served_is_invalid_and_says_why(self, changes: dict[str, object], words: str) -> None:
@@ -126,6 +128,11 @@ class TestRefusal:
         assert error is not None
         assert error.kind is ErrorKind.INVALID
         assert words in error.message
+
+    def test_more_alternatives_than_tokens_are_invalid(self) -> None:
+        error = refusal(request("a", 5, logprobs=5), config(vocab_size=4, eos_token_ids=[]), can_transfer=True)
+        assert error is not None
+        assert error.kind is ErrorKind.INVALID
 
     @pytest.mark.parametrize("changes", [{"keep_kv": True}, {"kv_source": KVSource(b"", 4)}])
     def test_a_handoff_needs_a_connector(self, changes: dict[str, object]) -> None:

@@ -271,6 +271,29 @@ class TestPreemption:
         assert engine.core.stats().num_preemptions == 1
         engine.run_to_the_end()
 
+    def test_nobody_gives_way_to_a_priority_in_vain(self) -> None:
+        engine = Harness(config(num_blocks=10))
+        engine.add(request("held", [9] * 16, keep_kv=True, max_tokens=2))
+        engine.run()
+        engine.add(self.long_request("a"))
+        engine.step()
+        engine.add(request("urgent", [8] * 28, max_tokens=1, priority=-1))
+        engine.step(3)
+        assert engine.core.stats().num_preemptions == 0, "four blocks are held, so seven are not to be had"
+        assert engine.core.stats().num_requests_running == 1
+        engine.connector.end_offer(engine.only_offer())
+        engine.run_to_the_end()
+
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_blocks_count_once_whether_those_who_give_way_share_them_or_not(self, shared: bool) -> None:
+        engine = Harness(config(num_blocks=7))
+        engine.add(*(request(name, [1 if shared else index] * 9, max_tokens=3) for index, name in enumerate("ab")))
+        engine.step()
+        engine.add(request("urgent", [8] * 26, max_tokens=1, priority=-1))
+        engine.step()
+        assert engine.is_answered("urgent")
+        engine.run_to_the_end()
+
     def test_a_priority_does_not_preempt_for_a_row(self) -> None:
         engine = Harness(config(max_num_seqs=1))
         engine.add(request("a", 8, max_tokens=4))

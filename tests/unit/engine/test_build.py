@@ -30,7 +30,25 @@ def test_the_region_says_where_the_blocks_are_and_what_they_look_like(checkpoint
     assert seen == [engine.region]
     assert (engine.region.num_blocks, engine.region.layout) == (40, engine.layout)
     assert engine.region.address % 4096 == 0
+    assert "p" in permissions_at(engine.region.address), "shared memory is given no huge pages"
     assert engine.layout.block_bytes == BLOCK_BYTES
+
+
+def permissions_at(address: int) -> str:
+    """Of the mapping in this process that an address lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions = line.split()[:2]
+        begin, end = (int(border, 16) for border in span.split("-"))
+        if begin <= address < end:
+            return permissions
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def test_an_argument_without_effect_is_said_to_be_ignored(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    build(num_gpu_blocks_override=4)
+    assert "ignored" not in caplog.text
+    build(num_gpu_blocks_override=4, gpu_memory_utilization=0.5)
+    assert "gpu_memory_utilization is ignored: a CPU engine" in caplog.text
 
 
 def test_equal_weights_have_equal_fingerprints_and_others_do_not(build: Any) -> None:
@@ -61,6 +79,10 @@ def test_little_memory_shortens_sequences_unless_their_length_was_asked_for(buil
     with pytest.raises(InvalidEngineConfig, match=f"give at least {7 * BLOCK_BYTES} bytes") as caught:
         build(kv_cache_memory_bytes=5 * BLOCK_BYTES, max_model_len=100)
     assert caught.value.field == "kv_cache_memory_bytes"
+    assert build(num_gpu_blocks_override=5).max_model_len == 80, "what an engine says of itself is what it can serve"
+    with pytest.raises(InvalidEngineConfig, match=r"5 blocks hold 80 tokens, .* give at least 7 blocks") as caught:
+        build(num_gpu_blocks_override=5, max_model_len=100)
+    assert caught.value.field == "num_gpu_blocks_override"
     with pytest.raises(InvalidEngineConfig, match="hold 0 tokens"):
         build(kv_cache_memory_bytes=100)
 

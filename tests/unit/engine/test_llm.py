@@ -124,6 +124,14 @@ def test_chat_renders_the_template_and_adds_nothing(text_llm: LLM) -> None:
     assert bare.prompt == "user: Hi\n"
 
 
+def test_chat_takes_what_vllm_calls_chat_template_kwargs_and_nothing_unknown(text_llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Hi"}]
+    (result,) = text_llm.chat(conversation, GREEDY, use_tqdm=False, chat_template_kwargs={"mood": "glad"})
+    assert result.prompt == "(glad) user: Hi\nassistant: "
+    with pytest.raises(TypeError, match="chat_template"):
+        text_llm.chat(conversation, GREEDY, chat_template="{{ messages }}")  # type: ignore[call-arg]
+
+
 def test_n_continuations_differ_and_are_those_of_n_seeds(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=100, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
     (result,) = llm.generate(IDS, params, use_tqdm=False)
@@ -193,6 +201,15 @@ def test_parameters_that_do_not_fit_are_refused(llm: LLM) -> None:
         llm.generate([IDS], SamplingParams(stop=["x"]))
 
 
+def test_a_row_keeps_nothing_of_the_request_before(llm: LLM) -> None:
+    free = llm.generate(IDS, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    edited = SamplingParams(max_tokens=8, presence_penalty=2.0, logit_bias={7: 50}, allowed_token_ids=[7, 9], min_p=0.5)
+    llm.generate([IDS] * 8, edited, use_tqdm=False)
+    assert all(result.outputs[0].token_ids == free for result in llm.generate([IDS] * 8, GREEDY, use_tqdm=False)), (
+        "a row keeps nothing of who had it before"
+    )
+
+
 def test_bad_words_are_never_written(text_llm: LLM, long_answer: str) -> None:
     word = re.findall("[0-9A-Za-z]{2}", long_answer)[0]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, bad_words=[word])
@@ -204,7 +221,7 @@ def test_bad_words_are_never_written(text_llm: LLM, long_answer: str) -> None:
 
 def test_a_progress_bar_shows_prompts_and_speed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([IDS, IDS], GREEDY, use_tqdm=True)
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err  # results may go to the other one
     assert "2/2" in printed
     assert "tokens/s" in printed
 

@@ -37,7 +37,7 @@ def load(folder: Path, **given: str) -> CausalLM:
 
 def logits(model: CausalLM) -> Tensor:
     """Of four tokens. Depends on every parameter of the model."""
-    spec = model.kv_spec
+    spec = model.config
     kv = torch.zeros(
         1, spec.num_kv_heads, spec.num_layers, 2, 16, spec.head_dim, dtype=getattr(torch, model.config.dtype)
     )
