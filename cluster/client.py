@@ -24,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.handoff import TransferStats
 
 from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView
 from .engine_server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
@@ -61,24 +62,29 @@ EngineKey = tuple[str, int]  # engine id and epoch: one process
 
 
 class RequestStream:
-    """The outputs of one request; an `OutputStream`. Dropped before its end, it aborts the request."""
+    """The outputs of one request; an `OutputStream`. Dropped before its last output was taken, it aborts the request:
+    that output may tell of KV blocks that wait for a reader, and nobody else knows of them.
+    """
 
     def __init__(self, abandon: Callable[[], None]) -> None:
         self._abandon_request = abandon
         self._queue: asyncio.Queue[EngineOutput | EngineGone | None] = asyncio.Queue()
-        self._done = False
+        self._done = False  # the last output was taken, or nobody wants it
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> EngineOutput:
-        if self._done and self._queue.empty():
+        if self._done:
             raise StopAsyncIteration
         item = await self._queue.get()
         if item is None:
+            self._done = True
             raise StopAsyncIteration
         if isinstance(item, EngineGone):
+            self._done = True
             raise item
+        self._done = item.finish_reason is not None
         return item
 
     async def aclose(self) -> None:
@@ -93,12 +99,10 @@ class RequestStream:
             self._abandon_request()
 
     def put(self, output: EngineOutput) -> None:
-        self._done = output.finish_reason is not None
         self._queue.put_nowait(output)
 
     def end(self, error: EngineGone | None) -> None:
         """No more outputs will come; `None` where that is what the gateway wanted."""
-        self._done = True
         self._queue.put_nowait(error)
 
 
@@ -108,6 +112,7 @@ class Connection:
     def __init__(self, context: zmq.asyncio.Context, record: EngineRecord, key: ClusterKey, identity: str) -> None:
         self.record = record
         self.stats: EngineStats | None = None  # None: not answered yet, or lost
+        self.transfers: TransferStats | None = None
         self.counters = ClientCounters()
         self._context, self._key, self._identity = context, key, identity
         self._codec = Codec()
@@ -212,7 +217,7 @@ class Connection:
             if message.epoch != self.record.epoch:
                 self.counters.stale_messages += 1
                 continue
-            self.stats = message.stats
+            self.stats, self.transfers = message.stats, message.transfers or self.transfers
             for output in message.outputs:
                 self._dispatch(output)
 
@@ -277,8 +282,11 @@ class ZmqEngineClient:
         self._context.destroy(linger=0)
 
     def engines(self) -> Sequence[EngineView]:
-        connected = (connection for connection in self._connections.values() if connection.stats is not None)
-        views = [EngineView(connection.record, connection.stats, connection.outstanding) for connection in connected]
+        views = [
+            EngineView(connection.record, connection.stats, connection.outstanding, connection.transfers)
+            for connection in self._connections.values()
+            if connection.stats is not None
+        ]
         return sorted(views, key=lambda view: view.record.rank)
 
     def submit(self, engine: EngineRecord, request: EngineRequest) -> RequestStream:

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.kv_transfer.handoff import TransferStats
 
 
 class Role(enum.StrEnum):
@@ -53,6 +54,7 @@ class EngineView(msgspec.Struct, frozen=True):
     record: EngineRecord
     stats: EngineStats | None  # the newest it sent; None before its first step
     outstanding: int  # requests of this gateway that it has not finished
+    transfers: TransferStats | None = None  # the newest it sent; None where it hands nothing over
 
 
 class EngineGone(Exception):
@@ -67,7 +69,7 @@ class OutputStream(Protocol):
     async def __anext__(self) -> EngineOutput: ...
 
     async def aclose(self) -> None:
-        """Before the last output: aborts the request at the engine. Afterwards, and a second time: nothing."""
+        """Before the last output was taken: aborts the request at the engine. Afterwards, and again: nothing."""
         ...
 
 

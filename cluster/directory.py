@@ -6,16 +6,17 @@
 
 A dead engine process leaves the snapshot at once; a lost machine or a dead gateway when its heartbeats stop. The
 directory keeps nothing on disk: after a restart its members are told that they are unknown, and register again. It ends
-itself when its application has been gone for a while.
+itself when its application has been gone for a while; members that are still starting say that there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ HEARTBEAT_S = 1.0
 MISSED_AFTER_S = 6.0  # a member that was silent for so long is gone
 RECOVERY_S = 3.0  # after a restart watchers wait so long, that nobody takes a half-filled list for the whole
 WATCH_S = 20.0  # a watch without news is answered after so long
-LONELY_S = 30.0  # a directory without members for so long has lost its application
+LONELY_S = 30.0  # a directory that hears nothing for so long has lost its application
+PRESENCE_S = 5.0  # between signs of life of a member that is not ready yet
 
 
 @dataclass
@@ -123,6 +125,7 @@ class Directory:
             warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
             restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._complete_at_s = time.monotonic() + (RECOVERY_S if restarted else 0.0)
+        self._heard_s = time.monotonic()
         self._keeper = asyncio.create_task(self._keep())
 
     async def cluster_key(self) -> ClusterKey:
@@ -150,8 +153,9 @@ class Directory:
         """False: register again."""
         return self._members.heard(name, epoch)
 
-    async def snapshot(self) -> DirectorySnapshot:
-        return self._members.snapshot()
+    async def application_lives(self) -> None:
+        """Someone is about to become a member."""
+        self._heard_s = time.monotonic()
 
     async def watch(self, version: int) -> DirectorySnapshot:
         """The first snapshot newer than `version`, or the current one after `WATCH_S` seconds."""
@@ -180,7 +184,6 @@ class Directory:
             self._announce()
 
     async def _keep(self) -> None:
-        lonely_since_s = time.monotonic()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             silent = self._members.remove_silent(MISSED_AFTER_S)
@@ -188,8 +191,8 @@ class Directory:
                 logger.warning("no sign of life for %.0f s: %s", MISSED_AFTER_S, ", ".join(silent))
                 self._announce()
             if len(self._members):
-                lonely_since_s = time.monotonic()
-            elif time.monotonic() - lonely_since_s > LONELY_S:
+                self._heard_s = time.monotonic()
+            elif time.monotonic() - self._heard_s > LONELY_S:
                 logger.info("the application is gone, so the directory ends")
                 ray.kill(ray.get_runtime_context().current_actor)
 
@@ -232,6 +235,25 @@ class DirectoryWatch:
         except ray.exceptions.ActorDiedError:
             self._actor = get_directory(self._app)
             raise
+
+
+@contextlib.asynccontextmanager
+async def presence(directory: DirectoryWatch) -> AsyncIterator[None]:
+    """Around a member's start, which takes minutes where its model is large: the directory must not take the
+    application for gone meanwhile, since its successor would have another cluster key.
+    """
+
+    async def say_so() -> None:
+        while True:
+            with contextlib.suppress(ray.exceptions.RayError):  # registering will say what is wrong
+                await directory.call("application_lives")
+            await asyncio.sleep(PRESENCE_S)
+
+    task = asyncio.create_task(say_so())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def stay_registered(

@@ -27,6 +27,7 @@ import zmq
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.handoff import TransferStats
 
 from .wire import Abort, ClientMessage, Codec, Hello, Outputs, Submit, WireError
 
@@ -73,12 +74,22 @@ class EngineServer:
     """Serves one engine to all gateways.
 
     Bound once constructed (`address`); `start` serves; `close` ends it. `ended` is resolved when it has ended, with the
-    error that ended it, if one did.
+    error that ended it, if one did. Gateways are told `transfers()` along with the engine's statistics.
     """
 
-    def __init__(self, engine: Engine, *, engine_id: str, epoch: int, key: ClusterKey, host: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        engine_id: str,
+        epoch: int,
+        key: ClusterKey,
+        host: str,
+        transfers: Callable[[], TransferStats | None] = lambda: None,
+    ) -> None:
         self.counters = ServerCounters()
         self._engine = engine
+        self._transfers = transfers
         self._engine_id = engine_id
         self._epoch = epoch
         self._inbox: deque[tuple[bytes, ClientMessage | GatewayLost]] = deque()
@@ -89,8 +100,9 @@ class EngineServer:
 
         self._owners: dict[str, Owner] = {}  # step thread only
         self._gateways: dict[bytes, None] = {}  # step thread only: those that said hello, in order
-        self._told: EngineStats | None = None  # step thread only: what every gateway knows
+        self._told: Outputs | None = None  # step thread only: what every gateway knows
         self._told_at_s = 0.0
+        self._turn_began_s = time.monotonic()
         self._alive: set[bytes] = set()  # gateways in the newest snapshot
 
         self._context = zmq.Context()
@@ -131,6 +143,10 @@ class EngineServer:
             self.ended.set_result(None)
         self._context.destroy(linger=0)
 
+    def stalled_s(self) -> float:
+        """For how long the step loop has been in one turn. An idle one begins another every `IDLE_POLL_S`."""
+        return time.monotonic() - self._turn_began_s
+
     def wake(self) -> None:
         """There is news for the step loop. Any thread may call it."""
         self._work.set()
@@ -169,6 +185,7 @@ class EngineServer:
             self._ring(bell)
 
     def _turn(self, bell: zmq.Socket[bytes]) -> None:
+        self._turn_began_s = time.monotonic()
         while self._inbox:
             gateway, message = self._inbox.popleft()
             self._take(gateway, message)
@@ -200,11 +217,12 @@ class EngineServer:
             case Hello():
                 self._abort_all_of(gateway)
                 self._gateways[gateway] = None
-                self._outbox.append((gateway, Outputs(self._engine_id, self._epoch, [], self._engine.stats())))
+                self._outbox.append((gateway, self._news()))
             case GatewayLost():
-                self._abort_all_of(gateway)
                 self._gateways.pop(gateway, None)
+                self._give_up_all_of(gateway)
             case Submit(request=request):
+                self._gateways[gateway] = None  # one that the directory lost for a while is back
                 self._add(gateway, request)
             case Abort(request_id=request_id, generation=generation):
                 self._abort(request_id, generation)
@@ -219,7 +237,7 @@ class EngineServer:
                 finish_reason=FinishReason.ERROR,
                 error=error,
             )
-            self._outbox.append((gateway, Outputs(self._engine_id, self._epoch, [refusal], self._engine.stats())))
+            self._outbox.append((gateway, self._message([refusal], self._engine.stats())))
             return
         if owner is not None:  # a newer generation takes the place of the older one
             self._engine.abort(request.request_id)
@@ -234,10 +252,20 @@ class EngineServer:
         self._owners.pop(request_id, None)
         self._engine.abort(request_id)  # also a request that has ended here: it may hold blocks for a reader
 
-    def _abort_all_of(self, gateway: bytes) -> None:
-        for request_id, owner in list(self._owners.items()):
-            if owner.gateway == gateway:
-                self._abort(request_id, owner.generation)
+    def _abort_all_of(self, gateway: bytes) -> list[EngineOutput]:
+        """Returns the last words about the requests."""
+        its_own = [(request_id, owner) for request_id, owner in self._owners.items() if owner.gateway == gateway]
+        for request_id, owner in its_own:
+            self._abort(request_id, owner.generation)
+        return [
+            EngineOutput(request_id=request_id, generation=owner.generation, finish_reason=FinishReason.ABORT)
+            for request_id, owner in its_own
+        ]
+
+    def _give_up_all_of(self, gateway: bytes) -> None:
+        """Says so: a gateway that only the directory lost (it was stopped, or cut off) still waits for its tokens."""
+        if last_words := self._abort_all_of(gateway):
+            self._outbox.append((gateway, self._message(last_words, self._engine.stats())))
 
     def _publish(self, outputs: Sequence[EngineOutput]) -> None:
         if not outputs:
@@ -252,16 +280,21 @@ class EngineServer:
                 del self._owners[output.request_id]
         stats = self._engine.stats()
         for gateway, its_outputs in of_gateway.items():
-            self._outbox.append((gateway, Outputs(self._engine_id, self._epoch, its_outputs, stats)))
+            self._outbox.append((gateway, self._message(its_outputs, stats)))
 
     def _tell_all_gateways(self) -> None:
-        stats = self._engine.stats()
+        news = self._news()
         self._told_at_s = time.monotonic()
-        if stats == self._told:
+        if news == self._told:
             return
-        self._told = stats
-        for gateway in self._gateways:
-            self._outbox.append((gateway, Outputs(self._engine_id, self._epoch, [], stats)))
+        self._told = news
+        self._outbox.extend((gateway, news) for gateway in self._gateways)
+
+    def _news(self) -> Outputs:
+        return Outputs(self._engine_id, self._epoch, [], self._engine.stats(), self._transfers())
+
+    def _message(self, outputs: list[EngineOutput], stats: EngineStats) -> Outputs:
+        return Outputs(self._engine_id, self._epoch, outputs, stats)
 
     # ---- I/O thread ----
 

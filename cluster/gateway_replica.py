@@ -22,6 +22,7 @@ from .client import ZmqEngineClient
 from .directory import DirectoryWatch, stay_registered
 from .gateway.app import create_app
 from .gateway.model import ServedModel
+from .http_protocol import GuardedHttpProtocol
 from .spec import FleetSpec, load_spec
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class GatewayReplica:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 _app,
+                http=GuardedHttpProtocol,
+                ws="none",
                 lifespan="off",
                 log_level="warning",
                 access_log=False,

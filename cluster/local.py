@@ -33,6 +33,7 @@ RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets every other process take the cores from a step
 }
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing large travels through Ray
 POLL_S = 0.2
@@ -205,7 +206,7 @@ class LocalApplication:
         sick = [
             state.message for state in application.deployments.values() if state.status != "HEALTHY" and state.message
         ]
-        return "\n".join(map(gist, sick)) or application.message
+        return "\n".join(dict.fromkeys(map(gist, sick))) or application.message  # gateway and engines may say the same
 
     def _wait_until_healthy(self) -> None:
         while not self.stop.is_set():

@@ -1,6 +1,6 @@
 """The control plane of one engine: a Serve deployment's replica that starts the engine's worker and answers for it.
 
-It loads no torch. When its worker dies it fails its health check, and Serve replaces both.
+It loads no torch. When its worker dies or hangs it fails its health check, and Serve replaces both.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from ray import serve
 from baton.kv_transfer.curve import ClusterKey
 
 from .contracts import EngineRecord, Role
-from .directory import DirectoryWatch, stay_registered
+from .directory import DirectoryWatch, presence, stay_registered
 from .spec import load_spec
 from .worker import EngineLaunch, EngineWorker
 
 logger = logging.getLogger(__name__)
 
 STOP_S = 3.0  # for a worker to end by itself
+PULSE_S = 1.0  # between looks at the worker's step loop
 
 
 class EngineReplica:
@@ -39,17 +40,20 @@ class EngineReplica:
         self._worker = worker_class.options(
             num_cpus=fleet.num_cpus, num_gpus=fleet.num_gpus, resources=fleet.resources or None, max_concurrency=1000
         ).remote(launch)
-        self._record: EngineRecord = await self._worker.start.remote()
+        async with presence(self._directory):
+            self._record: EngineRecord = await self._worker.start.remote()
         self._death = ""
+        self._heart = asyncio.create_task(
+            stay_registered(self._directory, self._record.engine_id, self._record.epoch, self._register)
+        )
         self._tasks = [
+            self._heart,
             asyncio.create_task(self._watch_worker()),
-            asyncio.create_task(
-                stay_registered(self._directory, self._record.engine_id, self._record.epoch, self._register)
-            ),
+            asyncio.create_task(self._watch_steps(fleet.step_timeout_s)),
         ]
 
     async def check_health(self) -> None:
-        """Serve asks. Raises where the worker is dead."""
+        """Serve asks. Raises where the worker is dead or hangs."""
         if self._death:
             raise RuntimeError(self._death)
 
@@ -63,19 +67,40 @@ class EngineReplica:
     async def _watch_worker(self) -> None:
         try:
             await self._worker.run.remote()
-            self._death = "ended"
+            self._declare_dead("ended")
         except Exception as error:  # whatever Ray says: it does not serve any more
-            self._death = f"died: {error}"
-        self._death = f"the worker of engine {self._record.engine_id} (pid {self._record.pid}) {self._death}"
-        logger.error(self._death)
-        self._tasks[1].cancel()  # a dead engine has no heart
+            self._declare_dead(f"died: {error}")
+
+    async def _watch_steps(self, timeout_s: float) -> None:
+        """Ends a worker that lives but stands still: a deadlock, a device that never answers, a stopped process."""
+        stalled_s = 0.0
+        while stalled_s < timeout_s:
+            await asyncio.sleep(PULSE_S)
+            try:
+                stalled_s = await asyncio.wait_for(self._worker.stalled_s.remote(), timeout_s)
+            except TimeoutError:
+                stalled_s = timeout_s
+            except ray.exceptions.RayError:
+                return  # `_watch_worker` says what happened
+        self._declare_dead(f"has stood still for {stalled_s:.0f} s (step_timeout_s is {timeout_s:g})")
+        await self._leave()  # at once: nobody closes the connections of a process that hangs
+        ray.kill(self._worker)
+
+    def _declare_dead(self, how: str) -> None:
+        if not self._death:  # one that hangs is killed, which is no news
+            self._death = f"the worker of engine {self._record.engine_id} (pid {self._record.pid}) {how}"
+            logger.error(self._death)
+        self._heart.cancel()  # a dead engine has none
+
+    async def _leave(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
+            await self._directory.call("leave", self._record.engine_id, self._record.epoch)
 
     async def __del__(self) -> None:
         for task in getattr(self, "_tasks", []):
             task.cancel()
         if hasattr(self, "_record"):
-            with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
-                await self._directory.call("leave", self._record.engine_id, self._record.epoch)
+            await self._leave()
             await self._end_worker()
 
     async def _end_worker(self) -> None:

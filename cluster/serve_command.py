@@ -119,7 +119,7 @@ def _stop_on_signals(application: LocalApplication) -> dict[str, int]:
         application.stop.set()
         os.write(sys.stderr.fileno(), b"\nStopping (once more to kill) ...\n")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     return seen
 

@@ -87,6 +87,7 @@ class Fleet(_Strict):
     num_cpus: float = Field(0.5, ge=0)  # of one engine, for Ray's placement; threads are `engine.num_threads`
     num_gpus: float = Field(0.0, ge=0)
     resources: dict[str, float] = {}
+    step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
 
 
 class Fleets(_Strict):

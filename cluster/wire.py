@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.kv_transfer.handoff import TransferStats
 
 
 class WireError(ValueError):
@@ -46,13 +47,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 ClientMessage = Hello | Submit | Abort
 
 
-class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     """What one step did for one gateway's requests (nothing: only news about the engine)."""
 
     engine_id: str
     epoch: int
     outputs: list[EngineOutput]
     stats: EngineStats
+    transfers: TransferStats | None = None  # with news about the engine, where it hands KV over
 
 
 class Codec:

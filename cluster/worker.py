@@ -68,6 +68,11 @@ class EngineWorker:
         assert self._server is not None, "start comes first"
         await asyncio.shield(asyncio.wrap_future(self._server.ended))
 
+    async def stalled_s(self) -> float:
+        """See `EngineServer.stalled_s`. Answered by another thread than the one that it tells about."""
+        assert self._server is not None, "start comes first"
+        return self._server.stalled_s()
+
     async def stop(self) -> None:
         """Ends the engine; `run` returns."""
         if self._watcher is not None:
@@ -99,7 +104,12 @@ class EngineWorker:
         hands_over = launch.role is not Role.UNIFIED
         engine = build_engine(launch.spec.engine_config(launch.role), connect if hands_over else None)
         self._server = EngineServer(
-            engine.core, engine_id=launch.engine_id, epoch=self._epoch, key=launch.key, host=host
+            engine.core,
+            engine_id=launch.engine_id,
+            epoch=self._epoch,
+            key=launch.key,
+            host=host,
+            transfers=lambda: None if self._connector is None else self._connector.stats(),
         )
         self._server.start()
         return EngineRecord(
@@ -150,6 +160,11 @@ class EngineWorker:
             self._connector.peers_changed(peers)
 
 
+# A team that sleeps between two ops of a step is late for each (half the speed, measured); one that spins for longer
+# than that takes cores from others. This many spins are some tens of microseconds.
+OPENMP_SPINS = "20000"
+
+
 def configure_threads(launch: EngineLaunch) -> None:
     """Sets this process's OpenMP threads. Must come before torch is loaded, which reads the variables once.
 
@@ -160,4 +175,5 @@ def configure_threads(launch: EngineLaunch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["GOMP_SPINCOUNT"] = OPENMP_SPINS
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

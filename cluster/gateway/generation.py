@@ -130,6 +130,7 @@ class GenerationEndpoint(Generic[RequestT]):
                     now_s = time.perf_counter()
                     if not last_s:
                         metrics.first_token_s.observe(now_s - started_s)
+                        metrics.queue_s.observe(max(0.0, output.scheduled_s - job.sequences[index].arrival_s))
                     elif delta.num_tokens:
                         metrics.inter_token_s.observe((now_s - last_s) / delta.num_tokens)
                     last_s = now_s

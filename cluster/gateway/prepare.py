@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import random
 import secrets
 import time
@@ -24,6 +25,7 @@ from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationReque
 from .settings import GatewaySettings
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+INLINE_MESSAGES = 64  # longer chats are rendered in a thread
 COPIED = [  # from the request into `SamplingParams`, under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -113,13 +115,18 @@ class Preparer:
         if reserved := sorted(RENDER_ARGUMENTS & variables.keys()):
             param = f"chat_template_kwargs.{reserved[0]}"
             raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
+        if len(messages) > self._model.max_model_len:  # each is a token at least
+            raise context_length_exceeded("messages", self._model.max_model_len, len(messages), None)
+        render = functools.partial(
+            self._model.tokenizer.render_chat,
+            messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **variables,
+        )
         try:
-            text = self._model.tokenizer.render_chat(
-                messages,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                **variables,
-            )
+            short = len(messages) <= INLINE_MESSAGES
+            text = render() if short else await asyncio.get_running_loop().run_in_executor(self._thread, render)
         except TextError as error:
             raise bad_request("messages", f"No prompt can be made of 'messages': {error}.") from None
         return await self.tokenize(text, request.add_special_tokens)

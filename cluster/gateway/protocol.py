@@ -46,6 +46,12 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 
+# Of one request: what it asks for must not keep the gateway or an engine's step from everyone else.
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+
 Tokens = list[int]
 Prompt = str | list[str] | Tokens | list[Tokens]
 
@@ -105,11 +111,11 @@ class GenerationRequest(_Strict):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
-    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_one_or_many)] = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)] = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]] | None = Field(None, max_length=MAX_BAD_WORDS)
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

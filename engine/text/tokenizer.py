@@ -76,7 +76,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` frames it as in training (a chat's prompt is framed already)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of a batch, since that releases the interpreter's lock: seconds of a long text must not stop other threads.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids` taken together. Ids beyond the vocabulary, as of a padded output layer, give no text."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 
 from baton.cluster.contracts import DirectorySnapshot, EngineRecord, Role
 from baton.cluster.engine_server import EngineServer
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
 from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.handoff import TransferStats
 
 STEP_S = 0.0005  # as while a device computes: other threads may run
 
@@ -18,12 +20,14 @@ STEP_S = 0.0005  # as while a device computes: other threads may run
 class CountingEngine:
     """An engine whose answer to a prompt is 1, 2, 3, ...: one token a step and request.
 
-    `hold` stops all progress while it is cleared; `explode` makes the next step fail.
+    `hold` stops all progress while it is cleared; `hang` the step itself; `explode` makes the next step fail.
     """
 
     def __init__(self) -> None:
         self.hold = threading.Event()
         self.hold.set()
+        self.hang = threading.Event()
+        self.hang.set()
         self.explode = False
         self.running: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
@@ -40,6 +44,7 @@ class CountingEngine:
 
     def step(self) -> list[EngineOutput]:
         self.steps += 1
+        self.hang.wait()
         if self.explode:
             raise RuntimeError("the device is gone")
         if not self.hold.is_set():
@@ -88,9 +93,16 @@ class ListedSource:
 
 
 def serve_engine(
-    engine: CountingEngine, key: ClusterKey, *, epoch: int = 1, rank: int = 0
+    engine: CountingEngine,
+    key: ClusterKey,
+    *,
+    epoch: int = 1,
+    rank: int = 0,
+    transfers: Callable[[], TransferStats | None] = lambda: None,
 ) -> tuple[EngineServer, EngineRecord]:
-    server = EngineServer(engine, engine_id=f"engine-{rank}", epoch=epoch, key=key, host="127.0.0.1")
+    server = EngineServer(
+        engine, engine_id=f"engine-{rank}", epoch=epoch, key=key, host="127.0.0.1", transfers=transfers
+    )
     server.start()
     return server, make_record(address=server.address, epoch=epoch, rank=rank)
 

@@ -19,6 +19,7 @@ import yaml
 from baton.cluster.processes import Process, descendants, kill
 
 BATON = str(Path(sys.executable).parent / "baton")
+STEP_TIMEOUT_S = 5.0  # of the engines that `config_file` describes
 READY_S = 120.0  # generous: other tests may share the two cores
 
 
@@ -103,12 +104,14 @@ def free_port() -> int:
 
 
 def config_file(folder: Path, *, name: str, port: int) -> Path:
-    """The demo's Serve config with another name and port, and leases that a test can wait for."""
+    """The demo's Serve config with another name and port, and leases and hangs that a test can wait for."""
     config = yaml.safe_load((Path(__file__).parents[2] / "configs/serve/demo.yaml").read_text())
     application = config["applications"][0]
     application["name"] = name
     application["route_prefix"] = f"/{name}"
     application["args"] |= {"transfer": {"lease_s": 5.0}}
+    for fleet in application["args"]["fleets"].values():
+        fleet["step_timeout_s"] = STEP_TIMEOUT_S
     application["args"]["gateway"] |= {"port": port}
     for fleet in application["args"]["fleets"].values():
         fleet["num_cpus"] = 0.1  # two applications share a machine of two cores

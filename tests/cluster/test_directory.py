@@ -1,11 +1,14 @@
-"""Who is alive, without Ray: the list under the directory actor."""
+"""Who is alive, without Ray: the list under the directory actor, and how its members keep it alive."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 from fakes import make_record
 
-from baton.cluster.directory import Membership
+from baton.cluster import directory
+from baton.cluster.directory import Membership, presence
 
 
 class Clock:
@@ -98,3 +101,22 @@ def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership,
     assert listed(members) == []
     assert members.snapshot().gateways == ["g"]
     assert members.remove_silent(6.0) == []
+
+
+async def test_a_member_that_starts_says_again_and_again_that_the_application_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    class Listener:
+        async def call(self, method: str) -> None:
+            calls.append(method)
+
+    monkeypatch.setattr(directory, "PRESENCE_S", 0.01)
+    async with presence(Listener()):  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+    said = len(calls)
+    assert said > 3
+    assert set(calls) == {"application_lives"}
+    await asyncio.sleep(0.05)
+    assert len(calls) == said

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from served import BATON, Server, baton_serve, config_file, eventually, free_port
+from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually, free_port
 
 from baton.cluster.processes import wait_until_gone
 
@@ -118,7 +118,7 @@ async def test_an_unknown_field_is_refused_by_name(client: openai.AsyncOpenAI) -
 def test_values_are_recalled_through_prefill_and_decode_at_every_length(server: Server, tmp_path: Path) -> None:
     """The demo model knows the answers; a block that was lost, stale or misplaced on its way makes one wrong."""
     file = tmp_path / "recall.json"
-    words = ["--base-url", server.url, "--samples", "12", "--seed", "7", "--json", str(file)]
+    words = ["--base-url", server.url, "--samples", "20", "--seed", "7", "--json", str(file)]
     done = subprocess.run([BATON, "eval", "recall", *words], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
@@ -189,9 +189,15 @@ async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_i
     await asyncio.to_thread(server.wait_until_all_blocks_are_free)
 
 
-@pytest.mark.parametrize("role", ROLES)
-async def test_killing_a_worker_in_mid_load_hangs_no_request_and_the_fleet_heals(
-    client: openai.AsyncOpenAI, server: Server, role: str
+@pytest.mark.parametrize(
+    ("role", "blow", "noticed_s"),
+    [
+        *((role, signal.SIGKILL, NOTICED_S) for role in ROLES),
+        ("decode", signal.SIGSTOP, STEP_TIMEOUT_S + 2 * NOTICED_S),
+    ],
+)
+async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_and_the_fleet_heals(
+    client: openai.AsyncOpenAI, server: Server, role: str, blow: signal.Signals, noticed_s: float
 ) -> None:
     server.wait_until_whole(ROLES)
     expected = await answers(client, STREAMS, 60)
@@ -204,13 +210,13 @@ async def test_killing_a_worker_in_mid_load_hangs_no_request_and_the_fleet_heals
 
     await asyncio.to_thread(eventually, at_work, 20.0, f"{role} has nothing to do")
     victim = server.rank_of(role)
-    os.kill(victim["pid"], signal.SIGKILL)
+    os.kill(victim["pid"], blow)
     killed_s = time.monotonic()
 
     def noticed() -> bool:
         return victim["epoch"] not in [rank["epoch"] for rank in server.ranks()]
 
-    await asyncio.to_thread(eventually, noticed, NOTICED_S, "the dead engine is still listed")
+    await asyncio.to_thread(eventually, noticed, noticed_s, "the dead engine is still listed")
     await asyncio.to_thread(server.wait_until_whole, ROLES)
     healed_s = time.monotonic() - killed_s
     stop.set()
@@ -221,7 +227,7 @@ async def test_killing_a_worker_in_mid_load_hangs_no_request_and_the_fleet_heals
     await asyncio.to_thread(server.wait_until_all_blocks_are_free)
     assert await answers(client, 4, 60) == expected[:4]
     outcomes = [isinstance(result, openai.APIError) for its_results in results for result in its_results]
-    print(f"{role} killed: {sum(outcomes)} of {len(outcomes)} requests failed, whole again after {healed_s:.1f} s")
+    print(f"{role} {blow.name}: {sum(outcomes)} of {len(outcomes)} requests failed, whole again after {healed_s:.1f} s")
 
 
 async def _keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Event) -> list[str | openai.APIError]:

@@ -15,6 +15,7 @@ from baton.cluster.contracts import EngineGone, EngineRecord
 from baton.cluster.engine_server import EngineServer
 from baton.engine.core.messages import ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.handoff import TransferStats
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -96,6 +97,16 @@ async def test_closing_a_stream_aborts_its_request_at_the_engine(
         await anext(stream)
 
 
+async def test_an_answer_whose_end_nobody_took_is_aborted(client: ZmqEngineClient, engine: CountingEngine) -> None:
+    """A client may leave just when a prefill's last word arrives: blocks that it offers would wait out their lease."""
+    stream = client.submit(client.engines()[0].record, make_request("a", max_tokens=1))
+    await until(lambda: client.engines()[0].outstanding == 0)
+    await stream.aclose()
+    await until(lambda: engine.aborted == ["a"])
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
 async def test_a_stream_that_nobody_holds_any_more_is_aborted(client: ZmqEngineClient, engine: CountingEngine) -> None:
     engine.hold.clear()
     client.submit(client.engines()[0].record, make_request("a"))
@@ -165,6 +176,44 @@ async def test_a_gateway_that_left_the_directory_has_its_requests_aborted(
     server.keep_gateways(["gateway-b"])
     await until(lambda: engine.aborted == ["a"])
     await stream.aclose()
+
+
+async def test_a_gateway_that_only_the_directory_lost_hears_that_its_requests_are_given_up(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    """One that was stopped for a few seconds, or cut off from the directory, would wait for its tokens for ever."""
+    server, record = served
+    server.keep_gateways(["gateway-a"])
+    engine.hold.clear()
+    stream = client.submit(record, make_request("a"))
+    await until(lambda: "a" in engine.running)
+    server.keep_gateways([])
+    assert (await asyncio.wait_for(anext(stream), 2.0)).finish_reason is FinishReason.ABORT
+    engine.hold.set()
+    assert await tokens_of(client.submit(record, make_request("b"))) == [1, 2, 3, 4, 5]
+
+
+async def test_a_step_that_hangs_shows(engine: CountingEngine, served: tuple[EngineServer, EngineRecord]) -> None:
+    server = served[0]
+    await asyncio.sleep(0.2)
+    engine.hang.clear()
+    server.wake()
+    await until(lambda: server.stalled_s() > 1.5)
+    engine.hang.set()
+    await until(lambda: server.stalled_s() < 0.1)
+
+
+async def test_gateways_hear_how_transfers_go(source: ListedSource) -> None:
+    transfers = TransferStats(offers={"finished": 3}, bytes_read=7)
+    server, record = serve_engine(CountingEngine(), KEY, transfers=lambda: transfers)
+    client = ZmqEngineClient(source, KEY, "gateway-c")
+    await client.start()
+    source.show(record)
+    await until(lambda: [view.transfers for view in client.engines()] == [transfers])
+    transfers = TransferStats(offers={"finished": 4}, bytes_read=9)
+    await until(lambda: [view.transfers for view in client.engines()] == [transfers])
+    await client.close()
+    server.close()
 
 
 async def test_a_gateway_whose_connection_breaks_has_its_requests_aborted(

@@ -26,6 +26,7 @@ from baton.engine.core.connector import (
 from baton.engine.core.engine import EngineCore, EngineCoreConfig, EngineFailed
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, TokenLogprobs
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
+from baton.kv_transfer.handoff import TransferStats
 
 Scripts = dict[tuple[int, ...], list[int]]
 
@@ -197,6 +198,7 @@ class FakeEngine:
         self.step_s = 0.0
         self.die_after_tokens: int | None = None
         self.refuse: EngineOutput | None = None
+        self.transfers: TransferStats | None = None
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def _loop(self) -> None:
@@ -300,7 +302,11 @@ class FakeCluster:
         return self.members[-1]
 
     def engines(self) -> list[EngineView]:
-        return [EngineView(engine.record, engine.stats, len(engine.streams)) for engine in self.members if engine.alive]
+        return [
+            EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers)
+            for engine in self.members
+            if engine.alive
+        ]
 
     def submit(self, record: EngineRecord, request: EngineRequest) -> FakeStream:
         engine = self._find(record)

@@ -57,7 +57,9 @@ SAMPLING: list[tuple[str, Any]] = [
     *[("stop_token_ids", value) for value in ([-1], [HUGE], "5", [True], [1.0])],
     *[("logit_bias", value) for value in ([], {"a": 1}, {"-1": 1}, {"1": 101}, {"9999999": 1}, {"1.0": 1})],
     *[("allowed_token_ids", value) for value in ([], [-1], [HUGE])],
-    *[("bad_words", value) for value in ("fox", [1])],
+    *[("bad_words", value) for value in ("fox", [1], ["x"] * 257, ["x" * 257])],
+    ("stop", "x" * 1025),
+    ("stop_token_ids", [5] * 1025),
     *[("prompt_logprobs", value) for value in (-1, 21, True)],
     *[("ignore_eos", value) for value in (1, "true", None)],
     *[("skip_special_tokens", value) for value in (0, "no")],
@@ -283,6 +285,12 @@ async def test_escaped_pairs_of_surrogates_are_text(service: Service) -> None:
     body = b'{"model": "tiny", "prompt": "\\ud83e\\udd8a", "max_tokens": 1, "echo": true}'
     response = await service.http.post(COMPLETIONS, content=body)
     assert response.json()["choices"][0]["text"].startswith("🦊")
+
+
+async def test_more_messages_than_the_context_has_tokens_are_refused_unrendered(service: Service) -> None:
+    messages = [{"role": "user", "content": ""}] * 257
+    response = await service.http.post(CHAT, json={"model": "tiny", "messages": messages})
+    check_refused(response, 400, "messages", "context_length_exceeded")
 
 
 async def test_a_body_over_the_limit_is_refused_unread(service: Service) -> None:

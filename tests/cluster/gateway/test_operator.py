@@ -12,6 +12,7 @@ from gateway_service import Service
 
 from baton.cluster.contracts import Role
 from baton.engine.text import Tokenizer
+from baton.kv_transfer.handoff import TransferStats
 
 
 async def test_models_are_listed_and_looked_up(service: Service) -> None:
@@ -114,6 +115,28 @@ async def test_metrics_count_what_happened(disaggregated: Service) -> None:
     assert samples['baton_engines{role="prefill"}'] == 1
     assert samples[f'baton_kv_cache_usage_perc{{engine="decode-1",{model},role="decode"}}'] == 0
     assert samples["baton_gateway_requests_inflight"] == 0
+
+
+async def test_metrics_show_each_engine_and_its_hand_offs(disaggregated: Service) -> None:
+    service = disaggregated
+    service.cluster.members[0].transfers = TransferStats(offers={"finished": 2, "expired": 1}, leases_held=3)
+    service.cluster.members[1].transfers = TransferStats(
+        receives={"received": 2}, bytes_read=4096, descriptors_read=5, receive_seconds=0.5
+    )
+    await service.complete([5] * 20, max_tokens=4, ignore_eos=True)
+    samples = await service.metrics()
+    prefill = 'engine="prefill-0",model_name="tiny"'
+    decode = 'engine="decode-1",model_name="tiny"'
+    assert samples[f'baton_kv_tickets_total{{{prefill},outcome="finished",role="prefill"}}'] == 2
+    assert samples[f'baton_kv_tickets_total{{{prefill},outcome="expired",role="prefill"}}'] == 1
+    assert samples[f'baton_kv_leases_held{{{prefill},role="prefill"}}'] == 3
+    assert samples[f'baton_kv_receives_total{{{decode},outcome="received",role="decode"}}'] == 2
+    assert samples[f'baton_kv_transfer_bytes_total{{{decode},role="decode"}}'] == 4096
+    assert samples[f'baton_kv_transfer_descriptors_total{{{decode},role="decode"}}'] == 5
+    assert samples[f'baton_kv_transfer_seconds_total{{{decode},role="decode"}}'] == 0.5
+    assert samples[f'baton_engine_prompt_tokens_total{{{prefill},role="prefill"}}'] == 20
+    assert samples[f'baton_prefix_cache_queries_total{{{prefill},role="prefill"}}'] > 0
+    assert samples['baton_request_queue_time_seconds_count{model_name="tiny"}'] == 1
 
 
 async def test_a_full_gateway_says_when_to_come_back(start: Callable[..., Service]) -> None:

@@ -1,0 +1,116 @@
+"""What a client may send before it has sent a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import uvicorn
+
+from baton.cluster import http_protocol
+from baton.cluster.http_protocol import MAX_HEAD_BYTES, GuardedHttpProtocol
+
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+async def answer_length(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the body, takes a while, and says how long the body was."""
+    length, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        length, more = length + len(message["body"]), message["more_body"]
+    await asyncio.sleep(0.4)
+    body = str(length).encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+    """Opens a connection to a server that waits 0.3 s for a request."""
+    monkeypatch.setattr(http_protocol, "ARRIVAL_S", 0.3)
+    config = uvicorn.Config(
+        answer_length, port=0, http=GuardedHttpProtocol, ws="none", lifespan="off", log_level="error"
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:
+            await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield lambda: asyncio.open_connection("127.0.0.1", port)
+    server.should_exit = True
+    await task
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the server closes, which it must."""
+    async with asyncio.timeout(5):
+        return await reader.read()
+
+
+async def test_a_request_that_comes_in_pieces_is_answered_however_large_its_body(connect: Connect) -> None:
+    reader, writer = await connect()
+    size = 4 * MAX_HEAD_BYTES
+    for piece in (b"POST / HTTP/1.1\r\nho", b"st: x\r\n", b"content-length: %d\r\n\r\n" % size, b"x" * size):
+        writer.write(piece)
+        await asyncio.sleep(0.02)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = await rest_of(reader)
+    assert answer.count(b"HTTP/1.1 200") == 2
+    assert str(size).encode() in answer
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"\r\n", b"POST / HTTP/1.1\r\nhost: x\r\n", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc"],
+    ids=["nothing", "an empty line", "half a head", "half a body"],
+)
+async def test_a_request_that_does_not_arrive_in_time_is_given_up(connect: Connect, sent: bytes) -> None:
+    reader, writer = await connect()
+    writer.write(sent)
+    assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_trickling_does_not_buy_time(connect: Connect) -> None:
+    reader, writer = await connect()
+    writer.write(b"GET / HTTP/1.1\r\n")
+
+    async def trickle() -> None:
+        while not writer.is_closing():
+            writer.write(b"x: y\r\n")
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(trickle())
+    with suppress(ConnectionError):  # what was on its way when the server closed
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
+    task.cancel()
+
+
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nx: ", b"GET /"], ids=["header", "url"])
+async def test_a_head_that_never_ends_is_refused(connect: Connect, head: bytes) -> None:
+    reader, writer = await connect()
+    writer.write(head + b"a" * MAX_HEAD_BYTES)
+    assert (await rest_of(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_the_beginning_of_the_next_request_does_not_cost_an_answer_that_is_on_its_way(connect: Connect) -> None:
+    reader, writer = await connect()
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await asyncio.sleep(0.02)
+    writer.write(b"GET / HT")
+    assert (await rest_of(reader)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_nobody_becomes_a_websocket(connect: Connect) -> None:
+    reader, writer = await connect()
+    upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: aaaa\r\nsec-websocket-version: 13\r\n"
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n")
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200 ")
+    writer.close()
