@@ -166,6 +166,7 @@ def loss_of(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Te
     with torch.no_grad():
         right = torch.ones_like(targets, dtype=torch.bool)
         right[where] = logits.argmax(-1) == targets[where]
+        # An answer to a question is two tokens and its end. Code has no answers; what this says of it is not used.
         exact = right[where].view(-1, 3)[:, :2].all(-1) if int(where.sum()) % 3 == 0 else right[where]
     return loss, exact.float().mean().item()
 
