@@ -52,8 +52,8 @@ def serve(
     unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None,
     prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Engines that write answers. Needs --prefill.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the HTTP server.  [default: 8000]")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help=r"Of the HTTP server.  \[default: 8000]")] = None,
+    host: Annotated[str | None, typer.Option(help=r"Address to listen on.  \[default: 127.0.0.1]")] = None,
     model_id: Annotated[
         str | None, typer.Option("--model-id", "--served-model-name", help="What clients call the model.")
     ] = None,

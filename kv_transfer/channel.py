@@ -19,10 +19,12 @@ from typing import Protocol
 import zmq
 
 from .curve import ClusterKey
+from .errors import TransportError
 
 Route = int | bytes  # a connection that we opened, or the one on which a peer's message came
 
 MAX_MESSAGE_BYTES = 4 << 20
+SHORTEST_SLEEP_S = 5e-5
 LINGER_MS = 200  # what was said last (Finish, Abort) still goes out when a socket is closed
 
 
@@ -31,7 +33,9 @@ class Channel(Protocol):
 
     address: str
 
-    def connect(self, address: str) -> Route: ...
+    def connect(self, address: str) -> Route:
+        """Raises `TransportError` for an address that is none, or when there are too many connections."""
+        ...
 
     def disconnect(self, route: Route) -> None: ...
 
@@ -68,10 +72,7 @@ class ZmqChannel:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def connect(self, address: str) -> Route:
-        dealer = self._socket(zmq.DEALER, address)
-        if self._key is not None:
-            self._key.secure_client(dealer)
-        dealer.connect(address)
+        dealer = self._dial(address)
         number = next(self._numbers)
         self._dealers[number] = dealer
         self._poller.register(dealer, zmq.POLLIN)
@@ -103,9 +104,12 @@ class ZmqChannel:
         return arrived
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when a message is there, after `wake`, or after the timeout; below 1 ms it sleeps through."""
+        """Returns when a message is there, after `wake`, or after the timeout; below 1 ms it sleeps through.
+
+        Below `SHORTEST_SLEEP_S` it only lets other threads run: the kernel cannot sleep that briefly.
+        """
         if timeout_s < 1e-3:
-            time.sleep(timeout_s)
+            time.sleep(timeout_s if timeout_s >= SHORTEST_SLEEP_S else 0)
         else:
             self._poller.poll(math.ceil(timeout_s * 1e3))
         with contextlib.suppress(BlockingIOError):
@@ -121,6 +125,22 @@ class ZmqChannel:
         self._server.close()
         self._context.term()
         os.close(self._wakeup)
+
+    def _dial(self, address: str) -> zmq.Socket[bytes]:
+        if not address.startswith("tcp://"):
+            raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
+        try:
+            dealer = self._socket(zmq.DEALER, address)
+        except zmq.ZMQError as error:
+            raise TransportError(f"no socket is left for {address}: {error}") from error
+        if self._key is not None:
+            self._key.secure_client(dealer)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            dealer.close()
+            raise TransportError(f"cannot connect to {address!r}: {error}") from error
+        return dealer
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

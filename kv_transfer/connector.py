@@ -32,7 +32,7 @@ __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-CLOSE_TIMEOUT_S = 5.0  # for reads that still run
+CLOSE_TIMEOUT_S = 5.0  # for reads that still run, ours and those of our memory
 
 
 class TransferConnector:
@@ -65,6 +65,7 @@ class TransferConnector:
         self._stats = TransferStats()
         self._failure: Exception | None = None
         self._closing = threading.Event()
+        self._gate = threading.Lock()  # nothing is enqueued after `close` began
         self._channel = ZmqChannel(host, key)
         self.address = self._channel.address  # this engine's `kv_address`
         started: Future[None] = Future()
@@ -72,7 +73,10 @@ class TransferConnector:
         self._thread.start()
         try:
             started.result(timeout=START_TIMEOUT_S)
-        except TransportError:
+        except TimeoutError:
+            self._closing.set()  # the thread is stuck inside the transport: it leaves by itself when it comes back
+            raise TransportError(f"the transport did not start within {START_TIMEOUT_S:g} s") from None
+        except Exception:
             self.close()
             raise
 
@@ -109,13 +113,12 @@ class TransferConnector:
 
     def poll(self) -> list[ConnectorEvent]:
         """What happened since the last call, in order. Raises `TransferThreadDied` once nothing more can happen."""
+        failure = self._failure  # looked at first: what was told before the thread died is delivered before it raises
         events = []
         while self._events:
             events.append(self._events.popleft())
-        if not events and self._failure is not None:
-            raise TransferThreadDied(
-                f"KV transfers of {self._me.engine_id} stopped: {self._failure}"
-            ) from self._failure
+        if not events and failure is not None:
+            raise TransferThreadDied(f"KV transfers of {self._me.engine_id} stopped: {failure}") from failure
         return events
 
     def peers_changed(self, live: Collection[PeerInfo]) -> None:
@@ -128,31 +131,33 @@ class TransferConnector:
         return self._stats
 
     def close(self) -> None:
-        """Gives up all receives, waits a little for reads that still run, and frees the memory's registration."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._channel.wake()
+        """Gives up all receives and offers, waits a little for reads that still run, deregisters the memory."""
+        with self._gate:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            self._channel.wake()
         self._thread.join()
         self._channel.close()
 
     def _enqueue(self, command: Callable[[Handoff], None]) -> None:
-        if self._closing.is_set() or self._failure is not None:
-            return
-        self._commands.append(command)
-        self._channel.wake()
+        with self._gate:
+            if self._closing.is_set() or self._failure is not None:
+                return
+            self._commands.append(command)
+            self._channel.wake()
 
     # ------------------------------------------------------------------ in the transfer thread
 
     def _run(self, started: Future[None]) -> None:
         try:
             transport = self._make_transport()
+            handoff = Handoff(
+                self._me, self._region, self._channel, transport, self._settings, time.monotonic, self._tell
+            )
         except Exception as error:
             started.set_exception(error)
             return
-        handoff = Handoff(
-            self._me, self._region, self._channel, transport, self._settings, time.monotonic, self._events.append
-        )
         started.set_result(None)
         try:
             while not self._closing.is_set():
@@ -164,18 +169,24 @@ class TransferConnector:
         transport.close()
 
     def _round(self, handoff: Handoff) -> float:
-        while self._commands:
-            self._commands.popleft()(handoff)
+        self._run_commands(handoff)
         pause_s = handoff.pump()
         self._stats = handoff.stats()
-        if self._events:
-            self._wake()
         return pause_s
 
+    def _run_commands(self, handoff: Handoff) -> None:
+        while self._commands:
+            self._commands.popleft()(handoff)
+
+    def _tell(self, event: ConnectorEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
     def _wind_up(self, handoff: Handoff) -> None:
+        self._run_commands(handoff)
         handoff.abandon("the engine is closing")
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while handoff.any_read and time.monotonic() < deadline:
+        while handoff.any_access and time.monotonic() < deadline:
             self._channel.wait(self._round(handoff))
 
     def _die(self, handoff: Handoff, error: Exception) -> None:

@@ -14,13 +14,21 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from baton.engine.core.connector import BlocksReleased, ConnectorEvent, Received, ReceiveFailed, TransferId
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    OfferEnded,
+    OfferOutcome,
+    Received,
+    ReceiveFailed,
+    TransferId,
+)
 from baton.engine.core.layout import KVRegion
 
 from .actions import Action, Emit, SendToHolder, SendToReader, StartRead, StopRead
 from .channel import Channel, Route
 from .descriptors import block_ranges
-from .errors import MalformedMessage
+from .errors import MalformedMessage, TransportError
 from .leases import LeaseTable
 from .messages import (
     Abort,
@@ -48,7 +56,8 @@ from .transports import Transport
 
 logger = logging.getLogger(__name__)
 
-POLL_READS_S = 1e-4  # while reads run: their state is only known by asking
+POLL_READS_S = 1e-4  # while reads run: their state is only known by asking ...
+POLL_READS_SHARE = 0.1  # ... and sooner while they are young: at intervals of this share of their age
 POLL_SERVING_S = 1e-3  # while someone may read us: some lanes need our CPU
 POLL_IDLE_S = 60.0
 SERVE_AFTER_HELLO_S = 2.0  # a peer that greets reads a little at once
@@ -101,6 +110,7 @@ class Handoff:
         self._reader_routes: dict[EngineKey, Route] = {}
         self._started_at: dict[TransferId, float] = {}
         self._serve_until = 0.0
+        self._read_started_at = 0.0  # the youngest one
         self._receive_seconds = 0.0
         self._stale_greetings = 0
         self._malformed = 0
@@ -121,7 +131,11 @@ class Handoff:
             self._refuse(receive, str(error))
             return
         now = self._clock()
-        peer = self._peers.connect(offered.lease.holder, offered.kv_address, now)
+        try:
+            peer = self._peers.connect(offered.lease.holder, offered.kv_address, now)
+        except TransportError as error:
+            self._refuse(receive, str(error))
+            return
         if peer.status is PeerStatus.REFUSED:
             self._refuse(receive, f"{peer.key.engine_id} refuses to pair: {peer.refusal}")
             return
@@ -143,15 +157,14 @@ class Handoff:
 
     def pump(self) -> float:
         """One round of everything. Returns after how many seconds to call again, unless a message or a call comes."""
+        for event in self._pulls.poll():  # first: the engine's last calls may have asked for reads
+            self._on_pull(event)
         arrived = self._channel.receive()
         now = self._clock()  # after receiving: a lease must not be counted from before the claim was sent
         for route, data in arrived:
             self._on_data(route, data, now)
         for peer in self._peers.poll(now, self._pulls.uses):
             self._perform(self.receives.peer_ready(peer, now))
-        for event in self._pulls.poll():
-            self._on_pull(event)
-        now = self._clock()
         self._perform(self.leases.expire(now))
         self._perform(self.receives.tick(now))
         self._peers.forget_idle(self.receives.waits_for)
@@ -160,13 +173,14 @@ class Handoff:
         return self._pause(now)
 
     def abandon(self, reason: str) -> None:
-        """Fails all receives that are under way; their reads begin nothing further."""
+        """Fails all receives that are under way, whose reads begin nothing further, and withdraws all offers."""
         self._perform(self.receives.abandon(reason))
+        self._perform(self.leases.withdraw_all())
 
     @property
-    def any_read(self) -> bool:
-        """The transport may still write into our blocks."""
-        return len(self._pulls) > 0
+    def any_access(self) -> bool:
+        """The transport may still write into our blocks, or a peer with our promise may still read them."""
+        return len(self._pulls) > 0 or self.leases.any_granted
 
     def stats(self) -> TransferStats:
         return TransferStats(
@@ -212,7 +226,7 @@ class Handoff:
         if reason:
             self._send(route, Unwelcome(hello.to, hello.sender, reason))
             return
-        self._serve_until = now + SERVE_AFTER_HELLO_S
+        self._serve_until = max(self._serve_until, now + SERVE_AFTER_HELLO_S)
         self._send(route, Welcome(self.me, hello.sender, self._transport.metadata()))
 
     def _objection(self, hello: Hello) -> str:
@@ -263,6 +277,8 @@ class Handoff:
             self._receive_seconds += self._clock() - self._started_at.pop(event.transfer_id)
         elif isinstance(event, BlocksReleased):
             self._started_at.pop(event.transfer_id, None)
+        elif isinstance(event, OfferEnded) and event.outcome is not OfferOutcome.FINISHED:
+            self._serve_until = self._clock() + self.leases.lease_s  # who gave up may still read, and waits for the end
         self._emit_event(event)
 
     def _start_read(self, receive: TransferId) -> None:
@@ -272,6 +288,7 @@ class Handoff:
         assert peer.memory is not None, "a read starts when its peer is ready"
         ranges = block_ranges(known.source_blocks, known.block_ids, self._layout.block_bytes)
         self._pulls.start(receive, peer.memory, ranges)
+        self._read_started_at = self._clock()
 
     def _send(self, route: Route | None, message: Message) -> None:
         if route is None or not self._channel.send(route, encode(message)):
@@ -311,7 +328,9 @@ class Handoff:
         return now < self._serve_until or self.leases.any_granted
 
     def _pause(self, now: float) -> float:
-        if self._pulls or self._peers.any_warming:
+        if self._pulls:
+            return min(POLL_READS_S, POLL_READS_SHARE * (now - self._read_started_at))
+        if self._peers.any_warming:
             return POLL_READS_S
         if self._serving(now):
             return POLL_SERVING_S

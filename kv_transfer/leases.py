@@ -87,6 +87,9 @@ class LeaseTable:
         lease.withdrawing = True
         return [SendToReader(lease.reader.engine, Withdrawn(lease.key, lease.reader))]
 
+    def withdraw_all(self) -> list[Action]:
+        return [action for offer in list(self._leases) for action in self.withdraw(offer)]
+
     def expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for lease in [lease for lease in self._leases.values() if now >= lease.expires_at]:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from .channel import Channel, Route
-from .errors import TransferError
+from .errors import TransferError, TransportError
 from .messages import EngineKey, Hello, Unwelcome, Welcome, encode
 from .settings import PeerInfo
 from .transports import PeerHandle, PeerState, Transport
@@ -61,7 +61,7 @@ class Peers:
         self._transport = transport
         self._retry_s = retry_s
         self._peers: dict[EngineKey, Peer] = {}
-        self._retired: list[PeerHandle] = []  # forgotten by the transport once no read of it is left
+        self._retired: dict[PeerHandle, EngineKey] = {}  # forgotten by the transport once no read of it is left
         self._unpaired: set[EngineKey] = set()  # live engines of another layout, told once
 
     def get(self, key: EngineKey) -> Peer | None:
@@ -88,11 +88,14 @@ class Peers:
         for key in left:
             self._forget(key)
         for info in paired.values():
-            self.connect(info.key, info.kv_address, now).listed = True
+            try:
+                self.connect(info.key, info.kv_address, now).listed = True
+            except TransportError as error:
+                logger.warning("not paired with %s: %s", info.engine_id, error)
         return left
 
     def connect(self, key: EngineKey, address: str, now: float) -> Peer:
-        """The peer, known or new."""
+        """The peer, known or new. Raises `TransportError` for an address that is none."""
         peer = self._peers.get(key)
         if peer is None:
             route = self._channel.connect(address)
@@ -106,9 +109,11 @@ class Peers:
             self._forget(peer.key)
 
     def broke(self, key: EngineKey, now: float) -> None:
-        """A read of it failed: an endpoint does not recover, so begin anew."""
+        """A read of it failed. If the endpoint did, it does not recover: begin anew."""
         peer = self._peers.get(key)
-        if peer is not None and peer.memory is not None:
+        if peer is None or peer.memory is None:
+            return
+        if self._transport.peer_state(peer.memory) is PeerState.BROKEN:
             self._retire(peer)
             peer.status, peer.greet_at = PeerStatus.GREETING, now
 
@@ -135,17 +140,21 @@ class Peers:
         return peer
 
     def poll(self, now: float, reads: Callable[[PeerHandle], bool]) -> list[EngineKey]:
-        """Greets, warms, and lets go of memories that have no `reads` left. Returns the peers that became ready."""
+        """Lets go of memories that have no `reads` left, greets and warms. Returns the peers that became ready."""
+        for memory in [memory for memory in self._retired if not reads(memory)]:
+            del self._retired[memory]
+            self._transport.remove_peer(memory)
         ready = []
         for peer in self._peers.values():
-            if peer.status is PeerStatus.GREETING and now >= peer.greet_at:
+            if self._may_be_greeted(peer) and now >= peer.greet_at:
                 self._greet(peer, now)
             elif peer.status is PeerStatus.WARMING and self._warm(peer, now):
                 ready.append(peer.key)
-        for memory in [memory for memory in self._retired if not reads(memory)]:
-            self._retired.remove(memory)
-            self._transport.remove_peer(memory)
         return ready
+
+    def _may_be_greeted(self, peer: Peer) -> bool:
+        """Not while reads of its last memory run: the transport knows both by the same name, and drops both at once."""
+        return peer.status is PeerStatus.GREETING and peer.key not in self._retired.values()
 
     def _pairs(self, info: PeerInfo) -> bool:
         if info.key == self._me.key:
@@ -159,7 +168,7 @@ class Peers:
 
     def _answering(self, route: Route, message: Welcome | Unwelcome) -> Peer | None:
         peer = self._peers.get(message.sender)
-        expected = peer is not None and peer.route == route and peer.status is PeerStatus.GREETING
+        expected = peer is not None and peer.route == route and self._may_be_greeted(peer)
         return peer if expected and message.to == self._me.key else None
 
     def _greet(self, peer: Peer, now: float) -> None:
@@ -191,5 +200,5 @@ class Peers:
 
     def _retire(self, peer: Peer) -> None:
         if peer.memory is not None:
-            self._retired.append(peer.memory)
+            self._retired[peer.memory] = peer.key
             peer.memory = None

@@ -240,7 +240,7 @@ class ReceiveTable:
         del self._receives[receive.id]
         self.outcomes["received"] += 1
         lease = receive.ticket.lease
-        return [SendToHolder(lease.holder, Finish(lease, receive.key)), Emit(Received(receive.id))]
+        return [Emit(Received(receive.id)), SendToHolder(lease.holder, Finish(lease, receive.key))]
 
     def _in_time(self, read_finished_at: float, granted_until: float) -> bool:
         return read_finished_at < granted_until

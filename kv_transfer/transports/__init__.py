@@ -1,6 +1,6 @@
 """Ways of reading another engine's memory. One thread uses a transport.
 
-add_peer ──> CONNECTING ──> CONNECTED | BROKEN ──> remove_peer (when no read of it is left)
+add_peer ──> CONNECTING ──> CONNECTED ──a read fails──> BROKEN ──> remove_peer (when no read of it is left)
 read ──> RUNNING ──> DONE | FAILED ──> release (until it says that nothing can write any more)
 """
 

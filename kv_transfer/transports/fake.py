@@ -71,6 +71,7 @@ class FakeFabric:
 
 @dataclasses.dataclass(slots=True)
 class _Read:
+    peer: PeerHandle
     source: str
     pieces: list[ByteRange]
     corrupt: bool
@@ -115,7 +116,7 @@ class FakeTransport:
         if rng.random() < faults.refuse:
             raise TransportError("this read is refused, as the fault dial says")
         handle = next(self._ids)
-        read = self._reads[handle] = _Read(source, list(ranges), corrupt=rng.random() < faults.corrupt)
+        read = self._reads[handle] = _Read(peer, source, list(ranges), corrupt=rng.random() < faults.corrupt)
         seconds = faults.slow_s if rng.random() < faults.slow else faults.read_s
         if rng.random() < faults.fail:
             self._after(seconds, lambda: self._fail_half_way(read))
@@ -153,18 +154,25 @@ class FakeTransport:
         if alive:
             self._land(read, read.pieces)
         read.landed = True
-        read.state = ReadState.DONE if alive else ReadState.FAILED
+        if alive:
+            read.state = ReadState.DONE
+        else:
+            self._fail(read)
 
     def _fail_half_way(self, read: _Read) -> None:
         half = len(read.pieces) // 2
         self._land(read, read.pieces[:half])
-        read.state = ReadState.FAILED
+        self._fail(read)
 
         def rest() -> None:
             self._land(read, read.pieces[half:])
             read.landed = True
 
         self._after(self._fabric.faults.late_s, rest)
+
+    def _fail(self, read: _Read) -> None:
+        read.state = ReadState.FAILED
+        self._peers[read.peer] = (read.source, PeerState.BROKEN)
 
     def _land(self, read: _Read, pieces: Sequence[ByteRange]) -> None:
         for number, piece in enumerate(pieces):

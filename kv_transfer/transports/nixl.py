@@ -20,10 +20,10 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-import numpy as np
+from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
 
@@ -38,6 +38,8 @@ SETTLE_S = 0.1
 WARM_BYTES = 64
 
 T = TypeVar("T")
+_Memory = Literal["DRAM", "VRAM"]  # NIXL's names
+_Descriptors = list[tuple[int, int, int]]  # address, bytes, device
 _ucx_log = UcxLog()  # one UCX library, one log in a process
 
 
@@ -45,10 +47,10 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     """What a peer must know of us: NIXL's own blob, and where the region lies."""
 
     nixl: bytes
-    address: int
-    num_bytes: int
-    memory: str
-    device: int
+    address: Annotated[int, Meta(ge=0, lt=2**62)]
+    num_bytes: Annotated[int, Meta(ge=1, lt=2**62)]
+    memory: _Memory
+    device: Annotated[int, Meta(ge=0, lt=2**16)]
 
 
 _metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
@@ -119,11 +121,15 @@ class NixlTransport:
         known = decode_as(_metadata_decoder, metadata, "metadata of a NIXL peer")
         name = self._asking("cannot load a peer's metadata", self._agent.add_remote_agent, known.nixl)
         name = name.decode() if isinstance(name, bytes) else name
-        size = min(WARM_BYTES, known.num_bytes)
-        local = [(self._scratch.address, size, self._device)]
-        remote = [(known.address, size, known.device)]
         peer = _Peer(name, known, warm_read=None)
-        peer.warm_read = self._initialize(peer, local, remote)
+        size = min(WARM_BYTES, known.num_bytes)
+        try:
+            peer.warm_read = self._initialize(
+                peer, [(self._scratch.address, size, self._device)], [(known.address, size, known.device)]
+            )
+        except TransportError:
+            self._forget(name)
+            raise
         peer.state = self._begin_warming(peer)
         handle = next(self._ids)
         self._peers[handle] = peer
@@ -146,24 +152,25 @@ class NixlTransport:
             self._lingering.append(known.warm_read)  # it runs, into the scratch only
         else:
             self._let_go(known.warm_read)
-        try:
-            self._agent.remove_remote_agent(known.name)
-        except self._errors as error:
-            logger.warning("NIXL could not forget peer %s: %s", known.name, error)
+        self._forget(known.name)
         self._ucx_said()
 
     def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
         known = self._peers[peer]
-        table = np.asarray(ranges, dtype=np.int64)
-        self._check(table, known)
-        local, remote = np.empty_like(table), np.empty_like(table)
-        local[:, 0], local[:, 1], local[:, 2] = table[:, 1] + self._address, table[:, 2], self._device
-        remote[:, 0], remote[:, 1], remote[:, 2] = (
-            table[:, 0] + known.metadata.address,
-            table[:, 2],
+        self._check(ranges, known)
+        ours, our_device, theirs, their_device = (
+            self._address,
+            self._device,
+            known.metadata.address,
             known.metadata.device,
         )
-        handle = self._initialize(known, local.astype(np.uint64), remote.astype(np.uint64))
+        local = [(ours + piece.local, piece.num_bytes, our_device) for piece in ranges]
+        remote = [(theirs + piece.remote, piece.num_bytes, their_device) for piece in ranges]
+        try:
+            handle = self._initialize(known, local, remote)
+        except TransportError:
+            known.state = PeerState.BROKEN  # the ranges are fine, so the peer is not
+            raise
         read = next(self._ids)
         self._reads[read] = entry = _Read(handle, known, ReadState.RUNNING)
         self._become(entry, self._post(handle))
@@ -208,7 +215,7 @@ class NixlTransport:
         what = f"cannot register {num_bytes} bytes of {self._memory} memory"
         return self._asking(what, self._agent.register_memory, regions, self._memory, self._backends)
 
-    def _initialize(self, peer: _Peer, local: Any, remote: Any) -> Any:
+    def _initialize(self, peer: _Peer, local: _Descriptors, remote: _Descriptors) -> Any:
         ours = self._agent.get_xfer_descs(local, self._memory)
         theirs = self._agent.get_xfer_descs(remote, peer.metadata.memory)
         what = f"cannot prepare a read of {peer.name}"
@@ -247,12 +254,22 @@ class NixlTransport:
             return False
         return True
 
-    def _check(self, table: np.ndarray, peer: _Peer) -> None:
+    def _forget(self, name: str) -> None:
+        try:
+            self._agent.remove_remote_agent(name)
+        except self._errors as error:
+            logger.warning("NIXL could not forget peer %s: %s", name, error)
+
+    def _check(self, ranges: Sequence[ByteRange], peer: _Peer) -> None:
         """A range outside a registered region is refused here, by name, whatever UCX would make of it."""
-        for column, size, whose in ((0, peer.metadata.num_bytes, peer.name), (1, self._num_bytes, "our region")):
-            starts, ends = table[:, column], table[:, column] + table[:, 2]
-            if starts.min() < 0 or table[:, 2].min() < 1 or ends.max() > size:
-                raise TransportError(f"bytes {starts.min()} to {ends.max()} are outside the {size} bytes of {whose}")
+        theirs = peer.metadata.num_bytes
+        for remote, local, num_bytes in ranges:
+            if num_bytes < 1 or not 0 <= remote <= theirs - num_bytes:
+                raise TransportError(f"{num_bytes} bytes at {remote} are outside the {theirs} bytes of {peer.name}")
+            if not 0 <= local <= self._num_bytes - num_bytes:
+                raise TransportError(
+                    f"{num_bytes} bytes at {local} are outside the {self._num_bytes} bytes of our region"
+                )
 
     def _asking(self, what: str, call: Callable[..., T], *arguments: object) -> T:
         try:
@@ -292,7 +309,7 @@ def _scratch(device: str) -> _Scratch:
     return _Scratch(tensor.data_ptr(), tensor)
 
 
-def _set_device(device: str) -> tuple[str, int]:
+def _set_device(device: str) -> tuple[_Memory, int]:
     """NIXL's names for the memory. A GPU becomes the calling thread's current one: UCX looks there for its context."""
     kind, _, index = device.partition(":")
     if kind == "cpu":

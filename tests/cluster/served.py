@@ -103,9 +103,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def config_file(folder: Path, *, name: str, port: int) -> Path:
-    """The demo's Serve config with another name and port, and leases and hangs that a test can wait for."""
-    config = yaml.safe_load((Path(__file__).parents[2] / "configs/serve/demo.yaml").read_text())
+def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") -> Path:
+    """A Serve config of ours with another name and port, and leases and hangs that a test can wait for."""
+    config = yaml.safe_load((Path(__file__).parents[2] / "configs/serve" / like).read_text())
     application = config["applications"][0]
     application["name"] = name
     application["route_prefix"] = f"/{name}"

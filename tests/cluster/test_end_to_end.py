@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROLES = ["decode", "prefill"]
 STREAMS = 32
-NOTICED_S = 2.0
+NOTICED_S = 6.0  # it takes less than a second on an idle machine; hangs and heartbeats take longer than this
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +124,7 @@ def test_values_are_recalled_through_prefill_and_decode_at_every_length(server: 
     result = json.loads(file.read_text())
     assert result["errors"] == 0
     assert result["accuracy"] >= 0.99, result
+    assert all(line["accuracy"] >= 0.95 for line in result["by_length"].values()), result
     assert all(path.startswith("disaggregated") for path in result["paths"])
 
 
@@ -227,6 +228,7 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
     await asyncio.to_thread(server.wait_until_all_blocks_are_free)
     assert await answers(client, 4, 60) == expected[:4]
     outcomes = [isinstance(result, openai.APIError) for its_results in results for result in its_results]
+    assert sum(outcomes) <= len(outcomes) / 10, "the failure ladder saves next to no request"
     print(f"{role} {blow.name}: {sum(outcomes)} of {len(outcomes)} requests failed, whole again after {healed_s:.1f} s")
 
 
@@ -242,9 +244,14 @@ async def _keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Ev
     return results
 
 
-def test_a_serve_config_file_deploys_the_same_application(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "roles", "path"), [("demo.yaml", ROLES, "disaggregated"), ("unified.yaml", ["unified"] * 2, "unified")]
+)
+def test_a_serve_config_file_deploys_an_application(
+    server: Server, tmp_path: Path, file: str, roles: list[str], path: str
+) -> None:
     port = free_port()
-    config = config_file(tmp_path, name="second", port=port)
+    config = config_file(tmp_path, name=path, port=port, like=file)
     command = [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", "--address", server.gcs_address()]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     done = subprocess.run(
@@ -252,11 +259,15 @@ def test_a_serve_config_file_deploys_the_same_application(server: Server, tmp_pa
     )
     assert done.returncode == 0, done.stderr
     url = f"http://127.0.0.1:{port}"
-    eventually(lambda: httpx.get(f"{url}/health").status_code == 200, 60.0, "the second application is not ready")
-    answer = httpx.post(
-        f"{url}/v1/completions", json={"model": "baton-demo", "prompt": "Hello", "max_tokens": 4}, timeout=30
-    )
-    assert answer.headers["x-baton-path"].startswith("disaggregated")
+
+    def whole() -> bool:
+        ranks = httpx.get(f"{url}/v1/cluster/ranks").raise_for_status().json()["data"]
+        return sorted(rank["role"] for rank in ranks) == roles
+
+    eventually(whole, 90.0, "the application is not whole")
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    answer = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 4}, timeout=30)
+    assert answer.headers["x-baton-path"].startswith(path)
     server.look()
 
 

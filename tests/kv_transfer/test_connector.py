@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,7 +21,8 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer.connector import TransferConnector, TransferSettings
+from baton.kv_transfer.channel import ZmqChannel
+from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
 from baton.kv_transfer.handoff import Handoff
@@ -278,6 +280,42 @@ def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConne
     connector.receive("request", 0, ticket.encode(), 0, [1])
     failed, _ = events_of(connector, 2)
     assert "no connection to nobody at tcp://127.0.0.1:9 within 2 s" in failed.reason
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://nonsense", "ipc:///tmp/elsewhere"])
+def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
+    lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
+    ticket = Ticket(1, lease, address, SMALL.fingerprint, "nixl", 16, 30.0, runs_of([1]))
+    for _ in range(2):
+        connector.peers_changed([PeerInfo("nobody", 7, address, SMALL.fingerprint)])
+        connector.receive("request", 0, ticket.encode(), 0, [1])
+        failed, released = events_of(connector, 2)
+        assert address in failed.reason
+        assert released == BlocksReleased(failed.transfer_id)
+
+
+def test_the_engine_is_woken_once_for_each_event(connector: TransferConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[int] = []
+    monkeypatch.setattr(connector, "_wake", lambda: woken.append(1))
+    connector.receive("request", 0, b"no ticket", 0, [1])
+    wait_until(lambda: len(woken) == 2)
+    connector.cancel(12345)  # another round, with the events still unread
+    connector.receive("request", 0, b"no ticket", 0, [1])
+    wait_until(lambda: len(woken) >= 4)
+    assert len(woken) == len(connector.poll()) == 4
+
+
+def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[ZmqChannel] = []
+    monkeypatch.setattr(ZmqChannel, "close", lambda channel: closed.append(channel))
+    monkeypatch.setattr(TransferConnector, "_make_transport", lambda self: 1 / 0)
+    region = KVRegion(4096, 8, "cpu", SMALL)
+    with pytest.raises(ZeroDivisionError):
+        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
+    assert len(closed) == 1
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
+    monkeypatch.undo()
+    closed[0].close()
 
 
 def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(

@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from baton.engine.core.connector import BlocksReleased, ConnectorEvent, ReceiveFailed
+from baton.engine.core.connector import BlocksReleased, ConnectorEvent, OfferEnded, OfferOutcome, ReceiveFailed
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.fake_channel import FakeNetwork
-from baton.kv_transfer.handoff import Handoff
+from baton.kv_transfer.handoff import POLL_SERVING_S, Handoff
 from baton.kv_transfer.messages import EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.peers import MAX_GREET_PAUSE_S
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 from baton.kv_transfer.transports.fake import FakeFabric
 from baton.kv_transfer.virtual import VirtualClock
@@ -41,17 +42,27 @@ class Engines:
             self.reader.pump()
             self.holder.pump()
 
-    def receive(self, holder: EngineKey) -> None:
+    def meet(self) -> None:
+        self.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
+        self.pass_time()
+        assert self.reader.stats().peers_ready == 1
+
+    def hand_over(self) -> None:
+        """Begins to read block 1."""
+        self.meet()
+        self.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), 1)
+        self.receive(EngineKey("holder", 1))
+        self.pass_time(3)
+
+    def receive(self, holder: EngineKey, block: int = 1) -> None:
         lease = LeaseKey(holder, "request", 0, 1)
-        ticket = Ticket(1, lease, "tcp://holder", OURS.fingerprint, "fake", 16, 30.0, runs_of([1]))
+        ticket = Ticket(1, lease, "tcp://holder", OURS.fingerprint, "fake", 16, 30.0, runs_of([block]))
         self.reader.receive(1, ticket.encode(), 0, [1])
 
 
 def test_a_peer_is_warm_before_its_first_request() -> None:
     engines = Engines(OURS)
-    engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
-    engines.pass_time()
-    assert engines.reader.stats().peers_ready == 1
+    engines.meet()
 
 
 @pytest.mark.parametrize(
@@ -72,6 +83,68 @@ def test_a_holder_refuses_whom_it_does_not_match(holder_layout: KVLayout, epoch:
     assert engines.reader.stats().peers_ready == 0
     engines.receive(EngineKey("holder", epoch))  # later ones fail at once
     assert isinstance(engines.events[2], ReceiveFailed)
+
+
+def test_a_ticket_for_blocks_that_the_holder_lacks_costs_nobody_else_the_connection() -> None:
+    engines = Engines(OURS)
+    engines.meet()
+    memory = engines.reader._peers.get(EngineKey("holder", 1)).memory
+    engines.receive(EngineKey("holder", 1), block=4000)
+    engines.pass_time()
+    failed, released = engines.events
+    assert "is outside the" in failed.reason
+    assert released == BlocksReleased(1)
+    assert engines.reader._peers.get(EngineKey("holder", 1)).memory == memory
+
+
+def test_a_broken_peer_is_greeted_anew_only_when_no_read_of_it_is_left() -> None:
+    """A transport knows the memory before and after by one name: forgetting the old one would break the new one."""
+    engines = Engines(OURS)
+    engines.fabric.faults.fail, engines.fabric.faults.late_s = 1.0, (5.0, 5.0)
+    engines.hand_over()
+    assert isinstance(engines.events[0], ReceiveFailed)
+    assert engines.reader.any_access
+    assert engines.reader.stats().peers_ready == 0
+    engines.pass_time(60)
+    assert not engines.reader.any_access
+    assert engines.reader.stats().peers_ready == 1
+
+
+def test_a_peer_that_broke_while_it_was_warmed_is_greeted_again_unasked() -> None:
+    engines = Engines(OURS)
+    engines.fabric.faults.break_peer = 1.0
+    engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
+    for _ in range(20):
+        assert engines.reader.pump() <= MAX_GREET_PAUSE_S
+        engines.holder.pump()
+        engines.clock.advance(0.1)
+    engines.fabric.faults.break_peer = 0.0
+    engines.pass_time(100)
+    assert engines.reader.stats().peers_ready == 1
+
+
+def test_a_holder_that_closes_asks_its_readers_to_stop_and_waits_for_them() -> None:
+    engines = Engines(OURS)
+    engines.fabric.faults.read_s = (10.0, 10.0)
+    engines.hand_over()
+    engines.holder.abandon("closing")
+    assert engines.holder.any_access
+    engines.pass_time()
+    assert ReceiveFailed(1, "the holder withdrew the offer") in engines.events
+    assert not engines.holder.any_access
+
+
+def test_a_holder_serves_on_for_a_reader_that_gave_up_in_mid_read() -> None:
+    """Its blocks are quarantined until the read has ended, which over some lanes takes the holder's help."""
+    engines = Engines(OURS)
+    engines.fabric.faults.read_s = (10.0, 10.0)
+    engines.hand_over()
+    engines.reader.cancel(1)
+    engines.pass_time(30)
+    assert OfferEnded(1, OfferOutcome.WITHDRAWN) in engines.events
+    assert engines.holder.pump() == POLL_SERVING_S
+    engines.pass_time(400)
+    assert engines.holder.pump() > POLL_SERVING_S
 
 
 def test_bytes_that_are_no_message_are_counted_and_dropped() -> None:

@@ -205,7 +205,7 @@ BUGS = [
 def test_a_planted_bug_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation):
-        simulate(range(60))
+        simulate(range(200))
 
 
 def test_corruption_in_transit_is_caught() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -78,7 +79,16 @@ def test_a_range_outside_the_regions_is_refused(piece: ByteRange, ends: tuple[En
         reader.read(peer, [piece])
 
 
-@pytest.mark.parametrize("metadata", [b"", b"\xff" * 30])
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"",
+        b"\xff" * 30,
+        msgspec.msgpack.encode([b"blob", -1, 8, "DRAM", 0]),
+        msgspec.msgpack.encode([b"blob", 0, 0, "DRAM", 0]),
+        msgspec.msgpack.encode([b"blob", 0, 8, "CORE", 0]),
+    ],
+)
 def test_metadata_that_are_none_are_refused(metadata: bytes, ends: tuple[End, End]) -> None:
     with pytest.raises(MalformedMessage, match="no metadata of a NIXL peer"):
         ends[1][0].add_peer(metadata)

@@ -61,18 +61,18 @@ def test_only_the_blocks_behind_the_cached_prefix_are_read(table: ReceiveTable) 
 
 def test_grant_then_read_commits(pulling: ReceiveTable) -> None:
     assert pulling.on_message(grant(), now=1.5) == []
-    assert pulling.read_finished(1, now=2.0) == [FINISH, RECEIVED]
+    assert pulling.read_finished(1, now=2.0) == [RECEIVED, FINISH]
     assert len(pulling) == 0
 
 
 def test_read_then_grant_commits(pulling: ReceiveTable) -> None:
     assert pulling.read_finished(1, now=2.0) == []
-    assert pulling.on_message(grant(), now=3.0) == [FINISH, RECEIVED]
+    assert pulling.on_message(grant(), now=3.0) == [RECEIVED, FINISH]
 
 
 def test_a_late_grant_counts_if_the_read_was_in_time(pulling: ReceiveTable) -> None:
     pulling.read_finished(1, now=2.0)
-    assert pulling.on_message(grant(), now=10.9) == [FINISH, RECEIVED]
+    assert pulling.on_message(grant(), now=10.9) == [RECEIVED, FINISH]
 
 
 @pytest.mark.parametrize(("finished_at", "commits"), [(10.49, True), (10.5, False), (11.5, False)])
