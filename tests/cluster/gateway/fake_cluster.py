@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.cluster.contracts import EngineGone, EngineRecord, EngineView, Role
@@ -197,6 +197,7 @@ class FakeEngine:
         self.running.set()
         self.step_s = 0.0
         self.die_after_tokens: int | None = None
+        self.on_death: Callable[[], None] = lambda: None
         self.refuse: EngineOutput | None = None
         self.transfers: TransferStats | None = None
         self._task = asyncio.get_running_loop().create_task(self._loop())
@@ -229,6 +230,7 @@ class FakeEngine:
     def die(self) -> None:
         self.alive = False
         self._task.cancel()
+        self.on_death()
         for stream in self.streams.values():
             stream.queue.put_nowait(EngineGone(f"{self.record.engine_id} died"))
         self.streams.clear()

@@ -52,17 +52,14 @@ async def test_an_engine_that_dies_in_mid_answer_leaves_no_gap_and_no_repeat(
     expected = await undisturbed(start)
     service = start(*roles)
     generating = [engine for engine in service.cluster.members if engine.record.role is not Role.PREFILL]
-    for engine in generating:
-        engine.die_after_tokens = after_tokens
 
-    async def spare_the_others() -> None:
-        await until(lambda: not all(engine.alive for engine in generating))
+    def spare_the_others() -> None:
         for engine in generating:
             engine.die_after_tokens = None
 
-    sparing = asyncio.create_task(spare_the_others())
+    for engine in generating:
+        engine.die_after_tokens, engine.on_death = after_tokens, spare_the_others
     response = await service.complete(PROMPT, **FIELDS, stream=True)
-    await sparing
     *chunks, done = events(response.text)
     assert done == "[DONE]"
     assert text_of(chunks) == expected
