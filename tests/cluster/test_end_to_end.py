@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROLES = ["decode", "prefill"]
 STREAMS = 32
+MODEL = Path(__file__).parents[2] / "configs/demo/model"
 NOTICED_S = 6.0  # it takes less than a second on an idle machine; hangs and heartbeats take longer than this
 
 
@@ -126,6 +127,24 @@ def test_values_are_recalled_through_prefill_and_decode_at_every_length(server: 
     assert result["accuracy"] >= 0.99, result
     assert all(line["accuracy"] >= 0.95 for line in result["by_length"].values()), result
     assert all(path.startswith("disaggregated") for path in result["paths"])
+
+
+@pytest.mark.parametrize("sampled", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11, "top_p": 0.9}])
+async def test_prefill_and_decode_give_the_tokens_of_one_engine(
+    client: openai.AsyncOpenAI, sampled: dict[str, float]
+) -> None:
+    """The blocks go over NIXL; the engine beside them never leaves this process."""
+    from baton.engine import LLM, SamplingParams
+
+    prompts = [prompt_of(number) for number in range(4)]
+    alone = LLM(str(MODEL), num_threads=1, kv_cache_memory_bytes=2**26)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampled)
+    expected = [alone.generate(prompt, params, use_tqdm=False)[0].outputs[0].text for prompt in prompts]
+    for prompt, text in zip(prompts, expected, strict=True):
+        answer = await client.completions.create(
+            model="baton-demo", prompt=prompt, max_tokens=40, extra_body={"ignore_eos": True, **sampled}
+        )
+        assert answer.choices[0].text == text
 
 
 async def test_32_streams_at_once_get_the_answers_that_each_gets_alone(
