@@ -33,6 +33,13 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 # What decides the layout and the contents of KV blocks: engines that differ in it could not hand blocks to each other.
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
 
+# Arguments of an engine that works alone, which in an application others decide.
+NOT_AN_ENGINES = {
+    "model": "all fleets serve one model; set the top-level `model`",
+    "tokenizer": "gateways tokenize, with the tokenizer in the model's folder",
+    "skip_tokenizer_init": "engines of an application load no tokenizer in any case",
+}
+
 
 class InvalidSpec(ValueError):
     """The application cannot work as described. The message has one line a problem: where, what, what to change."""
@@ -161,8 +168,9 @@ class FleetSpec(_Strict):
         """The arguments of one engine of this role. Raises `ValueError` that names the argument."""
         own = self.fleets.present[role].engine
         for where, args in (("engine", self.engine), (f"fleets.{role}.engine", own)):
-            if "model" in args:
-                raise ValueError(f"{where}.model: all fleets serve one model; set the top-level `model`")
+            for name, reason in NOT_AN_ENGINES.items():
+                if name in args:
+                    raise ValueError(f"{where}.{name}: {reason}")
         try:
             return EngineConfig.from_args({**self.engine, **own, "model": self.model})
         except InvalidEngineConfig as error:

@@ -58,7 +58,7 @@ class EngineWorker:
 
     async def start(self) -> EngineRecord:
         """Raises what building the engine raises."""
-        configure_threads(self._launch)
+        configure_threads(self._launch, num_nodes=sum(node["Alive"] for node in ray.nodes()))
         record = await asyncio.to_thread(self._build, ray.util.get_node_ip_address())
         self._watcher = asyncio.create_task(self._watch())
         return record
@@ -165,13 +165,15 @@ class EngineWorker:
 OPENMP_SPINS = "20000"
 
 
-def configure_threads(launch: EngineLaunch) -> None:
+def configure_threads(launch: EngineLaunch, num_nodes: int) -> None:
     """Sets this process's OpenMP threads. Must come before torch is loaded, which reads the variables once.
 
-    By default the cores are shared out among the application's engines: teams that outnumber them starve each other.
+    By default the cores are shared out among the application's engines, which are taken to be spread evenly over the
+    nodes: teams that outnumber the cores starve each other.
     """
     config = launch.spec.engine_config(launch.role)
-    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // launch.spec.num_engines)
+    engines_here = -(-launch.spec.num_engines // num_nodes)
+    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // engines_here)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -49,6 +49,8 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 # Of one request: what it asks for must not keep the gateway or an engine's step from everyone else.
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIAS = 4096
+MAX_ALLOWED_TOKENS = 2**19  # more than any vocabulary has
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 
@@ -80,6 +82,8 @@ def _token_keys(value: Any) -> Any:
     """JSON's keys are strings: `{"50256": -100}`."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} tokens")
     for key in value:
         if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
             raise ValueError(f"must have token ids as keys, not {key!r}")
@@ -114,7 +118,7 @@ class GenerationRequest(_Strict):
     stop: Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_one_or_many)] = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)] = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED_TOKENS)
     bad_words: list[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]] | None = Field(None, max_length=MAX_BAD_WORDS)
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True

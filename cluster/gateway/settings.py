@@ -12,7 +12,7 @@ class GatewaySettings(BaseModel):
 
     gateway_id: str = "gateway"  # different in each gateway, so that equal views of the cluster do not choose alike
     api_keys: list[str] = []  # empty: everyone may call; else only /health, /live and /metrics are open
-    max_body_bytes: int = Field(4 * 2**20, gt=0)  # JSON is parsed on the event loop: about 10 ms a MiB
+    max_body_bytes: int = Field(16 * 2**20, gt=0)  # JSON is parsed on the event loop: up to 10 ms a MiB
     max_inflight_requests: int = Field(4096, gt=0)  # above: 429
     max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
     inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts are tokenized in a thread

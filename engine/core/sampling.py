@@ -122,7 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "bad_words_token_ids": [token for word in self.bad_words_token_ids for token in word],
         }
         for field, tokens in named.items():
-            for token in tokens:
+            for token in (min(tokens), max(tokens)) if tokens else ():
                 self._require(
                     field, 0 <= token < vocab_size, f"token id {token} is not in the vocabulary of {vocab_size}"
                 )

@@ -53,6 +53,8 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
         ({"engine": {"max_num_seq": 1}}, "did you mean 'max_num_seqs'?"),
         ({"engine": {"tensor_parallel_size": 2}}, "one device"),
         ({"engine": {"model": "x"}}, "all fleets serve one model"),
+        ({"engine": {"tokenizer": "x"}}, "gateways tokenize"),
+        ({"engine": {"skip_tokenizer_init": True}}, "load no tokenizer"),
         ({"fleets": {"prefill": {"engine": {"dtype": "float32"}}, "decode": {}}}, "dtype is 'float32' for prefill"),
         ({"fleets": {"prefill": {"engine": {"max_model_len": 64}}, "decode": {}}}, "must be the same in all fleets"),
         ({"transfer": {"lease": 1}}, "did you mean 'lease_s'?"),

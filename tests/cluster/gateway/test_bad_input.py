@@ -56,6 +56,7 @@ SAMPLING: list[tuple[str, Any]] = [
     *[("stop", value) for value in (3, "", ["a", ""], [1], ["x"] * 65, {})],
     *[("stop_token_ids", value) for value in ([-1], [HUGE], "5", [True], [1.0])],
     *[("logit_bias", value) for value in ([], {"a": 1}, {"-1": 1}, {"1": 101}, {"9999999": 1}, {"1.0": 1})],
+    ("logit_bias", {str(token): 0 for token in range(4097)}),
     *[("allowed_token_ids", value) for value in ([], [-1], [HUGE])],
     *[("bad_words", value) for value in ("fox", [1], ["x"] * 257, ["x" * 257])],
     ("stop", "x" * 1025),
@@ -291,6 +292,25 @@ async def test_more_messages_than_the_context_has_tokens_are_refused_unrendered(
     messages = [{"role": "user", "content": ""}] * 257
     response = await service.http.post(CHAT, json={"model": "tiny", "messages": messages})
     check_refused(response, 400, "messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("prompt", {"prompt": "fox " * 2_500_000}),
+        ("prompt", {"prompt": [7] * 3_000_000}),
+        ("allowed_token_ids", {"prompt": "hello", "allowed_token_ids": [7] * 3_000_000}),
+    ],
+    ids=["text", "token ids", "a list in another field"],
+)
+async def test_ten_megabytes_within_the_default_limit_are_refused_by_field(
+    start: Callable[..., Service], field: str, body: dict[str, Any]
+) -> None:
+    service = start(Role.UNIFIED)
+    content = json.dumps({"model": "tiny", **body}).encode()
+    assert len(content) > 8_000_000
+    check_refused(await service.http.post(COMPLETIONS, content=content, timeout=60), 400, field)
+    await check_alive(service)
 
 
 async def test_a_body_over_the_limit_is_refused_unread(service: Service) -> None:
