@@ -49,13 +49,12 @@ def size_kv_cache(config: EngineConfig, context_len: int, layout: KVLayout) -> t
 
 
 def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, page-aligned; no page of it is touched yet."""
+    """A tensor of `layout.shape`, page-aligned; no page of it is touched yet."""
     # Private: the system gives no huge pages to anonymous memory that is shared, which is Python's default.
     memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # one block spans many small pages, and attention jumps from block to block
         memory.madvise(mmap.MADV_HUGEPAGE)
-    shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
-    return torch.frombuffer(memory, dtype=getattr(torch, layout.dtype)).view(shape)
+    return torch.frombuffer(memory, dtype=getattr(torch, layout.dtype)).view(layout.shape(num_blocks))
 
 
 def region_of(kv: torch.Tensor, layout: KVLayout) -> KVRegion:

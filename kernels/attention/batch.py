@@ -12,6 +12,7 @@ FIELD_TYPES = {
     "query_start": torch.int32,
     "seq_lens": torch.int32,
     "block_tables": torch.int32,
+    "table_rows": torch.int32,
     "positions": torch.int64,
     "slots": torch.int64,
 }
@@ -23,21 +24,29 @@ class AttentionBatch:
 
     A sequence of `seq_lens[i]` tokens has its last `query_start[i + 1] - query_start[i]` tokens in this step; the KV of
     the earlier ones is in its blocks already. Sequences with exactly one token (decodes) come first.
+
+    A step that is padded to the size of a captured graph ends in sequences of length 0 and tokens of slot -1: nothing
+    is read or written for them, and what comes out is arbitrary but finite. `max_query_len` and `max_seq_len` are then
+    upper bounds.
     """
 
     query_start: Tensor  # [num_seqs + 1]  sequence i's tokens are query_start[i]:query_start[i + 1]
     seq_lens: Tensor  # [num_seqs]  tokens of KV including this step's
-    block_tables: Tensor  # [num_seqs, max_blocks]
+    block_tables: Tensor  # [num_seqs or more rows, max_blocks]
     positions: Tensor  # [num_tokens]  int64: position of each token in its sequence
-    slots: Tensor  # [num_tokens]  int64: block * block_size + offset where the token's KV goes
+    slots: Tensor  # [num_tokens]  int64: block * block_size + offset where the token's KV goes; -1: nowhere
     max_query_len: int
     max_seq_len: int
     num_decodes: int  # the first num_decodes sequences have exactly one query token
+    table_rows: Tensor | None = None  # [num_seqs]  sequence i's blocks are block_tables[table_rows[i]]; None: row i
+    plan: object | None = None  # what `prepare` worked out for the kernels of this step's device
 
     def __post_init__(self) -> None:
         """Kernels read these by address: another type or a gap would be garbage. Raises `TypeError`."""
         for name, dtype in FIELD_TYPES.items():
-            tensor: Tensor = getattr(self, name)
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
             if tensor.dtype != dtype or (tensor.numel() > 1 and tensor.stride(-1) != 1):
                 raise TypeError(f"{name} is {tensor.dtype} with stride {tensor.stride()}: give contiguous {dtype}")
 
