@@ -2,8 +2,8 @@
 
     kv[block][kv_head][layer][plane][token][dim]
 
-Planes are keys and values. A model that caches one latent vector a token and layer (multi-head latent attention) has one
-KV head and one plane. One block is one contiguous range for all layers, and the share of each KV head is contiguous
+Planes are keys and values. A model that caches one latent vector a token and layer (multi-head latent attention) has
+one KV head and one plane. One block is one contiguous range for all layers, and the share of each KV head is contiguous
 inside it.
 """
 

@@ -39,7 +39,7 @@ class AttentionBatch:
     max_seq_len: int
     num_decodes: int  # the first num_decodes sequences have exactly one query token
     table_rows: Tensor | None = None  # [num_seqs]  sequence i's blocks are block_tables[table_rows[i]]; None: row i
-    plan: object | None = None  # what `prepare` worked out for the kernels of this step's device
+    prepared: object | None = None  # what `prepare` worked out for the kernels of this step's device
 
     def __post_init__(self) -> None:
         """Kernels read these by address: another type or a gap would be garbage. Raises `TypeError`."""
