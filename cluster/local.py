@@ -130,6 +130,8 @@ class LocalApplication:
             **({} if self._ray_address is not None else own),
         )
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own there
+        if missing := self._spec.missing_gpus(ray.cluster_resources().get("GPU", 0.0)):
+            raise ServeFailed(missing)
 
     def _logical_cpus(self) -> float:
         """What the application books with Ray: a small machine may run it all the same, only slower."""

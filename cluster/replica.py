@@ -38,7 +38,10 @@ class EngineReplica:
         fleet = spec.fleets.present[launch.role]
         worker_class: Any = ray.remote(EngineWorker)
         self._worker = worker_class.options(
-            num_cpus=fleet.num_cpus, num_gpus=fleet.num_gpus, resources=fleet.resources or None, max_concurrency=1000
+            num_cpus=fleet.num_cpus,
+            num_gpus=spec.gpus_of(launch.role, ray.cluster_resources().get("GPU", 0.0)),
+            resources=fleet.resources or None,
+            max_concurrency=1000,
         ).remote(launch)
         async with presence(self._directory):
             self._record: EngineRecord = await self._worker.start.remote()

@@ -92,7 +92,7 @@ class Fleet(_Strict):
     replicas: int = Field(1, ge=1)
     engine: dict[str, Any] = {}
     num_cpus: float = Field(0.5, ge=0)  # of one engine, for Ray's placement; threads are `engine.num_threads`
-    num_gpus: float = Field(0.0, ge=0)
+    num_gpus: float | None = Field(None, ge=0)  # of one engine; by default one where the cluster has any: `gpus_of`
     resources: dict[str, float] = {}
     step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
 
@@ -153,6 +153,25 @@ class FleetSpec(_Strict):
     @property
     def num_engines(self) -> int:
         return sum(fleet.replicas for fleet in self.fleets.present.values())
+
+    def gpus_of(self, role: Role, cluster_gpus: float) -> float:
+        """How many GPUs Ray must reserve for one engine of this role, in a cluster that has `cluster_gpus` in all."""
+        given = self.fleets.present[role].num_gpus
+        if given is not None:
+            return given
+        device = self.engine_config(role).device
+        return 1.0 if device == "cuda" or (device == "auto" and cluster_gpus > 0) else 0.0
+
+    def missing_gpus(self, cluster_gpus: float) -> str:
+        """Why a cluster with so many GPUs cannot place all engines; empty where it can."""
+        needed = sum(fleet.replicas * self.gpus_of(role, cluster_gpus) for role, fleet in self.fleets.present.items())
+        if needed <= cluster_gpus:
+            return ""
+        return (
+            f"{self.num_engines} engines reserve {needed:g} GPUs, the cluster has {cluster_gpus:g}: give fewer "
+            "replicas, let engines share a GPU (fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or "
+            "run them on CPUs (engine.device: cpu)"
+        )
 
     def transfer_settings(self) -> TransferSettings:
         """How blocks are handed over. Raises `ValueError` that names the setting."""

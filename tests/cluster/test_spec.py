@@ -102,3 +102,27 @@ def test_control_plane_processes_do_not_load_torch() -> None:
 )
 def test_every_config_that_is_shipped_can_work(file: Path) -> None:
     assert specs_in_file(file)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "device", "cluster_gpus", "expected"),
+    [
+        ({}, "auto", 0, 0),
+        ({}, "auto", 8, 1),
+        ({}, "cpu", 8, 0),
+        ({"num_gpus": 0.5}, "auto", 8, 0.5),
+        ({"num_gpus": 0}, "auto", 8, 0),
+    ],
+)
+def test_an_engine_reserves_a_gpu_where_there_are_any(
+    model: str, fleet: dict[str, Any], device: str, cluster_gpus: float, expected: float
+) -> None:
+    spec = load_spec({"model": model, "engine": {"device": device}, "fleets": {"unified": fleet}})
+    assert spec.gpus_of(Role.UNIFIED, cluster_gpus) == expected
+
+
+def test_engines_for_which_there_are_not_enough_gpus_are_named(model: str) -> None:
+    spec = load_spec({"model": model, "fleets": {"prefill": {"replicas": 2}, "decode": {}}})
+    assert spec.missing_gpus(0) == ""
+    assert spec.missing_gpus(3) == ""
+    assert "3 engines reserve 3 GPUs, the cluster has 2" in spec.missing_gpus(2)
