@@ -1,5 +1,6 @@
 # make serve    a prefill and a decode engine with the demo model, on this machine
 # make test     every test that a machine without a GPU can run
+# make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
 # make lint     style, types, and which package may import which
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ PACKAGES := cluster engine kernels kv_transfer
 export OMP_WAIT_POLICY ?= passive
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help serve test test-fast lint format wheel clean
+.PHONY: help serve test test-fast test-gpu lint format wheel clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -40,6 +41,9 @@ test: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not gpu and not slow and not cluster"
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,13 +1,14 @@
 """How near an op comes to what its machine can do at all.
 
 A case declares what the op must at least move and compute. The roof is the larger of the times that memory and
-multipliers need for that, both measured here and now, on the same device with the same number of threads.
+multipliers need for that, both measured here and now, on the same device (and with the same number of threads).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 
-CACHES_BYTES = 256 << 20  # more than the last cache of any CPU that this runs on: who cycles through it reads memory
-MEASURE_S = 0.15
+CACHES_BYTES = 256 << 20  # more than the last cache of any device that this runs on: who cycles through it reads memory
+MEASURE_S = {"cpu": 0.15, "cuda": 0.04}
 MEASUREMENTS = 5
+MOST_NODES = 256  # calls in one graph: enough that buffers of half a megabyte, cycled through, leave the last cache
+GRAPH_S = 2e-3
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class BenchCase:
     op: str
     shape: str
     dtype: torch.dtype
+    device: torch.device
     run: Callable[[], object]
     num_bytes: float
     flop: float = 0.0
@@ -38,6 +42,8 @@ class BenchRow:
     shape: str
     dtype: str
     time_us: float
+    num_bytes: float
+    flop: float
     gb_s: float
     gflop_s: float
     bound: str  # "memory" or "compute": which roof is the nearer one
@@ -45,14 +51,16 @@ class BenchRow:
 
 
 def measure(case: BenchCase) -> BenchRow:
-    elapsed_s = seconds_per_call(case.run)
-    memory_s = case.num_bytes / memory_bytes_per_s()
-    compute_s = case.flop / flop_per_s(case.dtype) if case.flop else 0.0
+    elapsed_s = seconds_per_call(case.run, case.device)
+    memory_s = case.num_bytes / memory_bytes_per_s(case.device)
+    compute_s = case.flop / flop_per_s(case.dtype, case.device) if case.flop else 0.0
     return BenchRow(
         op=case.op,
         shape=case.shape,
         dtype=str(case.dtype).removeprefix("torch."),
         time_us=elapsed_s * 1e6,
+        num_bytes=case.num_bytes,
+        flop=case.flop,
         gb_s=case.num_bytes / elapsed_s / 1e9,
         gflop_s=case.flop / elapsed_s / 1e9,
         bound="memory" if memory_s >= compute_s else "compute",
@@ -60,12 +68,21 @@ def measure(case: BenchCase) -> BenchRow:
     )
 
 
-def seconds_per_call(run: Callable[[], object]) -> float:
+def seconds_per_call(run: Callable[[], object], device: torch.device, measure_s: float | None = None) -> float:
+    """On a GPU the median over replays of a captured graph of calls, so that no launch from the CPU is in it.
+
+    Takes about `measure_s`, by default `MEASURE_S`.
+    """
+    measure = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
+    return measure(run, MEASURE_S[device.type] if measure_s is None else measure_s)
+
+
+def _seconds_on_cpu(run: Callable[[], object], measure_s: float) -> float:
     """The best of a few measurements: everything that disturbs one makes it slower."""
     run()
     start = time.perf_counter()
     run()
-    repeats = max(1, int(MEASURE_S / MEASUREMENTS / max(time.perf_counter() - start, 1e-7)))
+    repeats = max(1, int(measure_s / MEASUREMENTS / max(time.perf_counter() - start, 1e-7)))
     best = float("inf")
     for _ in range(MEASUREMENTS):
         start = time.perf_counter()
@@ -73,6 +90,34 @@ def seconds_per_call(run: Callable[[], object]) -> float:
             run()
         best = min(best, (time.perf_counter() - start) / repeats)
     return best
+
+
+def _seconds_on_gpu(run: Callable[[], object], measure_s: float) -> float:
+    run()  # compiles
+    graph_of_one = _graph(run, 1)
+    calls = min(MOST_NODES, max(1, int(GRAPH_S / _replay_seconds(graph_of_one))))
+    graph = graph_of_one if calls == 1 else _graph(run, calls)
+    replays = max(MEASUREMENTS, min(50, int(measure_s / _replay_seconds(graph))))
+    return statistics.median(_replay_seconds(graph) for _ in range(replays)) / calls
+
+
+def _graph(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    graph.replay()
+    return graph
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def cycling(function: Callable[..., object], arguments: Iterable[Any]) -> Callable[[], object]:
@@ -87,16 +132,24 @@ def copies_beyond_caches(num_bytes: int) -> int:
 
 
 @functools.cache
-def memory_bytes_per_s() -> float:
+def memory_bytes_per_s(device: torch.device) -> float:
     """The better of copying (bytes read and written) and reading alone."""
-    source, target = (torch.ones(CACHES_BYTES // 4, dtype=torch.float32) for _ in range(2))
-    copied = 2 * CACHES_BYTES / seconds_per_call(lambda: target.copy_(source))
-    return max(copied, CACHES_BYTES / seconds_per_call(source.sum))
+    num_bytes = CACHES_BYTES if device.type == "cpu" else 4 * CACHES_BYTES
+    source, target = (torch.ones(num_bytes // 4, dtype=torch.float32, device=device) for _ in range(2))
+    copied = 2 * num_bytes / seconds_per_call(lambda: target.copy_(source), device)
+    return max(copied, num_bytes / seconds_per_call(source.sum, device))
 
 
 @functools.cache
-def flop_per_s(dtype: torch.dtype) -> float:
-    """What torch's own matrix product reaches at a size that suits it."""
-    rows, columns, depth = 1024, 1024, 1024
-    x, weight = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
-    return 2 * rows * columns * depth / seconds_per_call(lambda: torch.nn.functional.linear(x, weight))
+def flop_per_s(dtype: torch.dtype, device: torch.device) -> float:
+    """What torch's own matrix product reaches at a size that suits the device."""
+    size = 1024 if device.type == "cpu" else 8192
+    x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    run = functools.partial(_scaled_product if dtype.itemsize == 1 else torch.nn.functional.linear, x, weight)
+    return 2 * size**3 / seconds_per_call(run, device)
+
+
+def _scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As fast as it goes, sums of few bits included: a roof."""
+    one = torch.ones((), device=x.device)
+    return torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

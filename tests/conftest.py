@@ -1,9 +1,26 @@
-"""One thread a process: several Ray workers and tests share few cores, and OpenMP teams that spin starve each other."""
+"""What holds for all tests of a run, set before anything reads it.
+
+One thread a process: several Ray workers and tests share few cores, and OpenMP teams that spin starve each other. Where
+there is no GPU, Triton interprets kernels on CPU tensors.
+"""
 
 import os
+from pathlib import Path
+
+import pytest
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,14 @@ def poisoned_outputs() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def triton_device() -> torch.device:
+    """Where a Triton kernel takes its tensors: a GPU, or a CPU that interprets it (in float32 or float16 only)."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU here that torch cannot use")
+    return torch.device("cpu")

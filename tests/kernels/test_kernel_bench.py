@@ -5,9 +5,23 @@ import torch
 
 from baton.kernels import bench, roofline
 
+CPU = torch.device("cpu")
+
 
 def test_every_op_has_a_bench() -> None:
-    assert {"attention", "linear", "rms_norm", "rope_kv", "silu_and_mul"} <= set(bench.ops_with_bench())
+    assert set(bench.ops_with_bench()) == {
+        "attention",
+        "block_copy",
+        "fp8",
+        "linear",
+        "logprobs",
+        "mla",
+        "moe",
+        "rms_norm",
+        "rope_kv",
+        "sampling",
+        "silu_and_mul",
+    }
 
 
 def test_an_op_without_a_bench_is_refused_by_name() -> None:
@@ -16,12 +30,13 @@ def test_an_op_without_a_bench_is_refused_by_name() -> None:
 
 
 def test_a_row_says_how_far_from_the_nearer_roof_an_op_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "memory_bytes_per_s", lambda: 10e9)
-    monkeypatch.setattr(roofline, "flop_per_s", lambda dtype: 100e9)
-    monkeypatch.setattr(roofline, "seconds_per_call", lambda run: 2e-3)
-    case = roofline.BenchCase("op", "shape", torch.bfloat16, lambda: None, num_bytes=10e6, flop=50e6)
+    monkeypatch.setattr(roofline, "memory_bytes_per_s", lambda device: 10e9)
+    monkeypatch.setattr(roofline, "flop_per_s", lambda dtype, device: 100e9)
+    monkeypatch.setattr(roofline, "seconds_per_call", lambda run, device: 2e-3)
+    case = roofline.BenchCase("op", "shape", torch.bfloat16, CPU, lambda: None, num_bytes=10e6, flop=50e6)
     row = roofline.measure(case)
     assert (row.bound, row.dtype) == ("memory", "bfloat16")
+    assert (row.num_bytes, row.flop) == (10e6, 50e6)
     assert (row.time_us, row.gb_s, row.gflop_s, row.roof_share) == pytest.approx((2000, 5, 25, 0.5))
 
 
@@ -35,8 +50,22 @@ def test_cases_take_turns_over_their_buffers() -> None:
 
 @pytest.mark.slow
 def test_the_table_holds_every_case_of_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "MEASURE_S", 0.001)
-    rows = bench.run_all(["rms_norm", "rope_kv"])
+    monkeypatch.setattr(roofline, "MEASURE_S", {"cpu": 0.001})
+    monkeypatch.setattr(roofline, "CACHES_BYTES", 1 << 20)
+    rows = bench.run_all(["rms_norm", "rope_kv"], CPU)
     assert [row.op for row in rows] == ["rms_norm"] * 6 + ["rope_kv"] * 3
     assert all(row.time_us > 0 and row.roof_share > 0 for row in rows)
-    assert bench.table(rows).row_count == len(rows)
+    assert bench.table(rows, CPU).row_count == len(rows)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_captured_graph_is_what_runs() -> None:
+    x = torch.zeros(1 << 20, device="cuda")
+    calls: list[None] = []
+
+    def run() -> None:
+        calls.append(None)
+        x.add_(1)
+
+    assert roofline.seconds_per_call(run, torch.device("cuda")) > 0
+    assert x[0].item() > 2 * len(calls)

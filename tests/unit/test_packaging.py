@@ -22,6 +22,18 @@ def test_every_package_of_the_tree_is_in_the_wheel() -> None:
     assert described["package-dir"] == {f"baton.{package}": package for package in PACKAGES}
 
 
+def test_every_data_file_of_the_tree_is_in_the_wheel() -> None:
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    shipped = {
+        path
+        for package, patterns in described.items()
+        for pattern in patterns
+        for path in (ROOT / package.removeprefix("baton.").replace(".", "/")).glob(pattern)
+    }
+    files = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
+    assert {path for path in files if path.suffix not in (".py", ".pyc", ".md")} == shipped
+
+
 def test_no_code_lies_in_a_folder_that_is_no_package() -> None:
     stray = [
         path
@@ -33,7 +45,6 @@ def test_no_code_lies_in_a_folder_that_is_no_package() -> None:
 
 
 DISTRIBUTIONS = {"zmq": "pyzmq", "yaml": "pyyaml"}
-NOT_IMPORTED = {"triton"}  # for kernels on GPUs
 
 
 def imported_by_the_packages() -> Iterator[str]:
@@ -50,7 +61,7 @@ def test_dependencies_are_what_the_packages_import() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in listed}
     modules = {name.partition(".")[0] for name in imported_by_the_packages()} - {"baton", *sys.stdlib_module_names}
-    assert {DISTRIBUTIONS.get(name, name) for name in modules} == names - NOT_IMPORTED
+    assert {DISTRIBUTIONS.get(name, name) for name in modules} == names
 
 
 def test_the_demo_model_is_small_enough_to_ship() -> None:

@@ -1,0 +1,109 @@
+"""Measures which options of an op are best on the GPU of this machine, and writes them where `tuned.config` finds them.
+
+    python -m baton.kernels.tune [OP ...] [--out DIR]
+
+An op takes part by a module `tuning.py` with a function `problems(device) -> Iterable[Problem]`. The file of this
+device and this version of Triton is written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+from . import __name__ as library_name
+from . import __path__ as library_path
+from . import jit
+from .roofline import seconds_per_call
+from .tuned import LIBRARY, Entry, Key, Options, device_name, path_for
+
+logger = logging.getLogger(__name__)
+
+SCREEN_S = 0.005  # of a first look at each candidate; the best of them are measured for longer
+FINALISTS = 4
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One shape. `make_run(options)` gives what does it once with these options; a GPU captures that into a graph."""
+
+    key: Key
+    candidates: Sequence[Options]
+    make_run: Callable[[Options], Callable[[], object]]
+
+
+def tune(op: str, device: torch.device, root: Path = LIBRARY) -> Path:
+    """Measures all problems of an op; returns the file written under `root`. Raises `ValueError` as `best` does."""
+    problems = list(importlib.import_module(f"{library_name}.{op}.tuning").problems(device))
+    entries = [Entry(problem.key, best(problem, device)) for problem in track(problems, op)]
+    path = path_for(op, device_name(device), root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_as_json(entries))
+    return path
+
+
+def best(problem: Problem, device: torch.device) -> Options:
+    """The fastest candidate. Raises `ValueError` where none fits the device."""
+    fitting = list(_fitting(problem, device))
+    if not fitting:
+        raise ValueError(f"none of {len(problem.candidates)} candidates runs on this device at {dict(problem.key)}")
+    ranked = sorted(fitting, key=lambda options: seconds_per_call(problem.make_run(options), device, SCREEN_S))
+    return min(ranked[:FINALISTS], key=lambda options: seconds_per_call(problem.make_run(options), device))
+
+
+def _fitting(problem: Problem, device: torch.device) -> Iterator[Options]:
+    """Candidates that compile and find the shared memory and the registers that they need; all are compiled at once."""
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    fits = [False] * len(problem.candidates)
+
+    def attempt(index: int) -> None:
+        try:
+            problem.make_run(problem.candidates[index])()
+            fits[index] = True
+        except (OutOfResources, PTXASError) as error:
+            logger.info("%s does not fit: %s", problem.candidates[index], str(error).partition("\n")[0])
+
+    jit.warm([lambda index=index: attempt(index) for index in range(len(fits))], device)  # type: ignore[misc]
+    return (options for options, fit in zip(problem.candidates, fits, strict=True) if fit)
+
+
+def _as_json(entries: Iterable[Entry]) -> str:
+    """One line an entry, so that a difference shows what has changed."""
+    lines = (json.dumps({"key": dict(entry.key), "config": entry.config}) for entry in entries)
+    return "[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n"
+
+
+def ops_with_tuning() -> list[str]:
+    folders = [module.name for module in pkgutil.iter_modules(library_path) if module.ispkg]
+    return [name for name in folders if importlib.util.find_spec(f"{library_name}.{name}.tuning") is not None]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m baton.kernels.tune", description=__doc__.partition("\n")[0])
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(ops_with_tuning())}; by default all")
+    parser.add_argument("--out", type=Path, default=LIBRARY, help="folder to write into instead of the library")
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.ops) - set(ops_with_tuning()))
+    if unknown:
+        parser.error(f"nothing to tune in {', '.join(unknown)}: choose from {', '.join(ops_with_tuning())}")
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here to measure on")
+    device = torch.device("cuda", torch.cuda.current_device())
+    for op in given.ops or ops_with_tuning():
+        print(tune(op, device, given.out))
+
+
+if __name__ == "__main__":
+    main()

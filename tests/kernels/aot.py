@@ -1,0 +1,145 @@
+"""What Triton makes of a kernel for an H200, without having one.
+
+    compiled = compile_for_h200(kernel, {"x": "*bf16", "rows": "i32", "stride": "i64:16"}, {"BLOCK": 128}, num_warps=8)
+    assert compiled.wgmma and compiled.widest_load_bytes == 16
+
+A signature names the type of every argument that is no constexpr, as Triton writes it; `:16` says that an integer is a
+multiple of 16, which Triton finds out for itself at run time. Pointers count as aligned to 16 bytes, as torch's are.
+
+Where this process interprets kernels, a second one compiles them: Triton is in one mode for the life of a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+H200_SHARED_BYTES = 227 * 1024  # that one program can have
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as the device would run it."""
+
+    ptx: str
+    ttgir: str
+    shared_bytes: int
+    registers: int  # of one thread
+    spill_bytes: int  # of one thread: its stack, where values go that find no register
+
+    @property
+    def wgmma(self) -> bool:
+        """Whether matrix products run on Hopper's warp-group instructions."""
+        return "wgmma.mma_async" in self.ptx
+
+    @property
+    def widest_load_bytes(self) -> int:
+        """Of one thread from global memory, in one instruction, asynchronous copies included."""
+        loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.ptx)
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[\w.:]* \[.*?\], \[.*?\], (0x[0-9a-f]+|\d+)", self.ptx)
+        sizes = [int(count or 1) * int(bits) // 8 for count, bits in loads] + [int(size, 0) for size in copies]
+        return max(sizes, default=0)
+
+
+def compile_for_h200(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, object],
+    *,
+    max_spill_bytes: int = 0,
+    **options: Any,
+) -> Compiled:
+    """Compiles `kernel` (what `triton.jit` made of a function at the top of a module) down to machine code.
+
+    `options` are Triton's (`num_warps`, `num_stages`, `maxnreg`, ...). Raises `TypeError` for arguments that are left
+    out or unknown, and `AssertionError` for a program that needs more shared memory than there is, or spills.
+    """
+    _check_arguments(kernel, signature, constexprs)
+    compiled = _compile(kernel, dict(signature), dict(constexprs), options)
+    name, registers = kernel.__name__, compiled.registers
+    if compiled.shared_bytes > H200_SHARED_BYTES:
+        raise AssertionError(f"{name} needs {compiled.shared_bytes} bytes of shared memory of {H200_SHARED_BYTES}")
+    if compiled.spill_bytes > max_spill_bytes:
+        raise AssertionError(
+            f"{name} spills {compiled.spill_bytes} bytes a thread, at {registers} registers: at most {max_spill_bytes}"
+        )
+    return compiled
+
+
+def _check_arguments(kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, object]) -> None:
+    known, given = set(kernel.arg_names), {*signature, *constexprs}
+    if given != known or len(given) != len(signature) + len(constexprs):
+        raise TypeError(
+            f"{kernel.__name__}: left out {sorted(known - given)}, unknown {sorted(given - known)}, "
+            f"twice {sorted(set(signature) & set(constexprs))}"
+        )
+
+
+def _compile(
+    kernel: Any, signature: dict[str, str], constexprs: dict[str, object], options: dict[str, Any]
+) -> Compiled:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return _compile_here(kernel, signature, constexprs, options)
+    function = kernel.fn
+    task = _compiler().submit(_compile_by_name, function.__module__, function.__name__, signature, constexprs, options)
+    return task.result()
+
+
+@functools.cache
+def _compiler() -> ProcessPoolExecutor:
+    """A process that does not interpret, up and running."""
+    mode = os.environ.pop("TRITON_INTERPRET")
+    try:
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(os.getpid).result()
+    finally:
+        os.environ["TRITON_INTERPRET"] = mode
+    return pool
+
+
+def _compile_by_name(
+    module: str, name: str, signature: dict[str, str], constexprs: dict[str, object], options: dict[str, Any]
+) -> Compiled:
+    return _compile_here(getattr(importlib.import_module(module), name), signature, constexprs, options)
+
+
+def _compile_here(
+    kernel: Any, signature: dict[str, str], constexprs: dict[str, object], options: dict[str, Any]
+) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    types, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        types[name], _, multiple = signature.get(name, "constexpr").partition(":")
+        if multiple == "16" or types[name].startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, constexprs, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    registers, spill_bytes = _registers_and_spills(binary.asm["cubin"])
+    return Compiled(binary.asm["ptx"], binary.asm["ttgir"], binary.metadata.shared, registers, spill_bytes)
+
+
+def _registers_and_spills(machine_code: bytes) -> tuple[int, int]:
+    import triton
+
+    reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        report = subprocess.run([reader, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert usage, report
+    return int(usage[1]), int(usage[2])

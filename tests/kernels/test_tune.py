@@ -1,0 +1,78 @@
+"""Tuning keeps the fastest options that fit, and writes what `tuned.config` reads."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.kernels import tune, tuned
+
+CPU = torch.device("cpu")
+errors = pytest.importorskip("triton").runtime.errors
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """How long a run with a BLOCK takes; runs return their BLOCK."""
+    table: dict[int, float] = {}
+    monkeypatch.setattr(tune, "seconds_per_call", lambda run, device, measure_s=None: table[run()])
+    return table
+
+
+def run_with(options: tuned.Options) -> Callable[[], int]:
+    def run() -> int:
+        if options["BLOCK"] > 256:
+            raise errors.OutOfResources(options["BLOCK"], 256, "shared memory")
+        return options["BLOCK"]
+
+    return run
+
+
+def problem(*blocks: int, rows: int = 1) -> tune.Problem:
+    return tune.Problem({"rows": rows}, [{"BLOCK": block} for block in blocks], run_with)
+
+
+def test_the_fastest_candidate_wins(seconds: dict[int, float]) -> None:
+    seconds.update({32: 3.0, 64: 1.0, 128: 2.0})
+    assert tune.best(problem(32, 64, 128), CPU) == {"BLOCK": 64}
+
+
+def test_a_candidate_that_does_not_fit_is_left_out(seconds: dict[int, float]) -> None:
+    seconds.update({32: 3.0, 512: 1.0})
+    assert tune.best(problem(512, 32), CPU) == {"BLOCK": 32}
+
+
+def test_where_no_candidate_fits_the_problem_is_named(seconds: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match=r"none of 1 candidates runs on this device at {'rows': 7}"):
+        tune.best(problem(512, rows=7), CPU)
+
+
+def test_what_is_written_is_what_config_reads(
+    seconds: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds.update({32: 1.0, 64: 2.0})
+    module = types.ModuleType("tuning")
+    module.problems = lambda device: [problem(32, 64, rows=1), problem(64, rows=512)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "baton.kernels.linear.tuning", module)
+    for owner in (tune, tuned):
+        monkeypatch.setattr(owner, "device_name", lambda device: "NVIDIA_H200")
+    path = tune.tune("linear", CPU, tmp_path)
+    assert path.read_text().count("\n") == 4
+
+    monkeypatch.setattr(tuned, "LIBRARY", tmp_path)
+    monkeypatch.setattr(tuned, "_chosen", {})
+    tuned.entries.cache_clear()
+    read = [tuned.config("linear", torch.device("cuda", 0), {"rows": rows}, {"BLOCK": 1}) for rows in (2, 300)]
+    assert read == [{"BLOCK": 32}, {"BLOCK": 64}]
+    tuned.entries.cache_clear()
+
+
+def test_an_op_without_problems_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(["rms_nrom"])
+    assert "nothing to tune in rms_nrom" in capsys.readouterr().err
