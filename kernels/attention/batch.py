@@ -39,6 +39,7 @@ class AttentionBatch:
     max_seq_len: int
     num_decodes: int  # the first num_decodes sequences have exactly one query token
     table_rows: Tensor | None = None  # [num_seqs]  sequence i's blocks are block_tables[table_rows[i]]; None: row i
+    num_kv_tokens: int | None = None  # bound of the keys of all sequences behind the decodes; None: not known here
     prepared: object | None = None  # what `prepare` worked out for the kernels of this step's device
 
     def __post_init__(self) -> None:
@@ -104,4 +105,5 @@ class AttentionBatch:
             max_query_len=max(query_lens, default=0),
             max_seq_len=max_seq_len,
             num_decodes=decodes,
+            num_kv_tokens=sum(seq_lens[decodes:]),
         )

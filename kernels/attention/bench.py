@@ -1,18 +1,35 @@
-"""Attention at the shapes of a small model: 16 query heads, 8 KV heads, 14 layers."""
+"""Attention at the shapes of models: a small one on a CPU, Qwen3's on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from baton.kernels.native.memory import empty_on_huge_pages
 from baton.kernels.roofline import BenchCase, cycling
 
-from . import AttentionBatch, paged_attention
+from . import AttentionBatch, paged_attention, prepare
 
-HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_SIZE = 16, 8, 64, 14, 16
-SHAPES = {  # name: (query tokens, context) of each sequence
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int  # so many that no cache holds the keys and values of all
+
+
+SMALL = Model(16, 8, 64, num_layers=14)
+QWEN3_06B = Model(16, 8, 128, num_layers=28)
+QWEN3_8B = Model(32, 8, 128, num_layers=36)
+QWEN3_30B = Model(32, 4, 128, num_layers=48)
+
+SMALL_STEPS = {  # name: (query tokens, context) of each sequence
     "decode 1 x 128": [(1, 128)],
     "decode 1 x 2048": [(1, 2048)],
     "decode 16 x 512": [(1, 512)] * 16,
@@ -21,28 +38,83 @@ SHAPES = {  # name: (query tokens, context) of each sequence
     "prefill 1 x 2048": [(2048, 2048)],
     "chunk 256 after 1792": [(256, 2048)],
 }
+LARGE_STEPS = {
+    "0.6b decode 1 x 128": (QWEN3_06B, [(1, 128)]),
+    "0.6b decode 1 x 1k": (QWEN3_06B, [(1, 1024)]),
+    "0.6b decode 256 x 1k": (QWEN3_06B, [(1, 1024)] * 256),
+    "8b decode 1 x 1k": (QWEN3_8B, [(1, 1024)]),
+    "8b decode 1 x 32k": (QWEN3_8B, [(1, 32768)]),
+    "8b decode 64 x 4k": (QWEN3_8B, [(1, 4096)] * 64),
+    "8b decode 256 x 1k": (QWEN3_8B, [(1, 1024)] * 256),
+    "8b decode 64 of 64 to 8k": (QWEN3_8B, [(1, 64 + 128 * index) for index in range(64)]),
+    "8b prefill 1 x 8k": (QWEN3_8B, [(8192, 8192)]),
+    "8b prefill 4 x 4k": (QWEN3_8B, [(4096, 4096)] * 4),
+    "8b prefill 16 x 1k": (QWEN3_8B, [(1024, 1024)] * 16),
+    "8b chunk 16k after 16k": (QWEN3_8B, [(16384, 32768)]),
+    "8b 64 x 1k and chunk 512 after 4k": (QWEN3_8B, [(1, 1024)] * 64 + [(512, 4608)]),
+    "30b decode 1 x 32k": (QWEN3_30B, [(1, 32768)]),
+    "30b decode 64 x 4k": (QWEN3_30B, [(1, 4096)] * 64),
+}
+IN_8_BITS = ("8b decode 64 x 4k", "8b decode 256 x 1k", "8b prefill 1 x 8k")  # measured with such a cache as well
 
 
-def cases() -> Iterator[BenchCase]:
-    for name, sequences in SHAPES.items():
+def cases(device: torch.device) -> Iterator[BenchCase]:
+    if device.type == "cuda":
+        for name, (model, sequences) in LARGE_STEPS.items():
+            yield case(name, model, sequences, torch.bfloat16, device)
+        for name in IN_8_BITS:
+            yield case(f"{name}, KV in 8 bits", *LARGE_STEPS[name], torch.bfloat16, device, torch.float8_e4m3fn)
+        return
+    for name, sequences in SMALL_STEPS.items():
         for dtype in (torch.bfloat16, torch.float32):
-            yield case(name, sequences, dtype)
+            yield case(name, SMALL, sequences, dtype, device)
 
 
-def case(name: str, sequences: list[tuple[int, int]], dtype: torch.dtype) -> BenchCase:
-    query_lens, seq_lens = zip(*sequences, strict=True)
-    per_sequence = -(-max(seq_lens) // BLOCK_SIZE)
-    blocks = torch.randperm(len(sequences) * per_sequence, dtype=torch.int32)
-    batch = AttentionBatch.plan(query_lens, seq_lens, blocks.view(len(sequences), per_sequence), BLOCK_SIZE)
-    kv = empty_on_huge_pages((len(blocks), KV_HEADS, LAYERS, 2, BLOCK_SIZE, HEAD_DIM), dtype).normal_()
-    q = torch.randn(batch.num_tokens, HEADS, HEAD_DIM).to(dtype)
+def case(
+    name: str,
+    model: Model,
+    sequences: list[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+) -> BenchCase:
+    batch, kv, q = step(model, sequences, dtype, device, kv_dtype)
+    scale, layers = model.head_dim**-0.5, range(model.num_layers)
+    kv_values = 2 * sum(context for _, context in sequences) * model.num_kv_heads * model.head_dim
     pairs = sum(query * context - query * (query - 1) // 2 for query, context in sequences)
-    values = 2 * q.numel() + 2 * sum(seq_lens) * KV_HEADS * HEAD_DIM
     return BenchCase(
         op="attention",
         shape=name,
         dtype=dtype,
-        run=cycling(lambda layer: paged_attention(q, kv, layer, batch, scale=HEAD_DIM**-0.5), range(LAYERS)),
-        num_bytes=values * dtype.itemsize,
-        flop=4.0 * pairs * HEADS * HEAD_DIM,
+        device=device,
+        run=cycling(lambda layer: paged_attention(q, kv, layer, batch, scale=scale), layers),
+        num_bytes=2 * q.nbytes + kv_values * kv.itemsize,
+        flop=4.0 * pairs * model.num_heads * model.head_dim,
     )
+
+
+def step(
+    model: Model,
+    sequences: list[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+) -> tuple[AttentionBatch, Tensor, Tensor]:
+    """Sequences of (query tokens, context) in shuffled blocks: the batch, kv and q of that step.
+
+    A cache in `kv_dtype`, which must be 8 bits wide, holds random finite values.
+    """
+    query_lens, seq_lens = zip(*sequences, strict=True)
+    per_sequence = -(-max(seq_lens) // BLOCK_SIZE)
+    blocks = torch.randperm(len(sequences) * per_sequence, dtype=torch.int32, device=device)
+    batch = AttentionBatch.plan(query_lens, seq_lens, blocks.view(len(sequences), per_sequence), BLOCK_SIZE)
+    shape = (len(blocks), model.num_kv_heads, model.num_layers, 2, BLOCK_SIZE, model.head_dim)
+    if kv_dtype is not None:
+        kv = torch.randint(0, 0x70, shape, dtype=torch.uint8, device=device).view(kv_dtype)
+    elif device.type == "cpu":
+        kv = empty_on_huge_pages(shape, dtype).normal_()
+    else:
+        kv = torch.empty(shape, dtype=dtype, device=device).normal_()
+    q = torch.randn(batch.num_tokens, model.num_heads, model.head_dim, dtype=dtype, device=device)
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    return prepare(batch, **heads), kv, q

@@ -23,24 +23,39 @@ def paged_attention(
     *,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
     kernel = _kernel()
-    if kernel is None or not _fits(q, kv):
-        return reference.paged_attention(q, kv, layer, batch, scale=scale, window=window, out=out)
+    is_plain = soft_cap is None and sinks is None and k_scale is None and v_scale is None
+    if kernel is None or not is_plain or not _fits(q, kv):
+        return reference.paged_attention(
+            q,
+            kv,
+            layer,
+            batch,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+        )
     num_tokens, num_heads, dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()
     if out is None:
         out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype)
-    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(f"out is {out.dtype} {list(out.shape)}: give contiguous {q.dtype} {list(q.shape)}")
     block_stride, head_stride, _, half_stride = kv.stride()[:4]
     tables = batch.block_tables
     sizes = _SIZES(
         *(batch.num_seqs, num_heads, kv.shape[1], dim, kv.shape[4]),
         *(q.stride(0), num_heads * dim, tables.stride(0)),
-        *(block_stride, head_stride, half_stride, window or 0),
+        *(block_stride, head_stride, half_stride, window or 0, num_tokens),
     )
     kernel(
         native.DTYPE_NUMBER[q.dtype],
@@ -51,13 +66,14 @@ def paged_attention(
         batch.query_start.data_ptr(),
         batch.seq_lens.data_ptr(),
         tables.data_ptr(),
+        0 if batch.table_rows is None else batch.table_rows.data_ptr(),
         scale,
         torch.get_num_threads(),
     )
     return out
 
 
-_SIZES = ctypes.c_int64 * 12  # the integers of AttentionBatch in native/attention.cpp
+_SIZES = ctypes.c_int64 * 13  # the integers of AttentionBatch in native/attention.cpp
 GRANULE = 16  # heads and blocks are taken in vectors of so many dimensions and tokens
 MAX_GROUP = 128  # query heads of one KV head: rows of the kernel's tile
 
@@ -77,5 +93,5 @@ def _fits(q: Tensor, kv: Tensor) -> bool:
 @functools.cache
 def _kernel() -> Callable[..., int | None] | None:
     pointer = native.POINTER
-    tensors = (pointer, pointer, pointer, ctypes.POINTER(ctypes.c_int64), pointer, pointer, pointer)
+    tensors = (pointer, pointer, pointer, ctypes.POINTER(ctypes.c_int64), pointer, pointer, pointer, pointer)
     return native.function("baton_paged_attention", native.INT, *tensors, native.F32, native.INT)

@@ -16,25 +16,40 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.attention.paged_attention`. Computes in float32, in float64 where `q` is."""
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     num_kv_heads, block_size = kv.shape[1], kv.shape[4]
     group = q.shape[1] // num_kv_heads
     starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
-    for index, seq_len in enumerate(seq_lens):
+    rows = range(len(seq_lens)) if batch.table_rows is None else batch.table_rows.tolist()
+    out[starts[-1] :] = 0
+    for index, (row, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
         tokens = slice(starts[index], starts[index + 1])
+        if seq_len == 0:
+            out[tokens] = 0
+            continue
         num_blocks = -(-seq_len // block_size)
-        blocks = kv[batch.block_tables[index, :num_blocks].long(), :, layer].to(compute_dtype)
+        blocks = kv[batch.block_tables[row, :num_blocks].long(), :, layer].to(compute_dtype)
         # [block, kv_head, 2, token, dim] -> [2, head, key, dim]
         keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group, dim=1)
+        keys = keys if k_scale is None else keys * k_scale
+        values = values if v_scale is None else values * v_scale
         scores = q[tokens].to(compute_dtype).transpose(0, 1) @ keys.transpose(1, 2) * scale
+        scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
         distance = batch.positions[tokens, None] - torch.arange(seq_len, device=q.device)
         visible = distance >= 0
         if window is not None:
             visible &= distance < window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([sinks.to(compute_dtype)[:, None, None].expand_as(scores[..., :1]), scores], dim=-1)
+        weights = scores.softmax(-1)[..., -seq_len:]
         out[tokens] = (weights @ values).transpose(0, 1).to(out.dtype)
     return out

@@ -17,11 +17,12 @@ constexpr int64_t SMALL_ROWS = 32;  // tiles of at most so many rows may be shar
 
 struct AttentionBatch {
     int64_t num_seqs, q_heads, kv_heads, dim, block_size, q_stride, out_stride, table_stride;
-    int64_t block_stride, head_stride, half_stride, window;
-    const int32_t *query_start, *seq_lens, *tables;
+    int64_t block_stride, head_stride, half_stride, window, num_tokens;
+    const int32_t *query_start, *seq_lens, *tables, *table_rows;
     float scale;
 
     int64_t group() const { return q_heads / kv_heads; }
+    const int32_t* table(int64_t seq) const { return tables + (table_rows ? table_rows[seq] : seq) * table_stride; }
 };
 
 struct AttentionTask {
@@ -45,6 +46,7 @@ struct AttentionPlan {
         int64_t tile_tokens = std::max<int64_t>(1, MAX_ROWS / batch.group());
         for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
             int64_t start = batch.query_start[seq], count = batch.query_start[seq + 1] - start;
+            if (batch.seq_lens[seq] == 0) continue;  // padding
             int64_t first_position = batch.seq_lens[seq] - count;
             int64_t tiles = (count + tile_tokens - 1) / tile_tokens;
             for (int64_t tile = tiles; tile-- > 0;) {  // the last sees the most keys: it goes first
@@ -100,6 +102,7 @@ template <class Op, class T> struct AttentionRun {
     int64_t part_size() const { return SMALL_ROWS * row_state_size(batch.dim); }
 
     void run(int threads) const {
+        clear_padding();
         AttentionPlan plan(batch, threads);
         std::unique_ptr<float[]> parts(new float[plan.parts * part_size()]);
         int64_t count = static_cast<int64_t>(plan.tasks.size());
@@ -110,6 +113,16 @@ template <class Op, class T> struct AttentionRun {
 #pragma omp for schedule(dynamic, 1)
             for (size_t i = 0; i < plan.shared.size(); i++) finish_shared(plan.shared[i], parts.get());
         }
+    }
+
+    void clear_padding() const {
+        for (int64_t seq = 0; seq < batch.num_seqs; seq++)
+            if (batch.seq_lens[seq] == 0) clear_tokens(batch.query_start[seq], batch.query_start[seq + 1]);
+        clear_tokens(batch.query_start[batch.num_seqs], batch.num_tokens);
+    }
+
+    void clear_tokens(int64_t begin, int64_t end) const {
+        std::fill(out + begin * batch.out_stride, out + end * batch.out_stride, T{});
     }
 
     void run_task(const AttentionTask& task, float* parts) const {
@@ -125,7 +138,7 @@ template <class Op, class T> struct AttentionRun {
             const T* from = q + (task.token + r / group) * batch.q_stride + (task.head * group + r % group) * dim;
             Packer<Op, T>::queries(from, dim, tile.queries + r * dim);
         }
-        Pages<T> pages{kv + task.head * batch.head_stride, batch.tables + task.seq * batch.table_stride,
+        Pages<T> pages{kv + task.head * batch.head_stride, batch.table(task.seq),
                        batch.block_size, batch.block_stride, batch.half_stride, dim};
         for (int64_t begin = task.key_begin; begin < task.key_end;) {
             int64_t end = std::min(task.key_end, (begin / SPLIT + 1) * SPLIT);
@@ -172,12 +185,14 @@ void paged_attention(const AttentionBatch& batch, const void* q, const void* kv,
 extern "C" {
 
 // sizes: the integers of AttentionBatch in its order; dim and block_size are multiples of 16, query heads a multiple of
-// KV heads and at most 128 times as many. kv_layer points at the layer in block 0 and head 0.
+// KV heads and at most 128 times as many. kv_layer points at the layer in block 0 and head 0. Sequence i's blocks are
+// row table_rows[i] of the tables, row i where that is null.
 void baton_paged_attention(int dtype, const void* q, const void* kv_layer, void* out, const int64_t* sizes,
-                           const int32_t* query_start, const int32_t* seq_lens, const int32_t* tables, float scale,
-                           int threads) {
+                           const int32_t* query_start, const int32_t* seq_lens, const int32_t* tables,
+                           const int32_t* table_rows, float scale, int threads) {
     baton::AttentionBatch batch{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],    sizes[6], sizes[7],
-                                sizes[8], sizes[9], sizes[10], sizes[11], query_start, seq_lens, tables, scale};
+                                sizes[8], sizes[9], sizes[10], sizes[11], sizes[12],
+                                query_start, seq_lens, tables, table_rows, scale};
     BATON_DISPATCH(dtype, baton::paged_attention, batch, q, kv_layer, out, threads)
 }
 

@@ -56,6 +56,7 @@ void rope_and_cache(void* q, void* k, const void* v, const void* q_norm, const v
         for (int64_t h = 0; h < batch.q_heads; h++)
             turn_head(q_token + h * batch.head_dim, static_cast<const T*>(q_norm), cosines, batch);
 
+        if (batch.slots[t] < 0) continue;  // padding: belongs nowhere
         int64_t block = batch.slots[t] / batch.block_size, offset = batch.slots[t] % batch.block_size;
         T* page = static_cast<T*>(kv_layer) + block * batch.block_stride + offset * batch.head_dim;
         for (int64_t h = 0; h < batch.kv_heads; h++, page += batch.head_stride) {

@@ -23,13 +23,23 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Changes q [T, H, D] and k [T, KV, D] in place, writes k and v to the batch's slots of `layer` in kv, returns q.
+    """Changes q [T, H, D] in place, writes k and v [T, KV, D] to the batch's slots of `layer` in kv, returns q.
 
     Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D] and `eps`, where given) and rotated
     (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim on stay).
     `cos_sin` [max_positions, rotary_dim] float32: cosines, then sines. Computed in float32, rounded once.
     q, k and v may be views into one tensor: only their last two dimensions must be contiguous.
+
+    A cache narrower than k and v holds `k / k_scale` and `v / v_scale` (float32, one element), rounded to nearest and
+    no larger than its type goes. Tokens of slot -1 are not written. What k holds afterwards is not defined: kv has it.
     """
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if q.is_cuda:
+        from . import gpu
+
+        return gpu.rope_and_cache(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales)
     run = cpu.rope_and_cache if q.is_cpu else reference.rope_and_cache
-    return run(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    return run(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales)

@@ -27,11 +27,17 @@ def rope_and_cache(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> Tensor:
     kernel = _kernel()
     number = native.DTYPE_NUMBER.get(q.dtype)
-    if kernel is None or number is None or not _fits(q, k, v, cos_sin, kv, q_norm, k_norm):
-        return reference.rope_and_cache(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    unscaled = k_scale is None and v_scale is None
+    if kernel is None or number is None or not (unscaled and _fits(q, k, v, cos_sin, kv, q_norm, k_norm)):
+        return reference.rope_and_cache(
+            q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales
+        )
     block_stride, head_stride, _, half_stride = kv.stride()[:4]
     sizes = _SIZES(
         *(q.shape[0], q.shape[1], k.shape[1], q.shape[2], cos_sin.shape[1], kv.shape[4]),

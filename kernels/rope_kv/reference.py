@@ -20,6 +20,8 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.rope_kv.rope_and_cache`. Computes in float32 (float64 where `q` is) and rounds once."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -29,11 +31,26 @@ def rope_and_cache(
         if norm is not None:
             values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * norm.to(compute_dtype)
         heads.copy_(_rotate(values, cos, sin))
-    block_size = kv.shape[4]
-    blocks, offsets = batch.slots // block_size, batch.slots % block_size
-    kv[blocks, :, layer, 0, offsets] = k.to(kv.dtype)
-    kv[blocks, :, layer, 1, offsets] = v.to(kv.dtype)
+    kept = batch.slots >= 0
+    slots, block_size = batch.slots[kept], kv.shape[4]
+    for plane, (values, scale) in enumerate(((k, k_scale), (v, v_scale))):
+        narrow = _narrowed(values[kept], scale, kv.dtype)
+        bits(kv)[slots // block_size, :, layer, plane, slots % block_size] = bits(narrow)
     return q
+
+
+def _narrowed(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`values / scale` as `dtype`; 8 bits hold nothing larger than their largest number."""
+    if scale is not None:
+        values = values.to(torch.promote_types(values.dtype, torch.float32)) / scale
+    if dtype.itemsize == 1:
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return values.to(dtype)
+
+
+def bits(values: Tensor) -> Tensor:
+    """8-bit floating point numbers as bytes: torch cannot index them."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, untouched_memory, without_poison
@@ -101,6 +105,80 @@ def test_queries_may_be_a_view_into_a_fused_projection() -> None:
     check(fused[:, : 4 * 64].unflatten(1, (4, 64)), sequences)
 
 
+# ---- padded steps, and tables that are shared -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_may_lie_in_any_row_of_the_tables(dtype: torch.dtype) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    rows = torch.tensor([7, 0, 2, 3, 6, 1], dtype=torch.int32)
+    tables = torch.full((8, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32)
+    tables[rows.long()] = sequences.batch.block_tables
+    batch = dataclasses.replace(sequences.batch, block_tables=tables, table_rows=rows)
+    q = queries(sequences, 4, 64, dtype)
+    assert torch.equal(attend(q, dataclasses.replace(sequences, batch=batch)), attend(q, sequences))
+    check(q, dataclasses.replace(sequences, batch=batch))
+
+
+@pytest.mark.parametrize("run", [paged_attention, reference.paged_attention])
+def test_padding_gives_zeros_and_changes_no_other(run: Callable[..., Tensor]) -> None:
+    sequences = paged_sequences(*RAGGED)
+    clean, batch = without_poison(sequences.kv), sequences.batch
+    q = queries(sequences, 4, 64, torch.float32)
+    expected = run(q, clean, LAYER, batch, scale=0.125)
+    padded = dataclasses.replace(
+        batch,
+        query_start=torch.cat([batch.query_start, batch.query_start[-1:] + 1]),
+        seq_lens=torch.cat([batch.seq_lens, torch.zeros(1, dtype=torch.int32)]),
+        block_tables=torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:1], -(2**31))]),
+        positions=torch.cat([batch.positions, torch.zeros(3, dtype=torch.int64)]),
+        slots=torch.cat([batch.slots, torch.full((3,), -1)]),
+    )
+    out = torch.full((q.shape[0] + 3, 4, 64), float("nan"))
+    run(torch.cat([q, q[:3]]), clean, LAYER, padded, scale=0.125, out=out)
+    assert torch.equal(out[: q.shape[0]], expected)
+    assert not out[q.shape[0] :].any()
+
+
+# ---- scores that are capped, sinks, scaled caches --------------------------------------------------------------------
+
+
+def plainly(q: Tensor, keys: Tensor, values: Tensor, soft_cap: float, sink: float) -> Tensor:
+    """One query, one head."""
+    scores = soft_cap * torch.tanh(keys @ q / soft_cap)
+    weights = scores.exp() / (scores.exp().sum() + math.exp(sink))
+    return weights @ values
+
+
+def test_a_cap_and_a_sink_do_what_the_formula_says() -> None:
+    sequences = paged_sequences([1], [16], num_kv_heads=1)
+    q = queries(sequences, 2, 64, torch.float32)
+    keys, values = sequences.kv[sequences.batch.block_tables[0, 0], 0, LAYER].double()
+    sinks = torch.tensor([1.5, -0.5])
+    out = paged_attention(q, sequences.kv, LAYER, sequences.batch, scale=1.0, soft_cap=3.0, sinks=sinks)
+    for head in range(2):
+        expected = plainly(q[0, head].double(), keys, values, 3.0, sinks[head].item())
+        torch.testing.assert_close(out[0, head].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sink_without_weight_and_a_cap_out_of_reach_change_nothing() -> None:
+    sequences = paged_sequences(*RAGGED)
+    q, clean = queries(sequences, 4, 64, torch.float32), without_poison(sequences.kv)
+    plain = reference.paged_attention(q, clean, LAYER, sequences.batch, scale=0.125)
+    sinks = torch.full((4,), -float("inf"))
+    result = paged_attention(q, clean, LAYER, sequences.batch, scale=0.125, sinks=sinks, soft_cap=1e6)
+    torch.testing.assert_close(result, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_keys_and_values_are_multiplied_by_their_scales() -> None:
+    sequences = paged_sequences(*RAGGED)
+    q, clean = queries(sequences, 4, 64, torch.float32), without_poison(sequences.kv)
+    scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([4.0])}
+    scaled = paged_attention(q, clean, LAYER, sequences.batch, scale=0.25, **scales)
+    plain = paged_attention(q, clean, LAYER, sequences.batch, scale=0.125)
+    torch.testing.assert_close(scaled, plain * 4, atol=1e-5, rtol=1e-5)
+
+
 # ---- a token's result depends on its own sequence alone, to the last bit --------------------------------------------
 
 
@@ -178,6 +256,17 @@ def test_an_output_of_another_shape_is_refused() -> None:
     q = queries(sequences, 4, 64, torch.float32)
     with pytest.raises(ValueError, match="give contiguous"):
         paged_attention(q, sequences.kv, LAYER, sequences.batch, scale=1.0, out=torch.empty(2, 4, 64))
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [({"soft_cap": 0.0}, "more than 0"), ({"sinks": torch.zeros(3)}, "one for each of 4 query heads")],
+)
+def test_options_that_make_no_sense_are_refused(option: dict[str, object], complaint: str) -> None:
+    sequences = paged_sequences([1], [4])
+    q = queries(sequences, 4, 64, torch.float32)
+    with pytest.raises(ValueError, match=complaint):
+        paged_attention(q, sequences.kv, LAYER, sequences.batch, scale=1.0, **option)
 
 
 # ---- the plan of a step ---------------------------------------------------------------------------------------------

@@ -128,6 +128,29 @@ def test_a_token_gives_the_same_bits_alone_as_in_a_batch() -> None:
     assert torch.equal(result.k, whole.k[-1:])
 
 
+@pytest.mark.parametrize("op", [rope_and_cache, reference.rope_and_cache])
+def test_padding_is_written_nowhere(op) -> None:  # type: ignore[no-untyped-def]
+    whole, padded = step(), step()
+    padded.batch.slots[[0, 5]] = -1
+    whole.run()
+    padded.run(op)
+    gone = whole.batch.slots[[0, 5]]
+    whole.kv[gone // BLOCK_SIZE, :, LAYER, :, gone % BLOCK_SIZE] = float("nan")
+    torch.testing.assert_close(padded.kv, whole.kv, equal_nan=True)
+
+
+def test_a_cache_of_8_bits_holds_scaled_values_and_never_more_than_its_largest() -> None:
+    inputs = step(torch.bfloat16, with_norms=False)
+    inputs.kv = torch.zeros(inputs.kv.shape, dtype=torch.float8_e4m3fn)
+    scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([1e-3])}
+    inputs.norms = scales
+    inputs.run()
+    blocks, offsets = inputs.batch.slots // BLOCK_SIZE, inputs.batch.slots % BLOCK_SIZE
+    kept = inputs.kv.float()[blocks, :, LAYER, :, offsets]
+    assert torch.equal(kept[:, :, 0], (inputs.k.float() / 0.5).to(torch.float8_e4m3fn).float())
+    assert torch.equal(kept[:, :, 1], (inputs.v.float() / 1e-3).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
 def test_slots_beyond_4_gib_of_elements_are_found() -> None:
     inputs = step(torch.bfloat16, query_lens=(3,), seq_lens=(20,))
     far = (1 << 32) // inputs.kv[0].numel() + 1

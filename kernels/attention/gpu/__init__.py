@@ -1,0 +1,79 @@
+"""Paged attention on a GPU: decodes and everything else go to kernels of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..batch import AttentionBatch
+from .decode import paged_decode, plan_decode
+from .plan import Prepared, prepared
+from .prefill import paged_prefill
+from .prefill_plan import plan_prefill
+
+__all__ = ["paged_attention", "prepare"]
+
+
+def prepare(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBatch:
+    """See `baton.kernels.attention.prepare`. Looks at shapes only: safe inside a captured graph."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    first_prefill = batch.num_decodes
+    plans = Prepared(
+        decode=plan_decode(batch, **heads) if first_prefill > 0 else None,
+        prefill=plan_prefill(batch, first_prefill, **heads) if first_prefill < batch.num_tokens else None,
+    )
+    return dataclasses.replace(batch, prepared=plans)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """See `baton.kernels.attention.paged_attention`. Raises `ValueError` for a batch that `prepare` has not seen."""
+    plans = prepared(batch)
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+        q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if plans.decode is not None:
+        paged_decode(
+            q,
+            kv,
+            layer,
+            batch,
+            plans.decode,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+        )
+    if plans.prefill is not None:
+        paged_prefill(
+            q,
+            kv,
+            layer,
+            batch,
+            plans.prefill,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+        )
+    return out

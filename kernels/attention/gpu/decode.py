@@ -1,0 +1,398 @@
+"""Attention of sequences with one query token each over their pages: what a decode step does.
+
+A memory-bound kernel: every key and value is read once, and the work lies in keeping enough reads in flight.
+
+* The query heads that read the same KV head are the rows of one small matrix product (padded to the 16 that it needs).
+* Programs have equal shares of the keys of the whole step (`plan.py`). In its share a program goes from sequence to
+  sequence, and in a sequence from unit to unit; the reads of the next units are under way all the time.
+* A short step is a chain of waits for memory: share, page, key. So a program asks for its first pages while the kernel
+  before it still runs: they are in L2 when the query is there.
+* A sequence that lies in one share is written at once. The parts of one that is shared out are put together by the
+  program that comes last, in the order of the shares, so that the result does not depend on who came when.
+
+Scores are kept in units of log 2: the device's exponential has base 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels import tuned
+from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
+
+from ..batch import AttentionBatch
+from .plan import SHARE_WORDS, UNLIMITED, DecodePlan, first_visible, shares_that_fill, units_of
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e38)  # below any score, yet finite: it can be subtracted from itself
+MIN_ROWS = 16  # of a matrix product
+LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
+ELEMENTS_AT_ONCE = 2048  # of the partial sums, when they are put together: they have registers to share with the loop
+
+# unit_tokens: keys of one step of the loop; programs: on a multiprocessor at a time; min_units: of a share;
+# early_units: of a share, prefetched before the query is there
+DEFAULT = {"unit_tokens": 64, "programs": 2, "min_units": 2, "early_units": 2, "num_warps": 4, "num_stages": 5}
+
+
+def plan_decode(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> DecodePlan:
+    """The plan for the first `batch.num_decodes` sequences. Looks at shapes only: safe inside a captured graph."""
+    group = num_heads // num_kv_heads
+    key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes)
+    options = tuned.config("attention", batch.seq_lens.device, key, DEFAULT)
+    return decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -> dict[str, int | str]:
+    return {
+        "kernel": "decode",
+        "head_dim": str(head_dim),
+        "group": group,
+        "num_kv_heads": num_kv_heads,
+        "num_seqs": num_seqs,
+    }
+
+
+def decode_plan(
+    batch: AttentionBatch, options: dict[str, int], *, num_heads: int, num_kv_heads: int, head_dim: int
+) -> DecodePlan:
+    """The plan with given options: those of `DEFAULT`."""
+    device = batch.seq_lens.device
+    num_shares = shares_that_fill(device, num_kv_heads, options["programs"])
+    return DecodePlan(
+        seq_lens=batch.seq_lens[: batch.num_decodes],
+        num_kv_heads=num_kv_heads,
+        num_shares=num_shares,
+        unit_tokens=options["unit_tokens"],
+        min_units=options["min_units"],
+        early_units=options["early_units"],
+        options={name: options[name] for name in ("num_warps", "num_stages")},
+        sums=torch.empty((num_shares, 2, num_heads, head_dim), dtype=torch.float32, device=device),
+        tops=torch.empty((2, num_shares, 2, num_heads), dtype=torch.float32, device=device),
+    )
+
+
+def paged_decode(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    plan: DecodePlan,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Writes the first `batch.num_decodes` rows of `out`. See `baton.kernels.attention.paged_attention`."""
+    num_heads, dim = q.shape[1:]
+    shares = plan.shares(window)
+    group = num_heads // plan.num_kv_heads
+    padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    attend_share[(shares.num_shares * plan.num_kv_heads,)](
+        q,
+        kv,
+        out,
+        sinks,
+        k_scale,
+        v_scale,
+        shares.words,
+        shares.arrivals,
+        plan.sums,
+        plan.tops,
+        batch.seq_lens,
+        batch.block_tables,
+        batch.table_rows,
+        layer,
+        scale,
+        UNLIMITED if window is None else window,
+        soft_cap or 0.0,
+        shares.num_shares,
+        q.stride(0),
+        *(kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3)),
+        batch.block_tables.stride(0),
+        HEADS=plan.num_kv_heads,
+        GROUP=group,
+        PADDED_GROUP=padded_group,
+        ROWS=max(MIN_ROWS, padded_group),
+        DIM=dim,
+        PADDED_DIM=padded_dim,
+        UNIT=shares.unit_tokens,
+        EARLY_UNITS=plan.early_units,
+        PARTS=max(1, ELEMENTS_AT_ONCE // (padded_group * padded_dim)),
+        BLOCK_SIZE=kv.shape[4],
+        HAS_CAP=soft_cap is not None,
+        **plan.options,
+        **launch_options(),
+    )
+
+
+@triton.jit(do_not_specialize=["layer", "window", "num_shares", "table_stride"])
+def attend_share(
+    q,
+    kv,
+    out,
+    sinks,
+    k_scale,
+    v_scale,
+    words,
+    arrivals,
+    sums,
+    tops,
+    seq_lens,
+    block_tables,
+    table_rows,
+    layer,
+    scale,
+    window,
+    soft_cap,
+    num_shares,
+    q_token_stride,
+    kv_block_stride,
+    kv_head_stride,
+    kv_layer_stride,
+    kv_half_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    EARLY_UNITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """One share of the keys, for one KV head and the GROUP query heads that read it."""
+    let_next_start()
+    head = tl.program_id(0) % HEADS
+    share = tl.program_id(0) // HEADS
+    seq = tl.load(words + share * SHARE_WORDS)
+    unit = tl.load(words + share * SHARE_WORDS + 1)
+    count = tl.load(words + share * SHARE_WORDS + 2)
+    per_share = tl.load(words + share * SHARE_WORDS + 3)
+    kv_base = kv + head * kv_head_stride.to(tl.int64) + layer * kv_layer_stride.to(tl.int64)
+    if EARLY_UNITS > 0 and count > 0:
+        table = _table_of(seq, block_tables, table_rows, table_stride)
+        begin, end = _keys_of(tl.load(seq_lens + seq), window, unit, tl.minimum(count, EARLY_UNITS), UNIT)
+        key = begin + tl.arange(0, EARLY_UNITS * UNIT)
+        place = kv_base + _places(key, key < end, table, kv_block_stride, BLOCK_SIZE, DIM)
+        _prefetch_rows(place, kv_half_stride, DIM)
+    wait_for_previous()
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, PADDED_DIM)
+    head_dims = (head * GROUP + row)[:, None] * DIM + dim[None, :]
+    is_real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    if k_scale is not None:
+        scale *= tl.load(k_scale)
+    left = count
+    while left > 0:
+        seq_len = tl.load(seq_lens + seq)
+        table = _table_of(seq, block_tables, table_rows, table_stride)
+        query = tl.load(q + seq.to(tl.int64) * q_token_stride + head_dims, mask=is_real, other=0.0)
+        all_units = units_of(seq_len, window, UNIT)
+        units = tl.minimum(all_units - unit, left)
+        begin, end = _keys_of(seq_len, window, unit, units, UNIT)
+        total, weight, top = _attend_keys(
+            query,
+            kv_base,
+            table,
+            first_visible(seq_len, window),
+            begin,
+            end,
+            kv_block_stride,
+            kv_half_stride,
+            scale,
+            soft_cap,
+            ROWS=ROWS,
+            DIM=DIM,
+            PADDED_DIM=PADDED_DIM,
+            UNIT=UNIT,
+            BLOCK_SIZE=BLOCK_SIZE,
+            HAS_CAP=HAS_CAP,
+        )
+        place = out + (seq.to(tl.int64) * HEADS + head) * (GROUP * DIM)
+        if units == all_units:
+            _write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
+        else:
+            part = ((share * 2 + (unit == 0).to(tl.int32)) * HEADS + head) * GROUP
+            tl.store(sums + (part + row)[:, None] * DIM + dim[None, :], total, mask=is_real)
+            tl.store(tops + part + row, top, mask=row < GROUP)
+            tl.store(tops + num_shares * 2 * HEADS * GROUP + part + row, weight, mask=row < GROUP)
+            seq_begin = share * per_share + (count - left) - unit
+            first_share = seq_begin // per_share
+            last_share = (seq_begin + all_units - 1) // per_share
+            arrival = arrivals + first_share * HEADS + head
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == last_share - first_share:
+                tl.store(arrival, 0)  # for the next layer
+                _combine(
+                    sums,
+                    tops,
+                    first_share,
+                    last_share,
+                    num_shares,
+                    place,
+                    sinks,
+                    v_scale,
+                    head,
+                    HEADS=HEADS,
+                    GROUP=GROUP,
+                    PADDED_GROUP=PADDED_GROUP,
+                    DIM=DIM,
+                    PADDED_DIM=PADDED_DIM,
+                    PARTS=PARTS,
+                )
+        seq += 1
+        unit = 0
+        left -= units
+
+
+@triton.jit
+def _table_of(seq, block_tables, table_rows, table_stride):
+    """Where the block ids of a sequence begin."""
+    table_row = seq
+    if table_rows is not None:
+        table_row = tl.load(table_rows + seq)
+    return block_tables + table_row.to(tl.int64) * table_stride
+
+
+@triton.jit
+def _keys_of(seq_len, window, unit, units, UNIT: tl.constexpr):
+    """From which key to which `units` units of a sequence are, the first of them `unit`."""
+    begin = (first_visible(seq_len, window) // UNIT + unit) * UNIT
+    return begin, tl.minimum(begin + units * UNIT, seq_len)
+
+
+@triton.jit
+def _places(key, is_read, table, kv_block_stride, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
+    """How far from the first block's keys those of `key` lie, in elements."""
+    block = tl.load(table + key // BLOCK_SIZE, mask=is_read, other=0)
+    return block.to(tl.int64) * kv_block_stride + (key % BLOCK_SIZE) * DIM
+
+
+@triton.jit
+def _prefetch_rows(place, kv_half_stride, DIM: tl.constexpr):
+    """Asks for the keys at `place` and their values to be brought into L2."""
+    line: tl.constexpr = LINE_BYTES * 8 // place.dtype.element_ty.primitive_bitwidth
+    offset = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(DIM, line))) * line, DIM - 1)
+    prefetch(place[:, None] + offset[None, :])
+    prefetch(place[:, None] + kv_half_stride + offset[None, :])
+
+
+@triton.jit
+def _attend_keys(
+    query,
+    kv_base,
+    table,
+    first_key,
+    begin,
+    end,
+    kv_block_stride,
+    kv_half_stride,
+    scale,
+    soft_cap,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """Over keys begin:end but those before `first_key`: the weighted sums of values, sums of weights, top scores."""
+    dim = tl.arange(0, PADDED_DIM)
+    total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    for start in tl.range(begin, end, UNIT):
+        key = start + tl.arange(0, UNIT)
+        visible = (key >= first_key) & (key < end)
+        place = kv_base + _places(key, visible, table, kv_block_stride, BLOCK_SIZE, DIM)
+        mask = visible[:, None]
+        if DIM != PADDED_DIM:
+            mask = mask & (dim < DIM)[None, :]
+        k = tl.load(place[:, None] + dim[None, :], mask=mask, other=0.0)
+        scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
+        if HAS_CAP:
+            # cap * tanh(score / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / soft_cap)) + 1))
+        scores = tl.where(visible[None, :], scores * LOG2_E, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        weight = weight * shrink + tl.sum(weights, 1)
+        v = tl.load(place[:, None] + kv_half_stride + dim[None, :], mask=mask, other=0.0)
+        total = tl.dot(weights.to(query.dtype), v.to(query.dtype), total * shrink[:, None], input_precision="ieee")
+        top = new_top
+    return total, weight, top
+
+
+@triton.jit
+def _combine(
+    sums,
+    tops,
+    first_share,
+    last_share,
+    num_shares,
+    place,
+    sinks,
+    v_scale,
+    head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Puts together the parts of a sequence that begins in `first_share` and ends in `last_share`."""
+    row = tl.arange(0, PADDED_GROUP)[None, :]
+    dim = tl.arange(0, PADDED_DIM)[None, None, :]
+    total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    weight = tl.zeros([PADDED_GROUP], tl.float32)
+    top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
+    for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
+        share = base + tl.arange(0, PARTS)[:, None]
+        part = ((share * 2 + (share == first_share).to(tl.int32)) * HEADS + head) * GROUP + row
+        is_real = (share <= last_share) & (row < GROUP)
+        # past the first cache: other multiprocessors wrote these
+        tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
+        weights = tl.load(tops + num_shares * 2 * HEADS * GROUP + part, mask=is_real, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            sums + part[:, :, None] * DIM + dim,
+            mask=is_real[:, :, None] & (dim < DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(tops_here, 0))
+        grow = tl.exp2(tops_here - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        weight = weight * shrink + tl.sum(weights * grow, 0)
+        total = total * shrink[:, None] + tl.sum(values * grow[:, :, None], 0)
+        top = new_top
+    _write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
+
+
+@triton.jit
+def _write_rows(total, weight, top, place, sinks, v_scale, head, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Writes the GROUP query heads of a KV head of one sequence; zeros where there was no key."""
+    row = tl.arange(0, total.shape[0])
+    dim = tl.arange(0, total.shape[1])
+    if sinks is not None:
+        sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=0.0) * LOG2_E
+        new_top = tl.maximum(top, sink)
+        weight = weight * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        total *= tl.exp2(top - new_top)[:, None]
+    result = total / tl.where(weight == 0, 1.0, weight)[:, None]
+    if v_scale is not None:
+        result *= tl.load(v_scale)
+    mask = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    tl.store(place + row[:, None] * DIM + dim[None, :], result.to(place.dtype.element_ty), mask=mask)

@@ -1,0 +1,99 @@
+"""Rings of tiles in shared memory, as Hopper's kernels use them, and what differs between the versions of Triton.
+
+    producer   await_free(n) -> expect(n) -> copies into slab(n, i), reported to barrier(n)
+    consumer   await_full(n) -> products read slab(n, i) or tile(n) -> release(n)      n counts up, lies at n % stages
+
+Annotations are read by Triton: this module evaluates them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+RENAMED = gl.constexpr(hasattr(tma, "async_load"))  # Triton 3.6 has other names for three functions
+async_load = tma.async_load if RENAMED.value else tma.async_copy_global_to_shared
+SLAB = gl.constexpr(64)
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+barrier = gl.barrier if RENAMED.value else gl.thread_barrier  # of the warps of one partition
+
+
+@gluon.jit
+def view(memory, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory as a tensor of another shape."""
+    return (
+        memory.reinterpret(memory.dtype, shape, layout) if RENAMED else memory._reinterpret(memory.dtype, shape, layout)
+    )
+
+
+@aggregate
+class Ring:
+    """Tiles on their way from global memory to the warpgroups that consume them, each in slabs of 64 columns.
+
+    A slab's rows have 128 bytes, the most that the copy engine's boxes and the products can swizzle.
+    """
+
+    slabs: gl.shared_memory_descriptor  # [stages * slabs of a tile, rows, SLAB]
+    full: gl.shared_memory_descriptor  # [stages, 1] barriers
+    free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, slabs, full, free):
+        self.slabs = slabs
+        self.full = full
+        self.free = free
+
+    @gluon.jit
+    def slab(self, n, index: gl.constexpr):
+        """[rows, SLAB] of tile n."""
+        STAGES: gl.constexpr = self.full.shape[0]
+        return self.slabs.index(n % STAGES * (self.slabs.shape[0] // STAGES) + index)
+
+    @gluon.jit
+    def tile(self, n):
+        """[rows, columns] of tile n."""
+        STAGES: gl.constexpr = self.full.shape[0]
+        TILES: gl.constexpr = [STAGES, self.slabs.shape[1], self.slabs.shape[0] // STAGES * SLAB]
+        return view(self.slabs, TILES, BOX).index(n % STAGES)
+
+    @gluon.jit
+    def barrier(self, n):
+        """What the copies into tile n report to."""
+        return self.full.index(n % self.full.shape[0])
+
+    @gluon.jit
+    def await_free(self, n):
+        STAGES: gl.constexpr = self.full.shape[0]
+        mbarrier.wait(self.free.index(n % STAGES), (n // STAGES & 1) ^ 1)
+
+    @gluon.jit
+    def await_full(self, n):
+        STAGES: gl.constexpr = self.full.shape[0]
+        mbarrier.wait(self.full.index(n % STAGES), n // STAGES & 1)
+
+    @gluon.jit
+    def expect(self, n):
+        """Opens tile n for copies: all of it."""
+        STAGES: gl.constexpr = self.full.shape[0]
+        BYTES: gl.constexpr = self.slabs.shape[0] // STAGES * self.slabs.shape[1] * SLAB * 2
+        mbarrier.expect(self.full.index(n % STAGES), BYTES)
+
+    @gluon.jit
+    def release(self, n):
+        mbarrier.arrive(self.free.index(n % self.full.shape[0]))
+
+
+@gluon.jit
+def new_barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers that pass after so many arrivals. Who makes them must fence before others use them."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(number):
+        mbarrier.init(barriers.index(index), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def new_ring(dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """A ring of `stages` tiles [rows, columns] of a 16-bit type, each released by two consumers."""
+    slabs = gl.allocate_shared_memory(dtype, [stages * (columns // SLAB), rows, SLAB], BOX)
+    return Ring(slabs, new_barriers(stages, 1), new_barriers(stages, 2))

@@ -1,0 +1,183 @@
+"""Prefill attention for Hopper that copies pages to shared memory as they lie in the cache: see `hopper_flash`.
+
+A page of one head is a box for the copy engine in each slab; boxes one after the other are a tile of keys or values.
+
+Annotations are read by Triton: this module evaluates them.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..batch import AttentionBatch
+from .hopper import BOX, SLAB, async_load, view
+from .hopper_flash import (
+    QUERY_BOX,
+    ROWS,
+    Scoring,
+    Shape,
+    consume,
+    key_tiles,
+    new_pipe,
+    next_unit,
+    send_end,
+    send_queries,
+)
+from .plan import multiprocessors
+from .prefill_plan import LONG_ROWS, PrefillPlan
+
+KEYS_OF_A_TILE = {64: 128, 128: 128, 256: 64}  # by dimensions of a head: what registers and shared memory can hold
+
+
+def fits(q: Tensor, kv: Tensor, plan: PrefillPlan) -> bool:
+    """Whether this kernel takes these tensors: long tiles of 16-bit types, in pages that the copy engine can box.
+
+    Its coordinates have 32 bits: the rows of the whole cache must fit them.
+    """
+    dim, block_size = q.shape[2], kv.shape[4]
+    return (
+        plan.rows == LONG_ROWS
+        and q.dtype == kv.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and dim in KEYS_OF_A_TILE
+        and block_size in (8, 16, 32, 64)
+        and kv.is_contiguous()
+        and kv.numel() // dim < 2**31 - block_size
+        and q.stride(2) == 1
+        and q.stride(0) % 8 == q.stride(1) % 8 == q.data_ptr() % 16 == kv.data_ptr() % 16 == 0
+    )
+
+
+def prefill_pages(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    plan: PrefillPlan,
+    *,
+    score_unit: float,
+    cap_scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """See `prefill.paged_prefill`; for tensors that `fits` takes."""
+    num_heads, dim = q.shape[1:]
+    _, num_kv_heads, num_layers, _, block_size, _ = kv.shape
+    query_box = [ROWS.value // plan.pack, plan.pack, SLAB.value]
+    attend_pages[(min(multiprocessors(q.device), plan.num_items * (num_heads // plan.pack)),)](
+        TensorDescriptor.from_tensor(q, query_box, QUERY_BOX.value),
+        TensorDescriptor.from_tensor(kv.view(-1, dim), [block_size, SLAB.value], BOX.value),
+        out,
+        sinks,
+        plan.items,
+        plan.num_tiles,
+        plan.queue,
+        batch.block_tables,
+        layer,
+        window or 0,
+        score_unit,
+        cap_scale or 0.0,
+        *(out.stride(0), out.stride(1), batch.block_tables.stride(0)),
+        *(num_heads, num_kv_heads, num_layers),
+        PACK=plan.pack,
+        KEYS=KEYS_OF_A_TILE[dim],
+        DIM=dim,
+        BLOCK_SIZE=block_size,
+        HAS_WINDOW=window is not None,
+        HAS_CAP=cap_scale is not None,
+        num_warps=4,
+    )
+
+
+@gluon.jit
+def _produce(pipe, work, cache, queries, pages, scoring, shape):
+    items, num_tiles, num_units, queue = work
+    block_tables, table_stride, num_heads, num_kv_heads, num_layers, layer = cache
+    block_rows = num_kv_heads * num_layers * (2 * shape.BLOCK_SIZE)
+    turn = 0
+    n = 0
+    unit = gl.program_id(0)
+    while unit < num_units:
+        item = items + unit % num_tiles * 4
+        first_head = unit // num_tiles * shape.PACK
+        send_queries(pipe, turn, queries, item, first_head, shape)
+        turn += 1
+        count, first_position = gl.load(item + 1), gl.load(item + 2)
+        table = block_tables + gl.load(item + 3).to(gl.int64) * table_stride
+        num_pages = gl.cdiv(first_position + count, shape.BLOCK_SIZE)
+        row = (first_head * num_kv_heads // num_heads * num_layers + layer) * (2 * shape.BLOCK_SIZE)
+        first, last = key_tiles(first_position, count, scoring, shape)
+        for back in range(last - first + 1):
+            page = (last - back) * (shape.KEYS // shape.BLOCK_SIZE)
+            _load_pages(pipe.keys, n, pages, table, page, num_pages, block_rows, row, shape)
+            _load_pages(pipe.values, n, pages, table, page, num_pages, block_rows, row + shape.BLOCK_SIZE, shape)
+            n += 1
+        unit = next_unit(queue)
+    send_end(pipe, turn, queue)
+
+
+@gluon.jit
+def _load_pages(ring, n, pages, table, first_page, num_pages, block_rows, row, shape):
+    """Starts the copies of tile n. Pages behind the sequence's last are rows behind the last row: they become zero."""
+    PAGES: gl.constexpr = shape.KEYS // shape.BLOCK_SIZE
+    ring.await_free(n)
+    ring.expect(n)
+    for i in gl.static_range(PAGES):
+        exists = first_page + i < num_pages
+        block = gl.load(table + first_page + i, mask=exists, other=0)
+        place = gl.where(exists, block * block_rows + row, pages.shape[0])
+        for slab in gl.static_range(shape.VALUE_SLABS):
+            box = view(ring.slab(n, slab), [PAGES, shape.BLOCK_SIZE, SLAB], BOX).index(i)
+            async_load(pages, [place, slab * SLAB], ring.barrier(n), box)
+
+
+@gluon.jit(do_not_specialize=["layer", "window"])
+def attend_pages(
+    queries,
+    pages,
+    out,
+    sinks,
+    items,
+    tile_count,
+    queue,
+    block_tables,
+    layer,
+    window,
+    score_unit,
+    cap_scale,
+    token_stride,
+    head_stride,
+    table_stride,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+    PACK: gl.constexpr,
+    KEYS: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+):
+    """Attends the tiles of `items`, for all heads: those of one KV head together, so that they share it in L2.
+
+    `queries` has boxes [tokens, heads, slab] of q; `pages` boxes [block, slab] of kv seen as rows of one head's dims.
+    """
+    shape = Shape(PACK, KEYS, DIM, DIM, BLOCK_SIZE, HAS_WINDOW, HAS_CAP)
+    scoring = Scoring(window, score_unit, cap_scale)
+    pipe = new_pipe(pages.dtype, shape)
+    target = (out, token_stride, head_stride)
+    num_tiles = gl.load(tile_count)
+    work = (items, num_tiles, num_tiles * (num_heads // PACK), queue)
+    cache = (block_tables, table_stride, num_heads, num_kv_heads, num_layers, layer)
+    gl.warp_specialize(
+        [
+            (consume, (pipe, target, sinks, scoring, 0, shape)),
+            (consume, (pipe, target, sinks, scoring, 1, shape)),
+            (_produce, (pipe, work, cache, queries, pages, scoring, shape)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,231 @@
+"""Prefill attention for any GPU, head size and cache type: a program a tile of queries, pages by gathered loads."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..batch import AttentionBatch
+from .prefill_plan import PrefillPlan
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+FLOAT32 = tl.constexpr("tf32x3")  # three products on the tensor cores, about as accurate as one in float32
+
+
+def prefill_tiles(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    plan: PrefillPlan,
+    *,
+    score_unit: float,
+    cap_scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """See `prefill.paged_prefill`."""
+    num_heads, dim = q.shape[1:]
+    small = dim * q.dtype.itemsize <= 256  # what of a tile shared memory and registers can hold
+    attend_tile[(plan.num_items * (num_heads // plan.pack),)](
+        q,
+        kv,
+        out,
+        sinks,
+        k_scale,
+        v_scale,
+        plan.items,
+        plan.num_tiles,
+        batch.block_tables,
+        layer,
+        score_unit,
+        cap_scale or 0.0,
+        window or 0,
+        num_heads,
+        *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
+        *(kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_tables.stride(0)),
+        GROUP=num_heads // kv.shape[1],
+        PACK=plan.pack,
+        ROWS=plan.rows,
+        KEYS=64 if small else 32,
+        DIM=dim,
+        PADDED_DIM=triton.next_power_of_2(dim),
+        BLOCK_SIZE=kv.shape[4],
+        HAS_WINDOW=window is not None,
+        HAS_CAP=cap_scale is not None,
+        num_warps=plan.rows // 16,
+        num_stages=3 if small else 2,
+    )
+
+
+@triton.jit
+def _attend_keys(
+    acc,
+    total,
+    top,
+    query,
+    position,
+    k_base,
+    v_base,
+    table,
+    block_stride,
+    first_key,
+    last_key,
+    num_keys,
+    score_unit,
+    cap_scale,
+    window,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """Takes keys first_key:last_key into every row's running softmax: sum of values, sum of weights, top score.
+
+    MASKED: some row may not see some key, or the last tile reaches past the sequence.
+    """
+    dim = tl.arange(0, PADDED_DIM)
+    for start in tl.range(first_key, last_key, KEYS):
+        key = start + tl.arange(0, KEYS)
+        exists = key < num_keys if MASKED else tl.full([KEYS], True, tl.int1)
+        block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        place = (block * block_stride + key % BLOCK_SIZE * DIM)[:, None] + dim[None, :]
+        mask = exists[:, None] & (dim < DIM)[None, :] if DIM != PADDED_DIM else exists[:, None]
+        k = tl.load(k_base + place, mask=mask, other=0.0)
+        scores = tl.dot(query, k.to(query.dtype).T, input_precision=FLOAT32)
+        if HAS_CAP:
+            scores = 1 - 2 / (tl.exp2(scores * cap_scale) + 1)
+        if MASKED:
+            distance = position[:, None] - key[None, :]
+            visible = distance >= 0
+            if HAS_WINDOW:
+                visible &= distance < window
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # a row that has seen no key yet must not subtract infinity from itself
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top * score_unit) if MASKED else new_top * score_unit
+        weights = tl.exp2(scores * score_unit - shift[:, None])
+        shrink = tl.exp2(top * score_unit - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(v_base + place, mask=mask, other=0.0)
+        acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * shrink[:, None], input_precision=FLOAT32)
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def attend_tile(
+    q,
+    kv,
+    out,
+    sinks,
+    k_scale,
+    v_scale,
+    items,
+    num_tiles,
+    block_tables,
+    layer,
+    score_unit,
+    cap_scale,
+    window,
+    num_heads,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    block_stride,
+    head_stride,
+    layer_stride,
+    half_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """One tile of queries against all keys it sees. Programs of one KV head follow each other: they share it in L2."""
+    num_tiles = tl.load(num_tiles)
+    item = items + tl.program_id(0) % num_tiles * 4
+    first_head = tl.program_id(0) // num_tiles * PACK
+    if first_head >= num_heads:
+        return
+    token = tl.load(item).to(tl.int64)
+    count = tl.load(item + 1)
+    first_position = tl.load(item + 2)
+    table = block_tables + tl.load(item + 3).to(tl.int64) * table_stride
+    num_keys = first_position + count
+
+    row = tl.arange(0, ROWS)
+    row_token, row_head = row // PACK, first_head + row % PACK
+    dim = tl.arange(0, PADDED_DIM)
+    mask = (row_token < count)[:, None] & (dim < DIM)[None, :]
+    q_place = ((token + row_token) * q_token_stride + row_head * q_head_stride)[:, None] + dim[None, :]
+    query = tl.load(q + q_place, mask=mask, other=0.0)
+    position = first_position + row_token
+
+    if k_scale is not None:
+        if HAS_CAP:
+            cap_scale *= tl.load(k_scale)
+        else:
+            score_unit *= tl.load(k_scale)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + row_head) * LOG2_E / score_unit
+        total += 1.0
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+
+    k_base = kv + layer.to(tl.int64) * layer_stride + first_head // GROUP * head_stride
+    v_base = k_base + half_stride
+    # all rows see the keys of the middle part: no masks there
+    middle_end = tl.maximum(first_position + 1, 0) // KEYS * KEYS
+    start, middle = 0, 0
+    if HAS_WINDOW:
+        start = tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS
+        middle = tl.minimum(tl.cdiv(tl.maximum(num_keys - window, 0), KEYS), tl.cdiv(num_keys, KEYS)) * KEYS
+        middle_end = tl.maximum(middle, middle_end)
+    for part in tl.static_range(3):
+        if part != 0 or HAS_WINDOW:
+            acc, total, top = _attend_keys(
+                acc,
+                total,
+                top,
+                query,
+                position,
+                k_base,
+                v_base,
+                table,
+                block_stride,
+                start if part == 0 else (middle if part == 1 else middle_end),
+                middle if part == 0 else (middle_end if part == 1 else num_keys),
+                num_keys,
+                score_unit,
+                cap_scale,
+                window,
+                KEYS,
+                DIM,
+                PADDED_DIM,
+                BLOCK_SIZE,
+                part != 1,
+                HAS_WINDOW,
+                HAS_CAP,
+            )
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        result *= tl.load(v_scale)
+    out_place = ((token + row_token) * out_token_stride + row_head * out_head_stride)[:, None] + dim[None, :]
+    tl.store(out + out_place, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,75 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over pages of latents.
+
+    kv[block][0][layer][0][token] = latent [rank], normed | key part that carries the position [rope], rotated
+
+One vector a token and layer serves all heads: what attention reads is a tenth of what keys and values would be.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton.kernels.attention.batch import AttentionBatch
+
+from . import reference
+from .up import MAX_EXPANDED_TOKENS, UpProjection
+
+__all__ = ["MAX_EXPANDED_TOKENS", "AttentionBatch", "UpProjection", "latent_and_cache", "mla_attention", "prepare"]
+
+
+def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int) -> AttentionBatch:
+    """`batch` with what all layers of this step share on its device. Launches only; may be captured in a graph."""
+    if not batch.seq_lens.is_cuda:
+        return batch
+    from . import gpu
+
+    return gpu.prepare(batch, num_heads=num_heads, head_dim=head_dim)
+
+
+def latent_and_cache(
+    q_rope: Tensor,
+    compressed: Tensor,
+    norm: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    eps: float,
+) -> None:
+    """Rotates q_rope [T, H, rope] in place and writes each token's latent and key part to its slot of `layer` in kv.
+
+    compressed [T, rank + rope] is what the down-projection gives: the latent, which is normed (RMSNorm with `norm`
+    [rank] and `eps`), and the shared key part, which is rotated. Dimension 2i turns against 2i + 1.
+    `cos_sin` [max_positions, rope] float32: cosines, then sines. Computed in float32, rounded once. Tokens of slot -1
+    write nothing. q_rope and compressed may be views whose last dimension is contiguous.
+    """
+    if not compressed.is_cuda:
+        reference.latent_and_cache(q_rope, compressed, norm, cos_sin, kv, layer, batch, eps=eps)
+        return
+    from . import gpu
+
+    gpu.latent_and_cache(q_rope, compressed, norm, cos_sin, kv, layer, batch, eps=eps)
+
+
+def mla_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    up: UpProjection,
+    *,
+    scale: float,
+) -> Tensor:
+    """Causal attention of q [T, H, nope + rope] over `layer` of kv [blocks, 1, layers, 1, block_size, rank + rope].
+
+    Gives [T, H, value]. Key h of a token is `up`'s [nope] of its latent beside the shared [rope]; value h is `up`'s
+    [value] of the latent. A query sees the keys up to its own position. Sums are float32. The latents of the step's own
+    tokens must be in the cache already; blocks past a sequence's end are not read. On a GPU `batch` must come from
+    `prepare`, and ranks and rope parts must be powers of two.
+    """
+    if not q.is_cuda:
+        return reference.mla_attention(q, kv, layer, batch, up, scale=scale)
+    from . import gpu
+
+    return gpu.mla_attention(q, kv, layer, batch, up, scale=scale)

@@ -1,0 +1,170 @@
+"""Absorbed attention: queries in the space of the latents, so that a page is read once and is both keys and values.
+
+    scores [rows, tile] = q_latent latents^T + q_rope ropes^T        rows: the heads of a few query tokens
+    out    [rows, rank] = softmax(scores) latents
+
+Work is dealt out as in `work`. At the sizes of DeepSeek-V2 a key is 1 152 bytes, and 35 kFLOP for 16 heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.attention.batch import AttentionBatch
+
+from .combine import combine
+from .work import Tiles, WorkList
+
+LOG2_E = 1.4426950408889634
+FEW_ROWS = 16  # leave room in shared memory for a tile more on its way
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    work: WorkList,
+    tiles: Tiles,
+    *,
+    scale: float,
+    out: Tensor,
+    pads: bool,
+) -> None:
+    """Writes out [T, H, rank] for the tokens of `work`, from q_latent [T, H, rank] and q_rope [T, H, rope].
+
+    Both may be strided views whose last dimension is contiguous; `out` is contiguous. With `pads`, tokens of slot -1
+    get zeros.
+    """
+    num_heads, rank = q_latent.shape[1:]
+    groups = tiles.groups(num_heads)
+    parts = torch.empty((groups, work.num_programs, 2, tiles.rows, rank), dtype=torch.float32, device=out.device)
+    softmax = torch.empty((groups, work.num_programs, 2, tiles.rows, 2), dtype=torch.float32, device=out.device)
+    _latent_attention[(work.num_programs, groups)](
+        q_latent,
+        q_rope,
+        kv,
+        out,
+        parts,
+        softmax,
+        work.items,
+        work.starts,
+        work.shares,
+        batch.block_tables,
+        scale * LOG2_E,
+        layer * kv.stride(2),
+        kv.stride(0),
+        batch.block_tables.stride(0),
+        q_latent.stride(0),
+        q_latent.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        num_heads,
+        ROWS=tiles.rows,
+        HEADS=tiles.heads,
+        RANK=rank,
+        ROPE=q_rope.shape[2],
+        TILE=tiles.tile,
+        PAGE=kv.shape[4],
+        num_warps=8,
+        num_stages=3 if tiles.rows <= FEW_ROWS else 2,
+    )
+    combine(parts, softmax, batch, work, tiles.heads, out=out, pads=pads)
+
+
+@triton.jit
+def _latent_attention(
+    q_latent_ptr,
+    q_rope_ptr,
+    kv_ptr,
+    out_ptr,
+    parts_ptr,
+    softmax_ptr,
+    items_ptr,
+    starts_ptr,
+    shares_ptr,
+    tables_ptr,
+    scale,
+    layer_offset,
+    block_stride,
+    table_stride,
+    latent_token_stride,
+    latent_head_stride,
+    rope_token_stride,
+    rope_head_stride,
+    num_heads,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    program, group = tl.program_id(0), tl.program_id(1)
+    tile = tl.load(shares_ptr + 2 * program)
+    item = tl.load(shares_ptr + 2 * program + 1)
+    share_end = tl.load(shares_ptr + 2 * program + 2)
+    workspace = (group * tl.num_programs(0) + program).to(tl.int64) * 2
+    row = tl.arange(0, ROWS)
+    head = group * HEADS + row % HEADS
+    dims, rope_dims = tl.arange(0, RANK), tl.arange(0, ROPE)
+    key_in_tile = tl.arange(0, TILE)
+
+    while tile < share_end:
+        item_start = tl.load(starts_ptr + item)
+        item_end = tl.load(starts_ptr + item + 1)
+        end = tl.minimum(item_end, share_end)
+        num_queries = tl.load(items_ptr + 4 * item + 1)
+        first_visible = tl.load(items_ptr + 4 * item + 2)
+        table = tables_ptr + tl.load(items_ptr + 4 * item + 3).to(tl.int64) * table_stride
+        num_keys = first_visible + num_queries - 1
+
+        query = row // HEADS
+        is_query = (query < num_queries) & (head < num_heads)
+        token = (tl.load(items_ptr + 4 * item) + query).to(tl.int64)
+        num_visible = tl.minimum(first_visible + query, num_keys)  # of the keys, by each row
+        latent_row = q_latent_ptr + token * latent_token_stride + head * latent_head_stride
+        rope_row = q_rope_ptr + token * rope_token_stride + head * rope_head_stride
+        q_latent = tl.load(latent_row[:, None] + dims[None, :], mask=is_query[:, None], other=0.0)
+        q_rope = tl.load(rope_row[:, None] + rope_dims[None, :], mask=is_query[:, None], other=0.0)
+        total = tl.zeros((ROWS, RANK), tl.float32)
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        weight = tl.zeros((ROWS,), tl.float32)
+
+        following = (tile - item_start) * TILE + key_in_tile
+        next_block = tl.load(table + following // PAGE, mask=following < num_keys, other=0)
+        for index in tl.range(tile - item_start, end - item_start):
+            key = index * TILE + key_in_tile
+            exists = key < num_keys
+            block = next_block  # read a tile ahead, so that pages can be asked for that much earlier
+            following = key + TILE
+            next_block = tl.load(table + following // PAGE, mask=following < num_keys, other=0)
+            page_row = kv_ptr + layer_offset + block.to(tl.int64) * block_stride + key % PAGE * (RANK + ROPE)
+            latents = tl.load(page_row[:, None] + dims[None, :], mask=exists[:, None], other=0.0)
+            ropes = tl.load(page_row[:, None] + RANK + rope_dims[None, :], mask=exists[:, None], other=0.0)
+            scores = tl.dot(q_latent, tl.trans(latents), tl.dot(q_rope, tl.trans(ropes))) * scale
+            scores = tl.where(key[None, :] < num_visible[:, None], scores, float("-inf"))
+            peak = tl.maximum(highest, tl.max(scores, 1))
+            base = peak
+            if HEADS < ROWS:
+                base = tl.where(peak == float("-inf"), 0.0, peak)  # this query sees nothing of the share so far
+            decay = tl.exp2(highest - base)
+            probs = tl.exp2(scores - base[:, None])
+            weight = weight * decay + tl.sum(probs, 1)
+            total = tl.dot(probs.to(latents.dtype), latents, total * decay[:, None])
+            highest = peak
+
+        if (tile == item_start) & (end == item_end):
+            rows_out = out_ptr + (token * num_heads + head) * RANK
+            tl.store(rows_out[:, None] + dims[None, :], total / weight[:, None], mask=is_query[:, None])
+        else:
+            part = (workspace + (tile == item_start).to(tl.int32)) * ROWS + row
+            tl.store(parts_ptr + part[:, None] * RANK + dims[None, :], total)
+            tl.store(softmax_ptr + 2 * part, highest)
+            tl.store(softmax_ptr + 2 * part + 1, weight)
+        item += 1
+        tile = end

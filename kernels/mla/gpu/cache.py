@@ -1,0 +1,102 @@
+"""Norm of the latent, both rotations and the write into the KV cache: one program a token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+
+def latent_and_cache(
+    q_rope: Tensor,
+    compressed: Tensor,
+    norm: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    eps: float,
+) -> None:
+    """See `baton.kernels.mla.latent_and_cache`."""
+    num_tokens, num_heads, rope = q_rope.shape
+    if num_tokens == 0:
+        return
+    _latent_and_cache[(num_tokens,)](
+        q_rope,
+        compressed,
+        norm,
+        cos_sin,
+        kv,
+        batch.positions,
+        batch.slots,
+        layer * kv.stride(2),
+        kv.stride(0),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        compressed.stride(0),
+        num_heads,
+        eps,
+        RANK=norm.shape[0],
+        ROPE=rope,
+        HEADS=triton.next_power_of_2(num_heads),
+        PAGE=kv.shape[4],
+        num_warps=4,
+        **launch_options(),
+    )
+
+
+@triton.jit
+def _latent_and_cache(
+    q_ptr,
+    compressed_ptr,
+    norm_ptr,
+    cos_sin_ptr,
+    kv_ptr,
+    positions_ptr,
+    slots_ptr,
+    layer_offset,
+    block_stride,
+    q_token_stride,
+    q_head_stride,
+    compressed_stride,
+    num_heads,
+    eps,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, RANK)
+    let_next_start()
+    norm = tl.load(norm_ptr + dims).to(tl.float32)
+    wait_for_previous()
+    slot = tl.load(slots_ptr + token)
+    angles = cos_sin_ptr + tl.load(positions_ptr + token) * ROPE
+    pairs = tl.arange(0, ROPE // 2)
+    cos, sin = tl.load(angles + pairs), tl.load(angles + ROPE // 2 + pairs)
+
+    head = tl.arange(0, HEADS)[:, None]
+    queries = q_ptr + token * q_token_stride + head * q_head_stride + 2 * pairs[None, :]
+    _rotate(queries, queries, cos[None, :], sin[None, :], head < num_heads)
+
+    if slot >= 0:
+        row = compressed_ptr + token * compressed_stride
+        target = kv_ptr + layer_offset + slot // PAGE * block_stride + slot % PAGE * (RANK + ROPE)
+        latent = tl.load(row + dims).to(tl.float32)
+        latent *= tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps) * norm
+        tl.store(target + dims, latent)
+        _rotate(row + RANK + 2 * pairs, target + RANK + 2 * pairs, cos, sin, None)
+
+
+@triton.jit
+def _rotate(source, target, cos, sin, mask):
+    """Turns what lies at `source` against what lies one further."""
+    first = tl.load(source, mask=mask).to(tl.float32)
+    second = tl.load(source + 1, mask=mask).to(tl.float32)
+    tl.store(target, first * cos - second * sin, mask=mask)
+    tl.store(target + 1, second * cos + first * sin, mask=mask)

@@ -1,0 +1,119 @@
+"""Adds up the parts of items that several programs share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+from .work import WorkList, num_active_programs
+
+FEW_ROWS = 256  # fewer would leave multiprocessors idle if a program took many
+MANY_AT_ONCE = 16  # rows of a program otherwise
+
+
+def combine(
+    parts: Tensor, softmax: Tensor, batch: AttentionBatch, work: WorkList, heads: int, *, out: Tensor, pads: bool
+) -> None:
+    """Writes rows of out [T, H, rank] whose softmax lies in several parts.
+
+    parts [groups, programs, 2, rows, rank] are unnormalised sums, softmax [..., 2] the highest score (base 2) and the
+    sum of weights; each group of `heads` heads has its own. Part 1 is that of the item which began in the program's
+    share, part 0 that of the one which began before it. With `pads`, tokens of slot -1 get zeros.
+    """
+    groups, _, _, rows, rank = parts.shape
+    few = work.max_items * rows * groups <= FEW_ROWS
+    block_rows, pieces = (1, 4) if few else (MANY_AT_ONCE, 1)
+    _combine[(work.max_items, rows // block_rows, groups * pieces)](
+        parts,
+        softmax,
+        out,
+        work.items,
+        work.starts,
+        batch.slots,
+        out.shape[0],
+        work.max_items,
+        work.num_programs,
+        out.shape[1],
+        ROWS=rows,
+        HEADS=heads,
+        RANK=rank,
+        BLOCK_ROWS=block_rows,
+        PIECES=pieces,
+        PARTS=32 if few else 1,
+        PADS=pads,
+        num_warps=4 if few else 8,
+        **launch_options(),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_items", "num_programs"])
+def _combine(
+    parts_ptr,
+    softmax_ptr,
+    out_ptr,
+    items_ptr,
+    starts_ptr,
+    slots_ptr,
+    num_tokens,
+    max_items,
+    num_programs,
+    num_heads,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADS: tl.constexpr,
+):
+    SIZE: tl.constexpr = RANK // PIECES
+    item, group = tl.program_id(0), tl.program_id(2) // PIECES
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.program_id(2) % PIECES * SIZE + tl.arange(0, SIZE)
+    query, head = row // HEADS, group * HEADS + row % HEADS
+    wait_for_previous()
+    let_next_start()
+    if PADS:  # the items have room for all tokens, whosoever they are
+        token = item * (ROWS // HEADS) + query
+        is_token = (token < num_tokens) & (head < num_heads)
+        slot = tl.load(slots_ptr + token, mask=is_token, other=0)
+        target = (token.to(tl.int64) * num_heads + head) * RANK
+        is_padding = (is_token & (slot < 0))[:, None]
+        tl.store(out_ptr + target[:, None] + dims[None, :], tl.zeros((BLOCK_ROWS, SIZE), tl.float32), mask=is_padding)
+
+    start = tl.load(starts_ptr + item)
+    end = tl.load(starts_ptr + item + 1)
+    num_tiles = tl.load(starts_ptr + max_items)
+    first_token = tl.load(items_ptr + 4 * item)
+    num_queries = tl.load(items_ptr + 4 * item + 1)
+    if end > start:
+        num_active = num_active_programs(num_programs, num_tiles).to(tl.int64)
+        first = ((start + 1) * num_active - 1) // num_tiles  # the programs of its first and of its last tile
+        last = (end * num_active - 1) // num_tiles
+        if last > first:
+            highest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+            weight = tl.zeros((BLOCK_ROWS,), tl.float32)
+            total = tl.zeros((BLOCK_ROWS, SIZE), tl.float32)
+            for base in range(first, last + 1, PARTS):
+                program = base + tl.arange(0, PARTS)
+                exists = (program <= last)[:, None]
+                began_here = program * num_tiles // num_active <= start
+                part = ((group * num_programs + program) * 2 + began_here.to(tl.int64))[:, None] * ROWS + row[None, :]
+                peaks = tl.load(softmax_ptr + 2 * part, mask=exists, other=float("-inf"))
+                weights = tl.load(softmax_ptr + 2 * part + 1, mask=exists, other=0.0)
+                address = parts_ptr + (part * RANK)[:, :, None] + dims[None, None, :]
+                sums = tl.load(address, mask=exists[:, :, None], other=0.0)
+                peak = tl.maximum(highest, tl.max(peaks, 0))
+                shift = tl.where(peak == float("-inf"), 0.0, peak)
+                factors = tl.exp2(peaks - shift[None, :])
+                decay = tl.exp2(highest - shift)
+                weight = weight * decay + tl.sum(weights * factors, 0)
+                total = total * decay[:, None] + tl.sum(sums * factors[:, :, None], 0)
+                highest = peak
+            is_query = ((query < num_queries) & (head < num_heads))[:, None]
+            target = ((first_token + query).to(tl.int64) * num_heads + head) * RANK
+            tl.store(out_ptr + target[:, None] + dims[None, :], total / weight[:, None], mask=is_query)

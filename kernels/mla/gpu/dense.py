@@ -1,0 +1,126 @@
+"""Causal attention over keys and values that lie one sequence after another, as `kv_b_proj` leaves them.
+
+    scores [tile of queries, tile of keys] = q_nope k_nope^T + q_rope k_rope^T        one head; k_rope is all heads'
+
+Longest tiles first, a head at a time, so that the programs that run together read the same keys. For what
+`attention.gpu.dense_hopper` does not take.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.kernels.attention.gpu.prefill_plan import PrefillPlan
+
+from .absorbed import LOG2_E
+
+KEYS = 64  # of a tile
+OPTIONS = {"num_warps": 8, "num_stages": 3}
+
+
+def dense_prefill(
+    q: Tensor,
+    keys_values: Tensor,
+    k_rope: Tensor,
+    key_start: Tensor,
+    plan: PrefillPlan,
+    *,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """As `attention.gpu.dense_hopper.dense_prefill`, for dimensions that are powers of two and any type."""
+    num_heads, value = out.shape[1:]
+    rope = k_rope.shape[1]
+    nope = q.shape[2] - rope
+    rows = keys_values.flatten(1)
+    _dense_attention[(plan.num_items, num_heads)](
+        _boxes(q.flatten(1), plan.rows, nope),
+        _boxes(q.flatten(1), plan.rows, rope),
+        _boxes(rows, KEYS, nope),
+        _boxes(rows, KEYS, value),
+        _boxes(k_rope, KEYS, rope),
+        out,
+        plan.items,
+        key_start,
+        scale * LOG2_E,
+        out.stride(0),
+        NOPE=nope,
+        ROPE=rope,
+        VALUE=value,
+        QUERIES=plan.rows,
+        KEYS=KEYS,
+        **OPTIONS,
+    )
+
+
+def _boxes(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """`matrix` as the device's copy engine reads it, a box of rows x columns at a time."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+@triton.jit
+def _dense_attention(
+    q_nope_boxes,
+    q_rope_boxes,
+    k_nope_boxes,
+    value_boxes,
+    k_rope_boxes,
+    out_ptr,
+    items_ptr,
+    key_start_ptr,
+    scale,
+    out_stride,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    item, head = items_ptr + 4 * tl.program_id(0), tl.program_id(1)
+    first_token, num_queries = tl.load(item), tl.load(item + 1)
+    if num_queries == 0:
+        return
+    num_visible = tl.load(item + 2) + 1  # keys that the first query sees; fewer than one: padding
+    first_key = tl.load(key_start_ptr + tl.load(item + 3))
+    q_nope = q_nope_boxes.load([first_token, head * (NOPE + ROPE)])
+    q_rope = q_rope_boxes.load([first_token, head * (NOPE + ROPE) + NOPE])
+    query = tl.arange(0, QUERIES)
+    key_in_tile = tl.arange(0, KEYS)
+    highest = tl.full((QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((QUERIES,), tl.float32)
+    total = tl.zeros((QUERIES, VALUE), tl.float32)
+    column = head * (NOPE + VALUE)
+    num_full = tl.maximum(num_visible, 0) // KEYS * KEYS  # keys in tiles that every query sees whole
+
+    for start in tl.range(0, num_full, KEYS):
+        k_nope = k_nope_boxes.load([first_key + start, column])
+        k_rope = k_rope_boxes.load([first_key + start, 0])
+        scores = tl.dot(q_nope, k_nope.T, tl.dot(q_rope, k_rope.T))
+        peak = tl.maximum(highest, tl.max(scores, 1) * scale)
+        probs = tl.exp2(scores * scale - peak[:, None])
+        decay = tl.exp2(highest - peak)
+        weight = weight * decay + tl.sum(probs, 1)
+        values = value_boxes.load([first_key + start, column + NOPE])
+        total = tl.dot(probs.to(values.dtype), values, total * decay[:, None])
+        highest = peak
+
+    for start in tl.range(num_full, num_visible + num_queries - 1, KEYS):
+        k_nope = k_nope_boxes.load([first_key + start, column])
+        k_rope = k_rope_boxes.load([first_key + start, 0])
+        scores = tl.dot(q_nope, k_nope.T, tl.dot(q_rope, k_rope.T)) * scale
+        visible = (start + key_in_tile)[None, :] < (num_visible + query)[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
+        peak = tl.maximum(highest, tl.max(scores, 1))
+        probs = tl.exp2(scores - peak[:, None])
+        decay = tl.exp2(highest - peak)
+        weight = weight * decay + tl.sum(probs, 1)
+        values = value_boxes.load([first_key + start, column + NOPE])
+        total = tl.dot(probs.to(values.dtype), values, total * decay[:, None])
+        highest = peak
+
+    weight = tl.where(weight == 0.0, 1.0, weight)
+    target = out_ptr + (first_token + query).to(tl.int64)[:, None] * out_stride + head * VALUE + tl.arange(0, VALUE)
+    tl.store(target, total / weight[:, None], mask=(query < num_queries)[:, None])

@@ -1,0 +1,110 @@
+"""Latents from their pages into one row after another, so that a matrix product can read them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.attention.batch import AttentionBatch
+
+ROWS = 16
+
+
+def find_sources(batch: AttentionBatch, first_seq: int, key_start: Tensor, num_rows: int, page: int) -> Tensor:
+    """The slot of every key of the sequences from `first_seq` on: [num_rows] int64, -1 where there is no further key.
+
+    Key j of sequence i is row key_start[i] + j; `key_start` [num_seqs + 1] int32.
+    """
+    sources = torch.empty(num_rows, dtype=torch.int64, device=key_start.device)
+    rows = batch.table_rows
+    block = 256
+    _find_sources[(triton.cdiv(num_rows, block),)](
+        key_start,
+        batch.block_tables,
+        batch.block_tables if rows is None else rows,
+        sources,
+        first_seq,
+        batch.num_seqs,
+        num_rows,
+        batch.block_tables.stride(0),
+        max(batch.num_seqs - first_seq - 1, 0).bit_length(),
+        HAS_TABLE_ROWS=rows is not None,
+        PAGE=page,
+        BLOCK=block,
+    )
+    return sources
+
+
+def gather(kv: Tensor, layer: int, sources: Tensor) -> Tensor:
+    """[rows, width] of the slots `sources` [rows] of `layer` in kv [blocks, 1, layers, 1, page, width]; -1: zeros."""
+    num_rows, width = sources.shape[0], kv.shape[5]
+    out = torch.empty((num_rows, width), dtype=kv.dtype, device=kv.device)
+    _gather[(triton.cdiv(num_rows, ROWS),)](
+        kv,
+        sources,
+        out,
+        layer * kv.stride(2),
+        kv.stride(0),
+        num_rows,
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(width),
+        PAGE=kv.shape[4],
+        ROWS=ROWS,
+        num_warps=8,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_rows", "search_steps"])
+def _find_sources(
+    key_start_ptr,
+    tables_ptr,
+    table_rows_ptr,
+    sources_ptr,
+    first_seq,
+    num_seqs,
+    num_rows,
+    table_stride,
+    search_steps,
+    HAS_TABLE_ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seq = tl.zeros_like(row) + first_seq  # the last that begins at or before this row
+    for step in range(0, search_steps):
+        next_seq = seq + (1 << (search_steps - 1 - step))
+        begin = tl.load(key_start_ptr + next_seq, mask=next_seq < num_seqs, other=0)
+        seq = tl.where((next_seq < num_seqs) & (begin <= row), next_seq, seq)
+    key = row - tl.load(key_start_ptr + seq)
+    exists = row < tl.load(key_start_ptr + num_seqs)
+    table_row = seq
+    if HAS_TABLE_ROWS:
+        table_row = tl.load(table_rows_ptr + table_row)
+    block = tl.load(tables_ptr + table_row.to(tl.int64) * table_stride + key // PAGE, mask=exists, other=0)
+    source = tl.where(exists, block.to(tl.int64) * PAGE + key % PAGE, -1)
+    tl.store(sources_ptr + row, source, mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather(
+    kv_ptr,
+    sources_ptr,
+    out_ptr,
+    layer_offset,
+    block_stride,
+    num_rows,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    source = tl.load(sources_ptr + row, mask=row < num_rows, other=-1)
+    address = kv_ptr + layer_offset + source // PAGE * block_stride + source % PAGE * WIDTH
+    values = tl.load(address[:, None] + column, mask=(source >= 0)[:, None] & (column < WIDTH), other=0.0)
+    target = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column
+    tl.store(target, values, mask=(row < num_rows)[:, None] & (column < WIDTH))

@@ -1,0 +1,219 @@
+"""Head norm, rotation and KV write in Triton, one launch for the heads of q, k and v.
+
+    program (t, g)      token t; g counts groups of HEADS heads:   q q q q | k | v
+                        q: norm, rotate, back to q      k: norm, rotate, to its slot      v: to its slot
+
+A head is read in three parts, so that what is rotated against each other meets in one thread's registers: the first
+half of the rotated dimensions, the second half, and the rest that is not rotated.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels import pdl
+from baton.kernels.attention.batch import AttentionBatch
+
+MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """See `baton.kernels.rope_kv.rope_and_cache`. Raises `ValueError` for tensors that do not fit each other."""
+    num_tokens, num_heads, dim = q.shape
+    num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
+    block_size = kv.shape[4]
+    _check(q, k, v, cos_sin, kv)
+    if num_tokens == 0:
+        return q
+    heads = 8 if num_tokens < MANY_TOKENS else 16
+    planes = kv[:, :, layer]
+    _rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))](
+        q,
+        k,
+        v,
+        q_norm,
+        k_norm,
+        cos_sin,
+        planes,
+        batch.positions,
+        batch.slots,
+        k_scale,
+        v_scale,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        *planes.stride()[:3],
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        DIM=dim,
+        HALF=rotary_dim // 2,
+        BLOCK_SIZE=block_size,
+        HEADS=heads,
+        num_warps=max(1, heads * triton.next_power_of_2(dim) // 512),
+        **pdl.launch_options(),
+    )
+    return q
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor) -> None:
+    dim = q.shape[2]
+    if k.shape != v.shape or k.shape[::2] != q.shape[::2] or kv.shape[5] != dim or kv.shape[1] != k.shape[1]:
+        shapes = (list(tensor.shape) for tensor in (q, k, v, kv))
+        raise ValueError("q {}, k {}, v {} and kv {} do not fit each other".format(*shapes))
+    if any(heads.stride(2) != 1 or heads.stride(1) != dim for heads in (q, k, v)) or kv.stride()[4:] != (dim, 1):
+        raise ValueError("the heads of q, k and v and the tokens of kv must be contiguous")
+    if cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or cos_sin.shape[1] > dim:
+        raise ValueError(f"cos_sin is {cos_sin.dtype} {list(cos_sin.shape)}: give contiguous float32 of at most {dim}")
+
+
+@triton.jit
+def _rope_and_cache_kernel(
+    q,  # [num_tokens, NUM_HEADS, DIM], tokens q_stride apart
+    k,  # [num_tokens, NUM_KV_HEADS, DIM], tokens k_stride apart
+    v,  # [num_tokens, NUM_KV_HEADS, DIM], tokens v_stride apart
+    q_norm,  # [DIM] or None
+    k_norm,  # [DIM] or None
+    cos_sin,  # [positions, 2 * HALF] float32
+    planes,  # this layer of kv: [blocks, NUM_KV_HEADS, K and V, BLOCK_SIZE, DIM]
+    positions,  # [num_tokens] int64
+    slots,  # [num_tokens] int64
+    k_scale,  # [1] float32 or None: what is kept is k / k_scale
+    v_scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    block_stride,
+    head_stride,
+    plane_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    pdl.let_next_start()
+    q_groups: tl.constexpr = triton.cdiv(NUM_HEADS, HEADS)
+    kv_groups: tl.constexpr = triton.cdiv(NUM_KV_HEADS, HEADS)
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    pdl.wait_for_previous()
+    if group < q_groups:
+        heads = group * HEADS + tl.arange(0, HEADS)
+        place = q + token * q_stride
+        angles = cos_sin + tl.load(positions + token) * (2 * HALF)
+        parts = _load(place, heads, NUM_HEADS, DIM, HALF)
+        parts = _rotate(_norm(parts, q_norm, eps, DIM, HALF), angles, HALF)
+        _store(place, DIM, heads, NUM_HEADS, parts, None, DIM, HALF)
+    else:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            place = planes + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * DIM
+            if group < q_groups + kv_groups:
+                heads = (group - q_groups) * HEADS + tl.arange(0, HEADS)
+                angles = cos_sin + tl.load(positions + token) * (2 * HALF)
+                parts = _load(k + token * k_stride, heads, NUM_KV_HEADS, DIM, HALF)
+                parts = _rotate(_norm(parts, k_norm, eps, DIM, HALF), angles, HALF)
+                _store(place, head_stride, heads, NUM_KV_HEADS, parts, k_scale, DIM, HALF)
+            else:
+                heads = (group - q_groups - kv_groups) * HEADS + tl.arange(0, HEADS)
+                parts = _load(v + token * v_stride, heads, NUM_KV_HEADS, DIM, HALF)
+                _store(place + plane_stride, head_stride, heads, NUM_KV_HEADS, parts, v_scale, DIM, HALF)
+
+
+@triton.jit
+def _load(source, heads, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
+    """The parts of `heads` of one token, [heads, part] float32 each."""
+    cells = source + heads[:, None] * DIM
+    known = (heads < NUM_HEADS)[:, None]
+    half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    first = tl.load(cells + half, mask=known & (half < HALF), other=0.0).to(tl.float32)
+    second = tl.load(cells + HALF + half, mask=known & (half < HALF), other=0.0).to(tl.float32)
+    parts = (first, second)
+    if DIM > 2 * HALF:
+        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
+        parts = parts + (tl.load(cells + behind, mask=known & (behind < DIM), other=0.0).to(tl.float32),)
+    return parts
+
+
+@triton.jit
+def _norm(parts, weight, eps, DIM: tl.constexpr, HALF: tl.constexpr):
+    """RMSNorm over each head; `weight` [DIM], or None for no norm."""
+    if weight is not None:
+        parts = _normed(parts, weight, eps, DIM, HALF)
+    return parts
+
+
+@triton.jit
+def _normed(parts, weight, eps, DIM: tl.constexpr, HALF: tl.constexpr):
+    half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    squares = tl.sum(parts[0] * parts[0] + parts[1] * parts[1], axis=1, keep_dims=True)
+    if DIM > 2 * HALF:
+        squares += tl.sum(parts[2] * parts[2], axis=1, keep_dims=True)
+    scale = tl.rsqrt(squares / DIM + eps)
+    first = parts[0] * scale * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
+    second = parts[1] * scale * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+    normed = (first, second)
+    if DIM > 2 * HALF:
+        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
+        normed = normed + (parts[2] * scale * tl.load(weight + behind, mask=behind < DIM, other=0.0).to(tl.float32),)
+    return normed
+
+
+@triton.jit
+def _rotate(parts, angles, HALF: tl.constexpr):
+    """`angles` are the cosines [HALF] of the token's position, its sines behind them."""
+    half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    cos = tl.load(angles + half, mask=half < HALF, other=0.0)
+    sin = tl.load(angles + HALF + half, mask=half < HALF, other=0.0)
+    return (parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin) + parts[2:]
+
+
+@triton.jit
+def _store(
+    target,  # of head 0
+    head_stride,
+    heads,
+    NUM_HEADS: tl.constexpr,
+    parts,
+    scale,  # [1] float32 or None
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    cells = target + heads[:, None] * head_stride
+    known = (heads < NUM_HEADS)[:, None]
+    half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    _store_part(cells + half, parts[0], known & (half < HALF), scale)
+    _store_part(cells + HALF + half, parts[1], known & (half < HALF), scale)
+    if DIM > 2 * HALF:
+        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
+        _store_part(cells + behind, parts[2], known & (behind < DIM), scale)
+
+
+@triton.jit
+def _store_part(cells, values, mask, scale):
+    """Rounds to the type of the memory; what 8 bits cannot hold becomes their largest, not infinity."""
+    if scale is not None:
+        values = values / tl.load(scale)
+    if cells.dtype.element_ty == tl.float8e4nv:
+        values = tl.clamp(values, -448.0, 448.0)
+    tl.store(cells, values.to(cells.dtype.element_ty), mask=mask)
