@@ -1,13 +1,39 @@
-"""The definition of a linear layer."""
+"""The definition of a linear layer, with what stands right before and behind it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from baton.kernels.rms_norm.reference import rms_norm
+from baton.kernels.silu_and_mul.reference import silu_and_mul
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x [T, K], weight [N, K], bias [N]. Sums in float32 (float64 where x is), rounded once."""
+from .norm import RowNorm
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: RowNorm | None = None,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """See `baton.kernels.linear.linear`; weight [N, K]. Sums in float32 (float64 where x is), rounded once a step."""
+    product = _product(x, weight, bias, norm)
+    return product if add_to is None else add_to.add_(product)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: RowNorm | None = None) -> Tensor:
+    """See `baton.kernels.linear.gated_linear`; weight [2 F, K]."""
+    return silu_and_mul(_product(x, weight, bias, norm))
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None) -> Tensor:
+    if norm is not None:
+        normed = rms_norm(x, norm.weight, norm.eps)
+        assert isinstance(normed, Tensor)
+        x = normed
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     result = x.to(compute_dtype) @ weight.to(compute_dtype).T
     if bias is not None:

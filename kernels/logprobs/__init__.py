@@ -18,6 +18,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
         raise ValueError(f"token_ids {list(token_ids.shape)} for logits {list(logits.shape)}: give one id a row")
     if not 0 <= k <= vocab_size:
         raise ValueError(f"k is {k}: give a number of tokens from 0 to the vocabulary's {vocab_size}")
+    if logits.is_cuda:
+        from . import gpu
+
+        return gpu.token_logprobs(logits, token_ids, k)
     if logits.device.type == "cpu":
         return cpu.token_logprobs(logits, token_ids, k)
     return reference.token_logprobs(logits, token_ids, k)

@@ -17,4 +17,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """
     if x.is_cpu:
         return cpu.rms_norm(x, weight, eps, residual)
+    if x.is_cuda:
+        from . import gpu
+
+        return gpu.rms_norm(x, weight, eps, residual)
     return reference.rms_norm(x, weight, eps, residual)

@@ -4,9 +4,11 @@ from torch import Tensor
 
 from . import cpu, reference
 from .batch import AllowedTokens, BadWords, BannedTokens, LogitBias, Penalties, SamplingBatch, TokenHistory
+from .row_words import ROW_WORDS, decode_rows, encode_row
 from .rows import SamplingRequest, SamplingRows
 
 __all__ = [
+    "ROW_WORDS",
     "AllowedTokens",
     "BadWords",
     "BannedTokens",
@@ -16,16 +18,36 @@ __all__ = [
     "SamplingRequest",
     "SamplingRows",
     "TokenHistory",
+    "encode_row",
     "sample",
+    "sample_rows",
 ]
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draws one token a row: `logits` `[R, V]` float32, unchanged, to token ids `[R]` int64.
+    """Draws one token a row: `logits` `[R, V]` of any float type, unchanged, to token ids `[R]` int64.
 
     A row's token depends on its own logits, parameters, seed and position only: neither on the rows beside it nor on
-    the machine. NaN counts as minus infinity; a row of nothing else gives token 0.
+    the machine. NaN counts as minus infinity; a row of nothing else gives token 0. Waits for no device.
     """
+    if logits.is_cuda:
+        from . import gpu
+
+        return gpu.sample(logits, batch)
     if logits.device.type == "cpu":
-        return cpu.sample(logits, batch)
-    return reference.sample(logits, batch)
+        return cpu.sample(logits.float(), batch)
+    return reference.sample(logits.float(), batch)
+
+
+def sample_rows(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """As `sample`, for rows whose numbers lie in a table: `logits` `[R, V]` of any float type to `[R]` int64.
+
+    Row i of the logits belongs to row `rows[i]` of `table` `[num_rows, ROW_WORDS]` int32, which holds what `encode_row`
+    gives; -1 is padding and gives token 0. `positions[i]` tokens precede the one that is drawn. `rows` and `positions`
+    are `[R]` int32 or int64. On a GPU it asks nothing of the host, so that it can be part of a captured graph.
+    """
+    if logits.is_cuda:
+        from . import gpu
+
+        return gpu.sample_rows(logits, table, rows, positions)
+    return sample(logits, decode_rows(table, rows, positions)).masked_fill(rows < 0, 0)

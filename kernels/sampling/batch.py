@@ -81,6 +81,7 @@ class SamplingBatch:
     bias: LogitBias | None = None
     penalties: Penalties | None = None
     history: TokenHistory | None = None  # needed by `penalties` and `bad_words`
+    words: Tensor | None = None  # [R, ROW_WORDS] int32: the numbers once more, where a GPU reads them; else made there
 
     @property
     def edits_logits(self) -> bool:

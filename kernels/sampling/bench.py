@@ -2,44 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
 
-from . import Penalties, SamplingBatch, TokenHistory, sample
+from . import Penalties, SamplingBatch, TokenHistory, encode_row, sample, sample_rows
 
 SPREAD = 3.0  # standard deviation of the logits: some thousand tokens share the probability
 HISTORY = 2048  # tokens that penalties look at
+CPU_SHAPES = ((16, 8_192), (1, 152_064), (16, 152_064))  # rows, vocabulary
+GPU_SHAPES = ((1, 151_936), (64, 151_936), (256, 151_936), (512, 151_936))
 
 
-def cases() -> Iterator[BenchCase]:
-    for rows, vocab_size in ((16, 8_192), (1, 152_064), (16, 152_064)):
-        logits_bytes = rows * vocab_size * 4
+def cases(device: torch.device) -> Iterator[BenchCase]:
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    for rows, vocab_size in GPU_SHAPES if on_gpu else CPU_SHAPES:
+        logits_bytes = rows * vocab_size * dtype.itemsize
         copies = min(16, copies_beyond_caches(logits_bytes))
-        logits = [torch.randn(rows, vocab_size) * SPREAD for _ in range(copies)]
-        for name, batch in _batches(rows, vocab_size).items():
+        logits = [(torch.randn(rows, vocab_size, device=device) * SPREAD).to(dtype) for _ in range(copies)]
+        for name, draw in _draws(rows, vocab_size, device).items():
             yield BenchCase(
                 op="sampling",
                 shape=f"{rows} x {vocab_size} {name}",
-                dtype=torch.float32,
-                run=cycling(lambda row, batch=batch: sample(row, batch), logits),
+                dtype=dtype,
+                device=device,
+                run=cycling(draw, logits),
                 num_bytes=logits_bytes,
             )
 
 
-def _batches(rows: int, vocab_size: int) -> dict[str, SamplingBatch]:
-    random = torch.ones(rows)
-    greedy = SamplingBatch(seeds=torch.arange(rows), positions=torch.full((rows,), HISTORY))
-    drawn = replace(greedy, temperature=random)
-    penalties = Penalties(torch.arange(rows), random, random, random)
-    history = TokenHistory(torch.randint(vocab_size, (rows, HISTORY)), torch.arange(rows), torch.full((rows,), 64))
+@dataclass(frozen=True)
+class _Request:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def _draws(rows: int, vocab_size: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
+    slots = torch.arange(rows, device=device)
+    positions = torch.full_like(slots, HISTORY)
+
+    def plain(**numbers: float) -> Callable[[Tensor], Tensor]:
+        request = _Request(**numbers)  # type: ignore[arg-type]  # top_k is given as an integer
+        words = [torch.from_numpy(encode_row(request, seed=seed, prompt_len=64)) for seed in range(rows)]
+        table = torch.stack(words).to(device)
+        return lambda logits: sample_rows(logits, table, slots, positions)
+
+    ones = torch.ones(rows, device=device)
+    tokens = torch.randint(vocab_size, (rows, HISTORY), device=device)
+    penalties = SamplingBatch(
+        seeds=slots,
+        positions=positions,
+        temperature=ones,
+        penalties=Penalties(slots, ones, ones, ones),
+        history=TokenHistory(tokens, slots, torch.full_like(slots, 64)),
+    )
     return {
-        "greedy": greedy,
-        "random": drawn,
-        "top-k": replace(drawn, top_k=torch.full((rows,), 50)),
-        "top-p": replace(drawn, top_p=torch.full((rows,), 0.95)),
-        "penalties": replace(drawn, penalties=penalties, history=history),
+        "greedy": plain(temperature=0.0),
+        "random": plain(),
+        "top-k": plain(top_k=50),
+        "top-p": plain(top_p=0.95),
+        "min-p": plain(min_p=0.05),
+        "penalties": lambda logits: sample(logits, penalties),
     }

@@ -44,7 +44,8 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.bad_words is not None:
         _ban_bad_words(logits, batch.bad_words, batch)
     if batch.banned is not None:
-        logits[batch.banned.rows, batch.banned.token_ids] = -torch.inf
+        # A tensor of the device's own: a number would be sent there, and waited for.
+        logits.index_put_((batch.banned.rows, batch.banned.token_ids), logits.new_full((), -torch.inf))
     if batch.bias is not None:
         logits[batch.bias.rows, batch.bias.token_ids] += batch.bias.values
     if batch.penalties is not None:
@@ -57,7 +58,8 @@ def truncation_threshold(logits: Tensor, temperature: Tensor, batch: SamplingBat
     threshold = torch.full_like(temperature, -torch.inf)
     if batch.min_p is not None:
         best = logits.amax(dim=-1, keepdim=True).double()
-        threshold = torch.maximum(threshold, best + temperature * batch.min_p.double().log()[:, None])
+        least = best + temperature * batch.min_p.double().log()[:, None]
+        threshold = torch.where(batch.min_p[:, None] > 0, least, threshold)  # not where infinities would cancel
     if batch.top_k is not None:
         count = torch.where(batch.top_k > 0, batch.top_k, logits.shape[1]).clamp(max=logits.shape[1])[:, None]
         truncated = count < logits.shape[1]

@@ -19,19 +19,13 @@ from .batch import (
     SamplingBatch,
     TokenHistory,
 )
+from .row_words import PlainRequest, encode_batch
+from .upload import upload
 
 
-class SamplingRequest(Protocol):
+class SamplingRequest(PlainRequest, Protocol):
     """What a request says about its draws; `baton.engine.SamplingParams` is one."""
 
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
     @property
     def repetition_penalty(self) -> float: ...
     @property
@@ -54,6 +48,14 @@ class _StopGate:
 
     opens_at: int
     token_ids: Tensor  # [S] int64
+
+
+@dataclass(frozen=True, slots=True)
+class _Changing:
+    """What of a batch is new in every step."""
+
+    positions: Tensor
+    banned: BannedTokens | None
 
 
 class SamplingRows:
@@ -88,6 +90,7 @@ class SamplingRows:
         self._bad_words: dict[int, list[list[int]]] = {}
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [B] int64, values [B] float32
         self._gates: dict[int, _StopGate] = {}
+        self._edited: set[int] = set()  # rows whose logits change in every step
         self._gathered: tuple[list[int], SamplingBatch] | None = None
 
     def start(
@@ -118,15 +121,30 @@ class SamplingRows:
         if request.min_tokens > 0 and stop_token_ids:
             stops = torch.tensor(list(dict.fromkeys(stop_token_ids)))
             self._gates[row] = _StopGate(prompt_len + request.min_tokens, stops)
+        if any(row in state for state in (self._penalized, self._allowed, self._bad_words, self._bias)):
+            self._edited.add(row)
         self._gathered = None
 
     def free(self, row: int) -> None:
         """The request leaves `row`. Freeing a free row changes nothing."""
-        for rows in (self._random, self._penalized, *self._truncated.values()):
+        for rows in (self._random, self._penalized, self._edited, *self._truncated.values()):
             rows.discard(row)
         for state in (self._allowed, self._bad_words, self._bias, self._gates):
             state.pop(row, None)
         self._gathered = None
+
+    def edited(self, rows: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """The indices i for which `rows[i]` asks at `positions[i]` for more than the words of `encode_row` say.
+
+        Those are rows with penalties, a bias, allowed tokens, bad words, or stop tokens that are still shut.
+        """
+        if not self._edited and not self._gates:
+            return []
+        return [
+            index
+            for index, (row, position) in enumerate(zip(rows, positions, strict=True))
+            if row in self._edited or self._shut(row, position) is not None
+        ]
 
     def batch(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
         """The batch for logits whose row i belongs to `rows[i]`; `positions[i]` tokens precede the one it draws."""
@@ -134,7 +152,8 @@ class SamplingRows:
         if self._gathered is None or self._gathered[0] != rows:
             self._gathered = (rows, self._gather(rows))
         banned = self._banned(rows, positions) if self._gates else None
-        return replace(self._gathered[1], positions=self._to_device(torch.tensor(positions)), banned=banned)
+        changing = upload(_Changing(torch.tensor(positions), banned), self._device)
+        return replace(self._gathered[1], positions=changing.positions, banned=changing.banned)
 
     def _note_truncation(self, row: int, request: SamplingRequest) -> None:
         if 0 < request.top_k < self._vocab_size:
@@ -148,7 +167,7 @@ class SamplingRows:
         index = torch.tensor(rows)
 
         def numbers(name: str) -> Tensor:
-            return self._to_device(self._numbers[name][index])
+            return self._numbers[name][index]
 
         def truncation(name: str) -> Tensor | None:
             users = self._truncated[name]
@@ -157,7 +176,7 @@ class SamplingRows:
         penalties = self._gather_penalties(rows)
         bad_words = self._gather_bad_words(rows)
         reads_history = penalties is not None or (bad_words is not None and bad_words.token_ids.shape[1] > 1)
-        return SamplingBatch(
+        batch = SamplingBatch(
             seeds=numbers("seed"),
             positions=index,
             temperature=None if self._random.isdisjoint(rows) else numbers("temperature"),
@@ -168,10 +187,11 @@ class SamplingRows:
             bad_words=bad_words,
             bias=self._gather_bias(rows),
             penalties=penalties,
-            history=TokenHistory(self._token_ids, self._to_device(index), numbers("prompt_len"))
-            if reads_history
-            else None,
+            history=TokenHistory(self._token_ids, index, numbers("prompt_len")) if reads_history else None,
         )
+        if self._device.type == "cpu":
+            return batch
+        return upload(replace(batch, words=encode_batch(batch)), self._device)
 
     def _gather_penalties(self, rows: list[int]) -> Penalties | None:
         users = [i for i, row in enumerate(rows) if row in self._penalized] if self._penalized else []
@@ -179,16 +199,16 @@ class SamplingRows:
             return None
         index = torch.tensor([rows[i] for i in users])
         repetition, presence, frequency = (
-            self._to_device(self._numbers[f"{name}_penalty"][index]) for name in ("repetition", "presence", "frequency")
+            self._numbers[f"{name}_penalty"][index] for name in ("repetition", "presence", "frequency")
         )
-        return Penalties(self._to_device(torch.tensor(users)), repetition, presence, frequency)
+        return Penalties(torch.tensor(users), repetition, presence, frequency)
 
     def _gather_allowed(self, rows: list[int]) -> AllowedTokens | None:
         users = [i for i, row in enumerate(rows) if row in self._allowed] if self._allowed else []
         if not users:
             return None
         bits = torch.stack([self._allowed[rows[i]] for i in users])
-        return AllowedTokens(self._to_device(torch.tensor(users)), self._to_device(bits))
+        return AllowedTokens(torch.tensor(users), bits)
 
     def _gather_bad_words(self, rows: list[int]) -> BadWords | None:
         words = [(i, word) for i, row in enumerate(rows) for word in self._bad_words.get(row, ())]
@@ -196,36 +216,38 @@ class SamplingRows:
             return None
         longest = max(len(word) for _, word in words)
         padded = torch.tensor([[-1] * (longest - len(word)) + word for _, word in words])
-        return BadWords(self._to_device(torch.tensor([i for i, _ in words])), self._to_device(padded))
+        return BadWords(torch.tensor([i for i, _ in words]), padded)
 
     def _gather_bias(self, rows: list[int]) -> LogitBias | None:
         users = [(i, self._bias[row]) for i, row in enumerate(rows) if row in self._bias] if self._bias else []
         if not users:
             return None
         return LogitBias(
-            rows=self._to_device(torch.cat([torch.full_like(tokens, i) for i, (tokens, _) in users])),
-            token_ids=self._to_device(torch.cat([tokens for _, (tokens, _) in users])),
-            values=self._to_device(torch.cat([values for _, (_, values) in users])),
+            rows=torch.cat([torch.full_like(tokens, i) for i, (tokens, _) in users]),
+            token_ids=torch.cat([tokens for _, (tokens, _) in users]),
+            values=torch.cat([values for _, (_, values) in users]),
         )
 
     def _banned(self, rows: list[int], positions: Sequence[int]) -> BannedTokens | None:
         shut = []
         for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
-            gate = self._gates.get(row)
-            if gate is not None and position < gate.opens_at:
-                shut.append((i, gate.token_ids))
+            stops = self._shut(row, position)
+            if stops is not None:
+                shut.append((i, stops))
         if not shut:
             return None
         return BannedTokens(
-            rows=self._to_device(torch.cat([torch.full_like(tokens, i) for i, tokens in shut])),
-            token_ids=self._to_device(torch.cat([tokens for _, tokens in shut])),
+            rows=torch.cat([torch.full_like(tokens, i) for i, tokens in shut]),
+            token_ids=torch.cat([tokens for _, tokens in shut]),
         )
+
+    def _shut(self, row: int, position: int) -> Tensor | None:
+        """The stop tokens that `row` cannot draw at `position`."""
+        gate = self._gates.get(row)
+        return gate.token_ids if gate is not None and position < gate.opens_at else None
 
     def _pack(self, token_ids: Sequence[int]) -> Tensor:
         bits = torch.zeros(-(-self._vocab_size // 32) * 32, dtype=torch.int64)
         bits[torch.tensor(list(token_ids))] = 1
         words = (bits.view(-1, 32) << torch.arange(32)).sum(dim=1)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)

@@ -13,4 +13,8 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """`silu(gate) * up` of gate_up [T, 2 F], the gates first -> [T, F]. Computed in float32 and rounded once."""
     if gate_up.is_cpu:
         return cpu.silu_and_mul(gate_up, out)
+    if gate_up.is_cuda:
+        from . import gpu
+
+        return gpu.silu_and_mul(gate_up, out)
     return reference.silu_and_mul(gate_up, out)

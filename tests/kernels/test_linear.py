@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_checks import assert_as_accurate
 
-from baton.kernels.linear import linear, pack, reference
+from baton.kernels.linear import RowNorm, gated_linear, linear, pack, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -43,6 +43,44 @@ def test_rows_may_be_a_view_with_a_stride() -> None:
 
 def test_a_bias_may_have_a_stride() -> None:
     check(torch.randn(20, 64).bfloat16(), torch.randn(48, 64).bfloat16(), torch.randn(48, 2).bfloat16()[:, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_a_norm_before_and_a_sum_behind_the_product(dtype: torch.dtype, with_norm: bool) -> None:
+    x, weight, before = torch.randn(5, 64).to(dtype), torch.randn(48, 64).to(dtype), torch.randn(5, 48).to(dtype)
+    gain = torch.randn(64).to(dtype)
+
+    def expected(dtype: torch.dtype) -> torch.Tensor:
+        norm = RowNorm(gain.to(dtype), 1e-6) if with_norm else None
+        return reference.linear(x.to(dtype), weight.to(dtype), norm=norm, add_to=before.to(dtype, copy=True))
+
+    hidden = before.clone()
+    assert linear(x, pack(weight), norm=RowNorm(gain, 1e-6) if with_norm else None, add_to=hidden) is hidden
+    assert_as_accurate(hidden, expected(torch.float64), expected(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_gate_and_up_are_one_product(dtype: torch.dtype, with_norm: bool) -> None:
+    x, weight, bias, gain = (torch.randn(shape).to(dtype) for shape in ((5, 64), (96, 64), (96,), (64,)))
+
+    def expected(dtype: torch.dtype) -> torch.Tensor:
+        norm = RowNorm(gain.to(dtype), 1e-6) if with_norm else None
+        return reference.gated_linear(x.to(dtype), weight.to(dtype), bias.to(dtype), norm=norm)
+
+    out = torch.full((5, 48), float("nan"), dtype=dtype)
+    norm = RowNorm(gain, 1e-6) if with_norm else None
+    assert gated_linear(x, pack(weight), bias, norm=norm, out=out) is out
+    assert_as_accurate(out, expected(torch.float64), expected(dtype))
+
+
+def test_a_result_goes_where_it_is_wanted() -> None:
+    x, packed, out = torch.randn(5, 64), pack(torch.randn(48, 64)), torch.full((5, 48), float("nan"))
+    assert linear(x, packed, out=out) is out
+    assert torch.equal(out, linear(x, packed))
+    with pytest.raises(ValueError, match="give one of them"):
+        linear(x, packed, out=out, add_to=out)
 
 
 def test_packing_leaves_the_weight_as_it_was() -> None:

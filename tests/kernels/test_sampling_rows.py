@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
+import pytest
 import torch
 from torch import Tensor
 
 from baton.engine.core.sampling import SamplingParams
-from baton.kernels.sampling import SamplingBatch, SamplingRows, sample
+from baton.kernels.sampling import SamplingBatch, SamplingRows, encode_row, sample, sample_rows
+from baton.kernels.sampling.row_words import decode_rows, encode_batch
+from baton.kernels.sampling.upload import upload
 
 VOCAB = 40
 EVERYTHING = SamplingParams(
@@ -109,3 +114,84 @@ def test_allowed_tokens_reach_to_the_end_of_the_vocabulary() -> None:
     rows, _ = rows_with(row0=SamplingParams(allowed_token_ids=[31, 32, VOCAB - 1]))
     drawn = {int(sample(torch.zeros(1, VOCAB), rows.batch([0], [position]))) for position in range(3, 60)}
     assert drawn == {31, 32, VOCAB - 1}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        SamplingParams(repetition_penalty=1.2),
+        SamplingParams(presence_penalty=0.1),
+        SamplingParams(logit_bias={1: 1.0}),
+        SamplingParams(allowed_token_ids=[1]),
+        SamplingParams(bad_words_token_ids=[[1]]),
+    ],
+)
+def test_rows_that_ask_for_more_than_their_words_say_are_found(request_: SamplingParams) -> None:
+    plain = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
+    rows, _ = rows_with(row0=plain, row3=request_, row5=plain)
+    assert rows.edited([5, 3, 0], [4, 4, 4]) == [1]
+    rows.free(3)
+    assert rows.edited([5, 0], [5, 5]) == []
+
+
+def test_rows_are_plain_once_their_stop_tokens_are_open() -> None:
+    rows, _ = rows_with(row0=SamplingParams(), row1=SamplingParams(min_tokens=2, max_tokens=5))
+    assert [rows.edited([0, 1], [9, position]) for position in (3, 4, 5)] == [[1], [1], []]
+
+
+def test_the_words_of_a_row_say_what_its_batch_says() -> None:
+    requests = [SamplingParams(temperature=i / 4, top_k=7 * i, top_p=1 - i / 9, min_p=i / 50) for i in range(6)]
+    rows, _ = rows_with(**{f"row{i}": request for i, request in enumerate(requests)})
+    table = torch.stack([torch.from_numpy(encode_row(r, seed=100 + i, prompt_len=3)) for i, r in enumerate(requests)])
+    order, positions = [4, 1, 3, 0], [9, 8, 7, 6]
+    batch = rows.batch(order, positions)
+    decoded = decode_rows(table, torch.tensor(order, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32))
+    for name in ("seeds", "positions", "temperature", "top_k", "top_p", "min_p"):
+        assert getattr(decoded, name).equal(getattr(batch, name)), name
+    assert encode_batch(batch)[:, :6].equal(table[order][:, :6])
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
+def test_seeds_of_every_size_fit_the_words(seed: int) -> None:
+    words = torch.from_numpy(encode_row(SamplingParams(top_k=2**31 - 1), seed=seed, prompt_len=1))[None]
+    batch = decode_rows(words, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    assert batch.seeds.tolist() == [seed]
+    assert encode_batch(batch)[:, :6].equal(words[:, :6])
+
+
+def test_padding_rows_draw_token_0_and_change_no_other(num_threads: int) -> None:
+    table = torch.from_numpy(encode_row(SamplingParams(), seed=5, prompt_len=1)).repeat(4, 1)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[1] = float("nan")
+    rows = torch.tensor([2, -1, 0], dtype=torch.int32)
+    tokens = sample_rows(logits, table, rows, torch.tensor([4, 0, 5], dtype=torch.int32))
+    alone = sample_rows(logits[[0, 2]], table, rows[[0, 2]], torch.tensor([4, 5]))
+    assert tokens.tolist() == [int(alone[0]), 0, int(alone[1])]
+    assert sample_rows(logits.bfloat16(), table, rows, torch.tensor([4, 0, 5])).dtype == torch.int64
+
+
+def test_a_batch_travels_to_its_device_whole() -> None:
+    rows, _ = rows_with(row0=EVERYTHING, row1=EVERYTHING)
+    batch = rows.batch([0, 1], [4, 5])
+    assert upload(batch, torch.device("cpu")) is batch
+    moved = upload(batch, torch.device("meta"))
+    assert moved.penalties is not None
+    assert moved.bias is not None
+    assert batch.bias is not None
+    assert {t.device.type for t in (moved.seeds, moved.penalties.presence, moved.bias.rows)} == {"meta"}
+    assert (moved.bias.values.dtype, moved.bias.values.shape) == (torch.float32, batch.bias.values.shape)
+
+
+@pytest.mark.gpu
+def test_what_arrives_on_the_device_is_what_was_sent() -> None:
+    rows, table = rows_with(row0=EVERYTHING, row1=EVERYTHING)
+    batch = rows.batch([0, 1], [4, 5])
+    history = replace(batch.history, token_ids=table.cuda()) if batch.history else None
+    moved = upload(replace(batch, history=history), torch.device("cuda"))
+    assert moved.history is not None
+    assert history is not None
+    assert moved.history.token_ids is history.token_ids, "what is there already stays"
+    for name in ("allowed", "bad_words", "banned", "bias", "penalties"):
+        ours, theirs = getattr(moved, name), getattr(batch, name)
+        for field in fields(theirs):
+            assert getattr(ours, field.name).cpu().equal(getattr(theirs, field.name)), field.name

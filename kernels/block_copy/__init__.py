@@ -1,0 +1,61 @@
+"""Moving KV blocks: out of the cache into a contiguous buffer, back, and within the cache.
+
+    kv [num_blocks, kv_heads, ...]        a block is one contiguous range, and so is each head's share of it
+    staging [n, heads, ...]               n blocks, or the shares of a run of heads, one behind the other
+
+An id of -1 stands for no block: nothing is read or written for it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from . import cpu, reference
+
+__all__ = ["copy_blocks", "gather_blocks", "scatter_blocks"]
+
+
+def gather_blocks(kv: Tensor, block_ids: Tensor, staging: Tensor, first_head: int = 0) -> Tensor:
+    """Blocks `block_ids` [n] (int32 or int64) of kv into staging [n, heads, ...], which it returns.
+
+    Of each block the share of the heads from `first_head` on, as many as `staging` has. Raises `ValueError` for a
+    staging buffer of another kind than kv.
+    """
+    check_staging(kv, block_ids, staging, first_head)
+    return _ops(kv).gather_blocks(kv, block_ids, staging, first_head)
+
+
+def scatter_blocks(staging: Tensor, block_ids: Tensor, kv: Tensor, first_head: int = 0) -> None:
+    """The way back: staging [n, heads, ...] into blocks `block_ids` of kv, heads from `first_head` on. Ids differ."""
+    check_staging(kv, block_ids, staging, first_head)
+    _ops(kv).scatter_blocks(staging, block_ids, kv, first_head)
+
+
+def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Block sources[i] into block targets[i], for all i at once: no block is both a source and a target."""
+    if sources.shape != targets.shape or sources.dim() != 1:
+        raise ValueError(f"{list(sources.shape)} sources and {list(targets.shape)} targets: give one for one")
+    _ops(kv).copy_blocks(kv, sources, targets)
+
+
+def _ops(kv: Tensor) -> ModuleType:
+    if kv.is_cuda:
+        from . import gpu
+
+        return gpu
+    return cpu if kv.is_cpu else reference
+
+
+def check_staging(kv: Tensor, block_ids: Tensor, staging: Tensor, first_head: int) -> None:
+    """Raises `ValueError` for a staging buffer that does not hold such blocks one behind the other."""
+    heads = staging.shape[1]
+    expected = (*block_ids.shape, heads, *kv.shape[2:])
+    if staging.dtype != kv.dtype or staging.shape != expected or not (staging.is_contiguous() and kv.is_contiguous()):
+        raise ValueError(
+            f"staging is {staging.dtype} {list(staging.shape)}: give contiguous {kv.dtype} {list(expected)} for a "
+            "contiguous kv"
+        )
+    if not 0 <= first_head <= kv.shape[1] - heads:
+        raise ValueError(f"heads {first_head} to {first_head + heads - 1} are not all among the {kv.shape[1]} of kv")

@@ -1,0 +1,100 @@
+"""Moving KV blocks in Triton: programs copy 16 KB each, whatever the bytes mean."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels import pdl
+
+WORDS = 4096  # of 4 bytes, that one program copies
+NUM_WARPS = 8
+
+
+def gather_blocks(kv: Tensor, block_ids: Tensor, staging: Tensor, first_head: int) -> Tensor:
+    """See `baton.kernels.block_copy.gather_blocks`. `staging` may be pinned memory of the host."""
+    blocks, stage = _words(kv), _words(staging)
+    _copy(blocks, block_ids, stage, None, first_head * _head_words(kv), 0, stage.shape[1])
+    return staging
+
+
+def scatter_blocks(staging: Tensor, block_ids: Tensor, kv: Tensor, first_head: int) -> None:
+    """See `baton.kernels.block_copy.scatter_blocks`. `staging` may be pinned memory of the host."""
+    blocks, stage = _words(kv), _words(staging)
+    _copy(stage, None, blocks, block_ids, 0, first_head * _head_words(kv), stage.shape[1])
+
+
+def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """See `baton.kernels.block_copy.copy_blocks`."""
+    blocks = _words(kv)
+    _copy(blocks, sources, blocks, targets, 0, 0, blocks.shape[1])
+
+
+def _words(blocks: Tensor) -> Tensor:
+    """Blocks [n, heads, ...] as rows of int32."""
+    return blocks.view(torch.uint8).flatten(1).view(torch.int32)
+
+
+def _head_words(blocks: Tensor) -> int:
+    """Raises `ValueError` where a head's share of a block is no whole number of words."""
+    num_bytes = blocks.stride(1) * blocks.element_size()
+    if num_bytes % 4:
+        raise ValueError(f"a head's share of a block has {num_bytes} bytes: give a multiple of 4")
+    return num_bytes // 4
+
+
+def _copy(
+    source: Tensor,
+    source_ids: Tensor | None,
+    target: Tensor,
+    target_ids: Tensor | None,
+    source_offset: int,
+    target_offset: int,
+    num_words: int,
+) -> None:
+    """`num_words` words of each row, from row source_ids[i] to row target_ids[i]; without ids, row i."""
+    ids = target_ids if source_ids is None else source_ids
+    assert ids is not None, "one side is named by ids"
+    if len(ids) == 0:
+        return
+    _copy_kernel[(len(ids) * triton.cdiv(num_words, WORDS),)](
+        source,
+        source_ids,
+        target,
+        target_ids,
+        source.stride(0),
+        target.stride(0),
+        source_offset,
+        target_offset,
+        NUM_WORDS=num_words,
+        WORDS=WORDS,
+        num_warps=NUM_WARPS,
+        **pdl.launch_options(),
+    )
+
+
+@triton.jit
+def _copy_kernel(
+    source,  # int32 rows, source_stride apart
+    source_ids,  # [n] int, or None: 0, 1, 2, ...
+    target,
+    target_ids,
+    source_stride,
+    target_stride,
+    source_offset,  # the first word of a row that is copied
+    target_offset,
+    NUM_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    pdl.let_next_start()
+    programs_per_row: tl.constexpr = triton.cdiv(NUM_WORDS, WORDS)
+    index = tl.program_id(0) // programs_per_row
+    words = tl.program_id(0) % programs_per_row * WORDS + tl.arange(0, WORDS)
+    pdl.wait_for_previous()
+    source_row = (index if source_ids is None else tl.load(source_ids + index)).to(tl.int64)
+    target_row = (index if target_ids is None else tl.load(target_ids + index)).to(tl.int64)
+    if source_row >= 0 and target_row >= 0:
+        values = tl.load(source + source_row * source_stride + source_offset + words, mask=words < NUM_WORDS)
+        tl.store(target + target_row * target_stride + target_offset + words, values, mask=words < NUM_WORDS)

@@ -1,0 +1,150 @@
+"""Linear layers on a GPU: which of three ways serves a shape was measured (`tuned/`).
+
+FEW_TOKENS      norm, product, bias, gate and residual in one kernel on the plain multipliers
+TILES           product, bias, gate and residual in one kernel on the tensor cores
+LIBRARY         torch's matrix product, which adds to a residual itself; what else is around it by kernels of their own
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from baton.kernels import tuned
+from baton.kernels.silu_and_mul import silu_and_mul
+
+from ..norm import RowNorm
+from .few_tokens import MAX_TOKENS, stream_weight
+from .tiles import multiply_tiles
+
+SMALLEST_TILE = 16  # tokens: the short side of a product on the tensor cores
+MANY_TOKENS = 256  # more are the library's
+NARROWEST_STEP = 128  # depths that are no multiple of this are the library's
+
+
+class Method(IntEnum):
+    LIBRARY = 0
+    FEW_TOKENS = 1
+    TILES = 2
+
+
+NOTHING = {"PRELOAD": 0, "PREFETCH": 0, "SPLIT": 1, "TOKENS": 0, "num_stages": 1}
+UNTUNED_FEW = {"method": Method.FEW_TOKENS, "BLOCK_N": 8, "BLOCK_K": 1024, "num_warps": 4, **NOTHING, "PRELOAD": 2}
+UNTUNED_MANY = {"method": Method.LIBRARY, "BLOCK_N": 0, "BLOCK_K": 0, "num_warps": 0, **NOTHING}
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: RowNorm | None,
+    add_to: Tensor | None,
+    out: Tensor | None,
+    gated: bool,
+    options: tuned.Options | None = None,
+) -> Tensor:
+    """See `baton.kernels.linear.linear` and, for `gated`, `gated_linear`. `options`: other than the tuned ones."""
+    num_tokens, depth = x.shape
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    if num_tokens == 0:
+        return add_to if add_to is not None else x.new_empty(0, columns) if out is None else out
+    if options is None:
+        options = options_for(num_tokens, columns, depth, x.device, gated=gated)
+    method = fitting_method(options, x, weight)
+    if method is Method.LIBRARY:
+        return _library(x, weight, bias, norm, add_to, out, gated)
+
+    target = add_to if add_to is not None else x.new_empty(num_tokens, columns) if out is None else out
+    if target.stride(1) != 1:
+        raise ValueError(f"the result has strides {target.stride()}: give rows whose columns lie side by side")
+    block_k = _largest_step(options["BLOCK_K"], depth)
+    if method is Method.FEW_TOKENS:
+        stream_weight(
+            *(x, weight, target),
+            bias=bias,
+            norm=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            gated=gated,
+            add=add_to is not None,
+            BLOCK_N=options["BLOCK_N"] // 2 if gated else options["BLOCK_N"],
+            BLOCK_K=block_k,
+            PRELOAD=options["PRELOAD"] * options["BLOCK_K"] // block_k,
+            PREFETCH=options["PREFETCH"],
+            num_warps=options["num_warps"],
+        )
+        return target
+    if norm is not None:
+        x = norm(x)
+    multiply_tiles(
+        *(x, weight, target),
+        bias=bias,
+        gated=gated,
+        add=add_to is not None,
+        TOKENS=min(options["TOKENS"], max(SMALLEST_TILE, triton.next_power_of_2(num_tokens))),
+        BLOCK_N=options["BLOCK_N"] // 2 if gated else options["BLOCK_N"],
+        BLOCK_K=block_k,
+        SPLIT=_largest_step(options["SPLIT"], depth // block_k),
+        PREFETCH=options["PREFETCH"],
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+    )
+    return target
+
+
+def options_for(num_tokens: int, columns: int, depth: int, device: torch.device, *, gated: bool) -> tuned.Options:
+    """One set for all numbers of tokens up to the same power of two, so that few kernels serve all."""
+    if num_tokens > MANY_TOKENS:
+        return UNTUNED_MANY
+    key = tuning_key(triton.next_power_of_2(num_tokens), columns, depth, gated=gated)
+    return tuned.config("linear", device, key, UNTUNED_FEW if num_tokens <= MAX_TOKENS else UNTUNED_MANY)
+
+
+def tuning_key(tokens: int, columns: int, depth: int, *, gated: bool) -> tuned.Key:
+    return {"op": "gated" if gated else "linear", "tokens": tokens, "columns": columns, "depth": depth}
+
+
+def fitting_method(options: tuned.Options, x: Tensor, weight: Tensor) -> Method:
+    """The method of the options where it can serve these operands, else the library's.
+
+    The options may be those of another shape that is not far from this one.
+    """
+    method = Method(options["method"])
+    if x.dtype != weight.dtype or x.stride(1) != 1 or not weight.is_contiguous() or x.shape[1] % NARROWEST_STEP:
+        return Method.LIBRARY
+    if method is Method.FEW_TOKENS and x.shape[0] > MAX_TOKENS:
+        return Method.LIBRARY
+    if method is Method.TILES and x.dtype.itemsize != 2:  # the tensor cores would round float32
+        return Method.LIBRARY
+    return method
+
+
+def _largest_step(most: int, whole: int) -> int:
+    """The largest power of two that is no larger than `most`, one itself, and divides `whole`."""
+    return min(most, whole & -whole)
+
+
+def _library(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: RowNorm | None,
+    add_to: Tensor | None,
+    out: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    if norm is not None:
+        x = norm(x)
+    if gated:
+        return silu_and_mul(functional.linear(x, weight, bias), out)
+    if add_to is not None:
+        if bias is not None:
+            return add_to.add_(functional.linear(x, weight, bias))
+        return add_to.addmm_(x, weight.T)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)

@@ -1,0 +1,31 @@
+"""Experts on a CPU: the tokens of each expert together, through torch's matrix products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.kernels.silu_and_mul import silu_and_mul
+
+
+def fused_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None
+) -> Tensor:
+    """See `baton.kernels.moe.fused_experts`. Reads the weights of the experts that some token goes to, once each."""
+    num_tokens, top_k = expert_ids.shape
+    pairs = expert_ids.flatten().argsort(stable=True)
+    start, *counts = torch.bincount(expert_ids.flatten() + 1, minlength=gate_up.shape[0] + 1).tolist()
+    outputs = x.new_zeros((num_tokens * top_k, x.shape[1]))
+    for expert, count in enumerate(counts):  # pairs without an expert come before them
+        if count:
+            chosen = pairs[start : start + count]
+            hidden = functional.linear(x[chosen // top_k], gate_up[expert])
+            activations = silu_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
+            outputs[chosen] = functional.linear(activations, down[expert])
+            start += count
+    # One expert after another in the order of the token's list: the sum of a token does not depend on its batch.
+    total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    for place, output in enumerate(outputs.view(num_tokens, top_k, x.shape[1]).unbind(1)):
+        total += output * weights[:, place, None]
+    return total.to(x.dtype) if add_to is None else add_to.copy_(total + add_to)

@@ -1,0 +1,60 @@
+"""A mixture of experts on a GPU, in Triton.
+
+    few tokens   gate_up -> down                       each (token, expert) pair by itself (`few`)
+    others       align -> gate_up -> down -> combine   the rows of an expert together (`tiles`, `grouped`, `combine`)
+
+No step of either asks the host or depends on what was routed where: both can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import few, grouped
+from .combine import combine
+from .logits import router_logits
+from .options import GroupedOptions, Shape, few_options, grouped_options
+from .route import route
+from .tiles import align
+
+__all__ = ["fused_experts", "grouped_experts", "route", "router_logits"]
+
+ROW_BYTES = 16  # rows start at multiples of it, for wide loads and for the tensor memory accelerator
+
+
+def fused_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None
+) -> Tensor:
+    """See `baton.kernels.moe.fused_experts`. Both weights are contiguous; x and add_to have contiguous rows.
+
+    Raises `ValueError` for rows of weights that are no multiple of 16 bytes.
+    """
+    _, hidden_size, width = down.shape
+    if hidden_size * x.itemsize % ROW_BYTES or width * x.itemsize % ROW_BYTES:
+        raise ValueError(
+            f"rows of {hidden_size} and {width} values: a GPU takes multiples of {ROW_BYTES // x.itemsize} of {x.dtype}"
+        )
+    if len(x) == 0:
+        return torch.empty_like(x) if add_to is None else add_to
+    shape = Shape.of(down, expert_ids)
+    if shape.is_few:
+        return few.fused_experts(x, gate_up, down, expert_ids, weights, add_to, few_options(shape, x.device))
+    return grouped_experts(x, gate_up, down, expert_ids, weights, add_to, grouped_options(shape, x.device))
+
+
+def grouped_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    add_to: Tensor | None,
+    options: GroupedOptions,
+) -> Tensor:
+    """`fused_experts` by way of tiles, for any number of tokens but none."""
+    num_experts, top_k = down.shape[0], expert_ids.shape[1]
+    tiles = align(expert_ids, num_experts, options.block_rows)
+    activations = grouped.gate_up(x, gate_up, tiles, top_k, options.gate_up)
+    outputs = grouped.down(activations, down, tiles, weights, options.down)
+    return combine(outputs, expert_ids, add_to)

@@ -1,0 +1,159 @@
+"""The two matrix products of all experts over tiles of rows (see `tiles`), for any number of tokens.
+
+    gate_up   rows of x, gathered  x  [2 F, H] of the tile's expert  ->  silu(gate) * up   [rows, F]
+    down      those rows           x  [H, F]   of the tile's expert  ->  * weight          [pairs, H], scattered
+
+Programs of one tile are neighbours, and so are the tiles of one expert: an expert's weights come from memory once and
+from L2 after that. In a grid that has room for the worst routing, programs without a tile end at once. What lies in
+order comes through the tensor memory accelerator (descriptors), which fills up with zeros past the end of a row; blocks
+that reach over an expert's last column, or over its last row, read the next one's and do not store them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+from .options import ProductOptions
+from .tiles import Tiles
+
+
+def gate_up(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, options: ProductOptions) -> Tensor:
+    """silu(gate) * up of each row of `tiles.order`: x [T, H], weight [E, 2 F, H] interleaved -> [T * K, F]."""
+    _, num_columns, depth = weight.shape
+    out = torch.empty((tiles.order.shape[0], num_columns // 2), dtype=x.dtype, device=x.device)
+    meta = options.meta(x.itemsize)
+    _gate_up[(tiles.most * triton.cdiv(num_columns, options.block_columns),)](
+        x,
+        _blocks(weight.view(-1, depth), meta["BLOCK_COLUMNS"], meta["BLOCK_DEPTH"]),
+        out,
+        tiles.order,
+        tiles.table,
+        tiles.count,
+        x.stride(0),
+        COLUMNS=num_columns,
+        DEPTH=depth,
+        TOP_K=top_k,
+        BLOCK_ROWS=tiles.block_rows,
+        **meta,
+        **launch_options(),
+    )
+    return out
+
+
+def down(rows: Tensor, weight: Tensor, tiles: Tiles, routing_weights: Tensor, options: ProductOptions) -> Tensor:
+    """Of rows [T * K, F] in the order of the tiles: weight [E, H, F] @ row * its routing weight -> [T * K, H] by pair.
+
+    Rows of pairs without an expert stay as they were allocated.
+    """
+    _, num_columns, depth = weight.shape
+    out = torch.empty((rows.shape[0], num_columns), dtype=rows.dtype, device=rows.device)
+    meta = options.meta(rows.itemsize)
+    _down[(tiles.most * triton.cdiv(num_columns, options.block_columns),)](
+        _blocks(rows, tiles.block_rows, meta["BLOCK_DEPTH"]),
+        _blocks(weight.view(-1, depth), meta["BLOCK_COLUMNS"], meta["BLOCK_DEPTH"]),
+        out,
+        routing_weights,
+        tiles.order,
+        tiles.table,
+        tiles.count,
+        COLUMNS=num_columns,
+        DEPTH=depth,
+        BLOCK_ROWS=tiles.block_rows,
+        **meta,
+        **launch_options(),
+    )
+    return out
+
+
+def _blocks(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+@triton.jit
+def _gate_up(
+    x,  # [T, DEPTH]
+    weight,  # blocks of [E * COLUMNS, DEPTH]
+    out,  # [T * K, COLUMNS / 2]
+    order,
+    table,
+    count,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    tile = tl.program_id(0) // COLUMN_BLOCKS
+    column_block = tl.program_id(0) % COLUMN_BLOCKS
+    let_next_start()
+    wait_for_previous()
+    if tile < tl.load(count):
+        expert, _, row, here = _rows_of(table, tile, BLOCK_ROWS)
+        pair = tl.load(order + row, mask=here, other=0)
+        k = tl.arange(0, BLOCK_DEPTH)
+        x_at = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
+        first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for start in range(0, DEPTH, BLOCK_DEPTH):
+            if DEPTH % BLOCK_DEPTH == 0:
+                x_block = tl.load(x_at + start)
+            else:
+                x_block = tl.load(x_at + start, mask=(k < DEPTH - start)[None, :], other=0.0)
+            sums = tl.dot(x_block, weight.load([first_column, start]).T, sums, input_precision="ieee")
+        gate, up = tl.split(tl.reshape(sums, [BLOCK_ROWS, BLOCK_COLUMNS // 2, 2]))
+        activation = gate / (1.0 + tl.exp(-gate)) * up
+        column = column_block * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2)
+        to = out + row.to(tl.int64)[:, None] * (COLUMNS // 2) + column[None, :]
+        tl.store(to, activation.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS // 2)[None, :])
+
+
+@triton.jit
+def _down(
+    rows,  # blocks of [T * K, DEPTH]
+    weight,  # blocks of [E * COLUMNS, DEPTH]
+    out,  # [T * K, COLUMNS]
+    routing_weights,  # [T * K] float32
+    order,
+    table,
+    count,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    tile = tl.program_id(0) // COLUMN_BLOCKS
+    column_block = tl.program_id(0) % COLUMN_BLOCKS
+    let_next_start()
+    wait_for_previous()
+    if tile < tl.load(count):
+        expert, first_row, row, here = _rows_of(table, tile, BLOCK_ROWS)
+        first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for start in range(0, DEPTH, BLOCK_DEPTH):
+            row_block = rows.load([first_row, start])
+            sums = tl.dot(row_block, weight.load([first_column, start]).T, sums, input_precision="ieee")
+        pair = tl.load(order + row, mask=here, other=0)
+        sums *= tl.load(routing_weights + pair, mask=here, other=0.0)[:, None]
+        column = column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        to = out + pair.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        tl.store(to, sums.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS)[None, :])
+
+
+@triton.jit
+def _rows_of(table, tile, BLOCK_ROWS: tl.constexpr):
+    """The expert of a tile, its first row, all of its rows, and which of those it has."""
+    entry = table + tile * 3
+    first_row = tl.load(entry + 1)
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    return tl.load(entry), first_row, row, row < tl.load(entry + 2)

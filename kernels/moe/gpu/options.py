@@ -1,0 +1,114 @@
+"""Which kernels serve a batch, and with which blocks: measured (`baton.kernels.tuned`), with defaults for the rest."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+
+from baton.kernels import tuned
+
+MOST_FEW_PAIRS = 32  # (token, expert) pairs up to which each has programs of its own
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the best options depend on. The number of tokens counts by its next power of two.
+
+    So a process that has launched every power of two has compiled all that it will ever launch.
+    """
+
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    width: int  # of an expert
+
+    @classmethod
+    def of(cls, down: torch.Tensor, expert_ids: torch.Tensor) -> Shape:
+        num_experts, hidden_size, width = down.shape
+        num_tokens, top_k = expert_ids.shape
+        return cls(triton.next_power_of_2(num_tokens), num_experts, top_k, hidden_size, width)
+
+    @property
+    def is_few(self) -> bool:
+        return self.num_tokens * self.top_k <= MOST_FEW_PAIRS
+
+
+@dataclass(frozen=True)
+class FewOptions:
+    """Of the kernels that serve few tokens."""
+
+    gate_up_columns: int = 4
+    gate_up_depth: int = 1024
+    gate_up_warps: int = 4
+    down_columns: int = 2
+    down_depth: int = 256
+    down_warps: int = 4
+
+
+@dataclass(frozen=True)
+class ProductOptions:
+    """Of one grouped product, as its kernel takes them."""
+
+    block_columns: int
+    block_depth: int  # of values of 2 bytes; half of it of values of 4, whose blocks take as much room
+    warps: int
+    stages: int
+
+    def meta(self, value_bytes: int) -> dict[str, int]:
+        return {
+            "BLOCK_COLUMNS": self.block_columns,
+            "BLOCK_DEPTH": self.block_depth * 2 // value_bytes,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+@dataclass(frozen=True)
+class GroupedOptions:
+    """Of both grouped products, which share their tiles."""
+
+    block_rows: int
+    gate_up: ProductOptions
+    down: ProductOptions
+
+    def flat(self) -> dict[str, int]:
+        parts = {"gate_up": asdict(self.gate_up), "down": asdict(self.down)}
+        named = {f"{part}_{name}": value for part, options in parts.items() for name, value in options.items()}
+        return {"block_rows": self.block_rows, **named}
+
+    @classmethod
+    def from_flat(cls, flat: dict[str, int]) -> GroupedOptions:
+        def part(name: str) -> ProductOptions:
+            return ProductOptions(**{key.removeprefix(name): v for key, v in flat.items() if key.startswith(name)})
+
+        return cls(flat["block_rows"], part("gate_up_"), part("down_"))
+
+
+@functools.cache
+def few_options(shape: Shape, device: torch.device) -> FewOptions:
+    return FewOptions(**tuned.config("moe", device, tuning_key("few", shape), default=asdict(FewOptions())))
+
+
+@functools.cache
+def grouped_options(shape: Shape, device: torch.device) -> GroupedOptions:
+    default = _default_grouped(shape).flat()
+    return GroupedOptions.from_flat(tuned.config("moe", device, tuning_key("grouped", shape), default))
+
+
+def tuning_key(kernels: str, shape: Shape) -> dict[str, int | str]:
+    return {"kernels": kernels, **asdict(shape)}
+
+
+def _default_grouped(shape: Shape) -> GroupedOptions:
+    """Tiles about as tall as an expert has rows: shorter ones read weights again, taller ones compute on nothing."""
+    rows_per_expert = shape.num_tokens * shape.top_k / shape.num_experts
+    for block_rows in (16, 32):
+        if rows_per_expert <= block_rows * 0.75:
+            few_rows = ProductOptions(block_columns=128, block_depth=128, warps=4, stages=3)
+            return GroupedOptions(block_rows, few_rows, few_rows)
+    many_rows = ProductOptions(block_columns=256, block_depth=64, warps=8, stages=4)
+    return GroupedOptions(128 if rows_per_expert > 48 else 64, many_rows, many_rows)

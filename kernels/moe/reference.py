@@ -1,0 +1,58 @@
+"""The definition of a mixture of experts: routing, and the weighted sum of the experts' outputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .rule import RoutingRule
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """See `baton.kernels.moe.router_logits`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return functional.linear(x.to(dtype), weight.to(dtype))
+
+
+def route(
+    logits: Tensor, rule: RoutingRule, *, bias: Tensor | None = None, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `baton.kernels.moe.route`. Computes in float32 (float64 where `logits` are)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if rule.num_groups > 1:
+        grouped = choice.unflatten(-1, (rule.num_groups, -1))
+        best = grouped.amax(-1) if rule.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _first_best(best, rule.top_groups), True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    expert_ids = _first_best(choice, rule.top_k)
+    weights = scores.gather(-1, expert_ids)
+    if rule.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * rule.scale
+    if slots is not None:
+        padding = slots[:, None] < 0
+        expert_ids, weights = expert_ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
+    return expert_ids.int(), weights.float() if weights.dtype == torch.float32 else weights
+
+
+def _first_best(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest along the last dimension, highest first; of equal ones the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def fused_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None = None
+) -> Tensor:
+    """See `baton.kernels.moe.fused_experts`. Sums in float32 (float64 where x is), activations in x's type."""
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(x.shape, dtype=compute_dtype, device=x.device)
+    for expert in range(gate_up.shape[0]):
+        token, place = (expert_ids == expert).nonzero(as_tuple=True)
+        hidden = x[token].to(compute_dtype) @ gate_up[expert].to(compute_dtype).T
+        activations = (functional.silu(hidden[:, 0::2]) * hidden[:, 1::2]).to(x.dtype)
+        out = activations.to(compute_dtype) @ down[expert].to(compute_dtype).T
+        total.index_add_(0, token, out * weights[token, place, None].to(compute_dtype))
+    return total.to(x.dtype) if add_to is None else add_to.copy_(total + add_to)

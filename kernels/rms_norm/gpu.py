@@ -1,0 +1,96 @@
+"""RMSNorm in Triton: a row lies in the registers of one program, so that it is read once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels import pdl
+
+ELEMENTS_PER_THREAD = 8  # one load of 16 bytes
+MANY_ROWS = 1024  # from here on there are more programs than places, and each should have more to do
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """See `baton.kernels.rms_norm.rms_norm`. Raises `ValueError` for shapes that do not fit."""
+    width = x.shape[-1]
+    if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
+        given = "" if residual is None else f" and residual {list(residual.shape)}"
+        raise ValueError(
+            f"x {list(x.shape)} with weight {list(weight.shape)}{given}: give weight [{width}], residual as x"
+        )
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty_like(out)
+    rows = _rows(x)
+    residual_rows = None if residual is None else _rows(residual)
+    num_rows = rows.shape[0]
+    if num_rows and width:
+        columns = triton.next_power_of_2(width)
+        rows_per_program, num_warps = _shape(num_rows, columns)
+        _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+            rows,
+            residual_rows,
+            weight,
+            out,
+            total,
+            num_rows,
+            rows.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
+            eps,
+            WIDTH=width,
+            COLUMNS=columns,
+            ROWS=rows_per_program,
+            num_warps=num_warps,
+            **pdl.launch_options(),
+        )
+    return out if total is None else (out, total)
+
+
+def _shape(num_rows: int, columns: int) -> tuple[int, int]:
+    """(rows of a program, its warps). Few rows: as many threads a row as have something to load."""
+    loads_per_row = max(1, columns // ELEMENTS_PER_THREAD)
+    if num_rows < MANY_ROWS:
+        return 1, min(16, max(1, loads_per_row // 32))
+    rows = max(1, 4096 // columns)
+    return rows, min(16, max(1, rows * loads_per_row // 64))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [rows, N] with contiguous rows: a view where it can be."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x,  # [num_rows, WIDTH], rows x_stride apart
+    residual,  # [num_rows, WIDTH], rows residual_stride apart, or None
+    weight,  # [WIDTH]
+    out,  # [num_rows, WIDTH]
+    total,  # [num_rows, WIDTH], or None
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,  # WIDTH, up to a power of two
+    ROWS: tl.constexpr,
+):
+    pdl.let_next_start()
+    columns = tl.arange(0, COLUMNS)[None, :]
+    gain = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    mask = columns < WIDTH
+    if ROWS > 1:
+        mask = mask & (rows < num_rows)
+    pdl.wait_for_previous()
+    values = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0)
+    if residual is not None:
+        before = tl.load(residual + rows * residual_stride + columns, mask=mask, other=0.0)
+        values = (values.to(tl.float32) + before.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(total + rows * WIDTH + columns, values, mask=mask)
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / WIDTH + eps)
+    tl.store(out + rows * WIDTH + columns, (values * scale * gain).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,60 @@
+"""Sampling on a GPU, the tokens of the reference: to the bit but for where top-p ends, as on a CPU.
+
+    logits ──edit_logits──> truncate ──> draw_tokens ──> tokens        two kernels; edits only where asked
+
+Nothing here waits for the device, and `sample_rows` has nothing that a captured graph could not hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..batch import SamplingBatch
+from ..reference import edit_logits as edit_as_reference
+from ..reference import history_of
+from ..row_words import ROW_WORDS, encode_batch
+from .draw import draw_tokens
+from .penalties import penalize
+from .truncation import truncate
+
+__all__ = ["edit_logits", "sample", "sample_rows"]
+
+
+def sample_rows(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """See `baton.kernels.sampling.sample_rows`. Raises `ValueError` for tensors that the kernels cannot read."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    if table.dtype != torch.int32 or table.shape[1] != ROW_WORDS or not table.is_contiguous():
+        raise ValueError(f"the table is {table.dtype} {list(table.shape)}: give contiguous int32 [rows, {ROW_WORDS}]")
+    for name, tensor in (("rows", rows), ("positions", positions)):
+        if tensor.shape != logits.shape[:1] or not tensor.is_contiguous():
+            raise ValueError(f"{name} {list(tensor.shape)} for logits {list(logits.shape)}: give one a row")
+    floors, meetings = truncate(logits, table, rows)
+    return draw_tokens(logits, table, rows, positions, floors, meetings)
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """See `baton.kernels.sampling.sample`."""
+    words = encode_batch(batch) if batch.words is None else batch.words
+    return sample_rows(edit_logits(logits, batch), words, _every_row(len(logits), logits.device), batch.positions)
+
+
+@functools.lru_cache(maxsize=1024)
+def _every_row(num_rows: int, device: torch.device) -> Tensor:
+    return torch.arange(num_rows, dtype=torch.int32, device=device)
+
+
+def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """As `reference.edit_logits`, in float32 where a row asks for changes; penalties touch the history only."""
+    if not batch.edits_logits:
+        return logits
+    edited = edit_as_reference(logits.float(), replace(batch, penalties=None))
+    if batch.penalties is not None:
+        if edited is logits:
+            edited = logits.clone(memory_format=torch.contiguous_format)
+        penalize(edited, batch.penalties, history_of(batch), batch.positions)
+    return edited

@@ -1,0 +1,82 @@
+"""The noise of `sampling/noise.py` in Triton: the same integers, and float64 that is rounded the same way.
+
+Kernels that call `gumbel` are launched with `enable_fp_fusion=False`: a product fused with a sum is rounded once less.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from .. import noise
+
+GROUP = tl.constexpr(noise.GROUP)
+LANES = tl.constexpr(noise.LANES)
+GREATEST_NOISE = tl.constexpr(22.9)  # 33 log 2, rounded up
+
+_ROUNDS = tl.constexpr(noise.ROUNDS)
+_MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(factor) for factor in noise.MULTIPLIERS)
+_KEY_STEP_0, _KEY_STEP_1 = (tl.constexpr(step) for step in noise.KEY_STEPS)
+_TERMS = tl.constexpr(noise.SERIES_TERMS)
+_HALF_ROOT = tl.constexpr(math.sqrt(0.5))
+_LOG_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def philox(counter, position, seed):
+    """Four words, uint32 each, of the counters that differ in their first word `counter`; the others are int64."""
+    c0, c1, c2, c3 = counter, _low(position), _high(position), tl.zeros([], tl.uint32)
+    k0, k1 = _low(seed), _high(seed)
+    for _ in tl.static_range(_ROUNDS):
+        p0 = c0.to(tl.uint64) * _MULTIPLIER_0
+        p1 = c2.to(tl.uint64) * _MULTIPLIER_1
+        c0, c1, c2, c3 = _high(p1) ^ c1 ^ k0, _low(p1), _high(p0) ^ c3 ^ k1, _low(p0)
+        k0 += _KEY_STEP_0
+        k1 += _KEY_STEP_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def word_of(token, position, seed):
+    """The random word of one token."""
+    within = token % GROUP
+    counter = token // GROUP * LANES + within % LANES
+    w0, w1, w2, w3 = philox(counter.to(tl.uint32), position, seed)
+    which = within // LANES
+    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+
+
+@triton.jit
+def gumbel(word):
+    """Standard Gumbel noise, float64, of uint32 words."""
+    uniform = (word.to(tl.float64) + 0.5) * (2.0**-32)
+    return -portable_log(-portable_log(uniform))
+
+
+@triton.jit
+def portable_log(x):
+    """`noise.portable_log` of positive, normal float64."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) - 1022
+    mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
+    small = mantissa < _HALF_ROOT
+    mantissa = tl.where(small, mantissa * 2, mantissa)
+    exponent = tl.where(small, exponent - 1, exponent).to(tl.float64)
+    s = (mantissa - 1) / (mantissa + 1)
+    z = s * s
+    series = tl.full(s.shape, 2 / (2 * _TERMS - 1), tl.float64)
+    for below in tl.static_range(_TERMS - 1):
+        series = series * z + 2 / (2 * (_TERMS - 2 - below) + 1)
+    return exponent * _LOG_2 + s * series
+
+
+@triton.jit
+def _low(wide):
+    return wide.to(tl.uint32)
+
+
+@triton.jit
+def _high(wide):
+    return (wide >> 32).to(tl.uint32)

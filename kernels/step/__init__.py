@@ -1,0 +1,75 @@
+"""What surrounds the model in a step on a device: changes to the row tables, the step's inputs, the drawn tokens.
+
+    apply_writes     what changed since the last step ──> tables
+    decode_inputs    rows, starts                     ──> token ids, positions, slots, lengths
+    chunk_inputs     rows, starts, query_start        ──> the same, for chunks of any length
+    store_tokens     drawn tokens                     ──> tables for the next step, mailbox for the CPU
+    replace_tokens   tokens that were drawn again     ──> the same places
+
+None of it waits for the device, and none of its shapes depends on what the tables hold.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from . import reference
+from .buffers import PIECE, Mailbox, StepBatch, StepBuffers, StepTables
+
+__all__ = [
+    "PIECE",
+    "Mailbox",
+    "StepBatch",
+    "StepBuffers",
+    "StepTables",
+    "apply_writes",
+    "chunk_inputs",
+    "decode_inputs",
+    "replace_tokens",
+    "store_tokens",
+]
+
+
+def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor) -> None:
+    """`memory[to : to + count] = values[source : source + count]` for every piece (to, source, count).
+
+    `memory` [N] and `values` [V] are int32, `pieces` [P, 3] is int64; no count exceeds `PIECE`, no two pieces write the
+    same element. `pieces` and `values` may be pinned memory of the CPU, which a device reads in place.
+    """
+    _implementation(memory).apply_writes(memory, pieces, values)
+
+
+def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    """Fills `inputs` for one token of each row: the one at `starts`. Padding is described at `StepBuffers`."""
+    _implementation(inputs.token_ids).decode_inputs(tables, batch, inputs)
+
+
+def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    """Fills `inputs` for tokens `starts[i] ...` of each row, as many as `query_start` says."""
+    _implementation(inputs.token_ids).chunk_inputs(tables, batch, inputs)
+
+
+def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox) -> None:
+    """Token `drawn[i]` ([S] int64) becomes number `seq_lens[i]` of its row, and goes to the mailbox.
+
+    Only where `samples[i]` is not 0, and never for padding. `starts` becomes `seq_lens`, so that a batch of decodes is
+    ready to go on; the mailbox turns to its next page.
+    """
+    _implementation(drawn).store_tokens(drawn, tables, batch, inputs, mailbox)
+
+
+def replace_tokens(
+    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox
+) -> None:
+    """After `store_tokens` of the same step: `drawn[j]` ([J] int64) takes the place of token `index[j]` ([J] int64)."""
+    _implementation(drawn).replace_tokens(drawn, index, tables, batch, inputs, mailbox)
+
+
+def _implementation(tensor: Tensor) -> ModuleType:
+    if not tensor.is_cuda:
+        return reference
+    from . import gpu  # needs Triton
+
+    return gpu

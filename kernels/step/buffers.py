@@ -1,0 +1,51 @@
+"""The tensors that a step reads and writes beside the model's own: all are allocated once and stay where they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PIECE = 1024  # int32 values that one program of `apply_writes` moves at most
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """What a row keeps from step to step."""
+
+    tokens: Tensor  # [num_rows, max_model_len] int32: prompt, then output
+    blocks: Tensor  # [num_rows, max_blocks] int32: tokens 16 i ... 16 i + 15 lie in block blocks[row, i]
+    block_size: int
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Which rows a step runs, all int32. Sequences that only fill a captured step up to its size have row -1."""
+
+    rows: Tensor  # [num_seqs]
+    starts: Tensor  # [num_seqs]  tokens of the row whose KV exists already
+    query_start: Tensor  # [num_seqs + 1]  padding sequences begin and end where the real tokens end
+    samples: Tensor  # [num_seqs]  not 0 where the step's tokens reach the row's last, so that a token is drawn
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """The inputs of one step, by sequence [S] and by token [T].
+
+    A padding sequence has length 0, table row 0 and wants token 0; a padding token has id 0, position 0 and slot -1.
+    """
+
+    token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    seq_lens: Tensor  # [S] int32: tokens of the row whose KV exists after the step
+    table_rows: Tensor  # [S] int32
+    last_tokens: Tensor  # [S] int64: index of each sequence's last token in the step
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Drawn tokens on their way to the CPU: pages of pinned memory that steps write in turn."""
+
+    pages: Tensor  # [num_pages, max_num_seqs] int32
+    turn: Tensor  # [1] int32, on the device: the page that the next step writes

@@ -1,0 +1,286 @@
+"""The step's own kernels in Triton. They are small: what counts is that there are few and that none asks the CPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .buffers import PIECE, Mailbox, StepBatch, StepBuffers, StepTables
+
+BLOCK = 128  # tokens or sequences of one program
+
+
+def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor) -> None:
+    if len(pieces):
+        _apply_writes[(len(pieces),)](memory, pieces, values, BLOCK=PIECE, num_warps=4)
+
+
+def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    num_seqs = len(inputs.seq_lens)
+    _decode_inputs[(triton.cdiv(num_seqs, BLOCK),)](
+        tables.tokens,
+        tables.blocks,
+        batch.rows,
+        batch.starts,
+        *_fields(inputs),
+        num_seqs,
+        tables.tokens.stride(0),
+        tables.blocks.stride(0),
+        tables.block_size,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    num_seqs, num_tokens = len(inputs.seq_lens), len(inputs.token_ids)
+    token_programs = triton.cdiv(num_tokens, BLOCK)
+    _chunk_inputs[(token_programs + triton.cdiv(num_seqs, BLOCK),)](
+        tables.tokens,
+        tables.blocks,
+        batch.rows,
+        batch.starts,
+        batch.query_start,
+        *_fields(inputs),
+        num_tokens,
+        num_seqs,
+        token_programs,
+        tables.tokens.stride(0),
+        tables.blocks.stride(0),
+        tables.block_size,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox) -> None:
+    _store(drawn, drawn, tables, batch, inputs, mailbox, again=False)
+
+
+def replace_tokens(
+    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox
+) -> None:
+    _store(drawn, index, tables, batch, inputs, mailbox, again=True)
+
+
+def _store(
+    drawn: Tensor,
+    index: Tensor,
+    tables: StepTables,
+    batch: StepBatch,
+    inputs: StepBuffers,
+    mailbox: Mailbox,
+    *,
+    again: bool,
+) -> None:
+    _store_tokens[(1,)](
+        drawn,
+        index,
+        tables.tokens,
+        batch.rows,
+        batch.starts,
+        batch.samples,
+        inputs.seq_lens,
+        mailbox.pages,
+        mailbox.turn,
+        len(drawn),
+        tables.tokens.stride(0),
+        len(mailbox.pages),
+        mailbox.pages.stride(0),
+        AGAIN=again,
+        BLOCK=PIECE,
+        num_warps=4,
+    )
+
+
+def _fields(inputs: StepBuffers) -> tuple[Tensor, ...]:
+    return (
+        inputs.token_ids,
+        inputs.positions,
+        inputs.slots,
+        inputs.seq_lens,
+        inputs.table_rows,
+        inputs.last_tokens,
+    )
+
+
+@triton.jit
+def _apply_writes(memory, pieces, values, BLOCK: tl.constexpr):
+    piece = pieces + tl.program_id(0) * 3
+    to, source, count = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < count
+    tl.store(memory + to + offsets, tl.load(values + source + offsets, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _decode_inputs(
+    tokens,
+    blocks,
+    rows,
+    starts,
+    token_ids,
+    positions,
+    slots,
+    seq_lens,
+    table_rows,
+    last_tokens,
+    num_seqs,
+    tokens_stride,
+    blocks_stride,
+    block_size: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = seqs < num_seqs
+    row = tl.load(rows + seqs, mask=mask, other=-1)
+    start = tl.load(starts + seqs, mask=mask, other=0)
+    real = mask & (row >= 0)
+    _fill_tokens(
+        tokens,
+        blocks,
+        token_ids,
+        positions,
+        slots,
+        seqs,
+        row,
+        start,
+        real,
+        mask,
+        tokens_stride,
+        blocks_stride,
+        block_size,
+    )
+    tl.store(seq_lens + seqs, tl.where(real, start + 1, 0), mask=mask)
+    tl.store(table_rows + seqs, tl.maximum(row, 0), mask=mask)
+    tl.store(last_tokens + seqs, seqs.to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "token_programs"])
+def _chunk_inputs(
+    tokens,
+    blocks,
+    rows,
+    starts,
+    query_start,
+    token_ids,
+    positions,
+    slots,
+    seq_lens,
+    table_rows,
+    last_tokens,
+    num_tokens,
+    num_seqs,
+    token_programs,
+    tokens_stride,
+    blocks_stride,
+    block_size: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first programs fill tokens, the others sequences."""
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * BLOCK + tl.arange(0, BLOCK)
+        mask = token < num_tokens
+        real = token < tl.load(query_start + num_seqs)
+        # The last sequence that begins at or before the token; where some are empty, the last of those.
+        first = tl.zeros([BLOCK], tl.int32)
+        last = tl.zeros([BLOCK], tl.int32) + num_seqs - 1
+        while tl.max(last - first) > 0:
+            middle = (first + last + 1) // 2
+            before = tl.load(query_start + middle) <= token
+            first = tl.where(before, middle, first)
+            last = tl.where(before, last, middle - 1)
+        row = tl.load(rows + first)
+        position = tl.load(starts + first) + token - tl.load(query_start + first)
+        _fill_tokens(
+            tokens,
+            blocks,
+            token_ids,
+            positions,
+            slots,
+            token,
+            row,
+            position,
+            real & mask,
+            mask,
+            tokens_stride,
+            blocks_stride,
+            block_size,
+        )
+    else:
+        seqs = (program - token_programs) * BLOCK + tl.arange(0, BLOCK)
+        mask = seqs < num_seqs
+        row = tl.load(rows + seqs, mask=mask, other=-1)
+        begin = tl.load(query_start + seqs, mask=mask, other=0)
+        end = tl.load(query_start + seqs + 1, mask=mask, other=0)
+        start = tl.load(starts + seqs, mask=mask, other=0)
+        tl.store(seq_lens + seqs, tl.where(row >= 0, start + end - begin, 0), mask=mask)
+        tl.store(table_rows + seqs, tl.maximum(row, 0), mask=mask)
+        tl.store(last_tokens + seqs, tl.where(row >= 0, end - 1, 0).to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _fill_tokens(
+    tokens,
+    blocks,
+    token_ids,
+    positions,
+    slots,
+    index,
+    row,
+    position,
+    real,
+    mask,
+    tokens_stride,
+    blocks_stride,
+    block_size: tl.constexpr,
+):
+    """Token `index` of the step is number `position` of `row` where it is `real`, and padding elsewhere."""
+    row = tl.maximum(row, 0).to(tl.int64)
+    position = tl.where(real, position, 0).to(tl.int64)
+    token_id = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
+    block = tl.load(blocks + row * blocks_stride + position // block_size, mask=real, other=0)
+    slot = block.to(tl.int64) * block_size + position % block_size
+    tl.store(token_ids + index, token_id, mask=mask)
+    tl.store(positions + index, position, mask=mask)
+    tl.store(slots + index, tl.where(real, slot, -1), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _store_tokens(
+    drawn,
+    index,
+    tokens,
+    rows,
+    starts,
+    samples,
+    seq_lens,
+    pages,
+    turn,
+    count,
+    tokens_stride,
+    num_pages,
+    page_stride,
+    AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for all: it alone turns the page."""
+    number = tl.load(turn)
+    page = pages + ((number + num_pages - 1) % num_pages if AGAIN else number) * page_stride
+    for first in range(0, count, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        mask = entry < count
+        seq = tl.load(index + entry, mask=mask, other=0) if AGAIN else entry
+        row = tl.load(rows + seq, mask=mask, other=-1)
+        seq_len = tl.load(seq_lens + seq, mask=mask, other=0)
+        stored = mask & (row >= 0)
+        if not AGAIN:
+            stored &= tl.load(samples + seq, mask=mask, other=0) != 0
+            tl.store(starts + seq, seq_len, mask=mask)
+        token = tl.load(drawn + entry, mask=stored, other=0).to(tl.int32)
+        tl.store(tokens + row.to(tl.int64) * tokens_stride + seq_len, token, mask=stored)
+        tl.store(page + seq, token, mask=stored)
+    if not AGAIN:
+        tl.store(turn, (number + 1) % num_pages)

@@ -1,0 +1,70 @@
+"""The definition of a step's inputs and of what becomes of its tokens, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .buffers import Mailbox, StepBatch, StepBuffers, StepTables
+
+
+def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor) -> None:
+    for to, source, count in pieces.tolist():
+        memory[to : to + count] = values[source : source + count].to(memory.device)
+
+
+def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    real = batch.rows >= 0
+    _fill_sequences(batch, inputs, torch.where(real, batch.starts + 1, 0))
+    inputs.last_tokens.copy_(torch.arange(len(real), device=real.device))
+    _fill_tokens(tables, inputs, batch.rows.clamp(min=0), batch.starts, real)
+
+
+def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    real = batch.rows >= 0
+    ends = batch.query_start[1:]
+    lens = ends - batch.query_start[:-1]
+    _fill_sequences(batch, inputs, torch.where(real, batch.starts + lens, 0))
+    inputs.last_tokens.copy_(torch.where(real, ends - 1, 0))
+    tokens = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=real.device)
+    owners = torch.searchsorted(ends.contiguous(), tokens, right=True).clamp(max=len(real) - 1)
+    positions = batch.starts[owners] + tokens - batch.query_start[owners]
+    _fill_tokens(tables, inputs, batch.rows[owners].clamp(min=0), positions, tokens < ends[-1])
+
+
+def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox) -> None:
+    page = mailbox.pages[int(mailbox.turn)]
+    stored = ((batch.rows >= 0) & (batch.samples != 0)).nonzero()[:, 0]
+    _store(drawn[stored], stored, tables, batch, inputs, page)
+    batch.starts.copy_(inputs.seq_lens)
+    mailbox.turn.copy_((mailbox.turn + 1) % len(mailbox.pages))
+
+
+def replace_tokens(
+    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox
+) -> None:
+    page = mailbox.pages[int(mailbox.turn) - 1]
+    _store(drawn, index, tables, batch, inputs, page)
+
+
+def _fill_sequences(batch: StepBatch, inputs: StepBuffers, seq_lens: Tensor) -> None:
+    inputs.seq_lens.copy_(seq_lens)
+    inputs.table_rows.copy_(batch.rows.clamp(min=0))
+
+
+def _fill_tokens(tables: StepTables, inputs: StepBuffers, rows: Tensor, positions: Tensor, real: Tensor) -> None:
+    """`rows`, `positions` and `real` by token; what they say of tokens that are not real is ignored."""
+    rows, positions = rows.long(), torch.where(real, positions, 0).long()
+    blocks = tables.blocks[rows, positions // tables.block_size].long()
+    slots = blocks * tables.block_size + positions % tables.block_size
+    inputs.token_ids.copy_(torch.where(real, tables.tokens[rows, positions], 0))
+    inputs.positions.copy_(positions)
+    inputs.slots.copy_(torch.where(real, slots, -1))
+
+
+def _store(
+    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, page: Tensor
+) -> None:
+    tokens = drawn.to(torch.int32)
+    tables.tokens[batch.rows[index].long(), inputs.seq_lens[index].long()] = tokens
+    page[index.to(page.device)] = tokens.to(page.device)

@@ -1,0 +1,307 @@
+"""The GPU's mixture of experts: interpreted in CI, for real where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aot import compile_for_h200
+from kernel_checks import assert_as_accurate
+from moe_cases import mixture
+
+from baton.kernels.moe import RoutingRule, fused_experts, reference, router_logits
+
+pytest.importorskip("triton")
+from baton.kernels.moe import bench, gpu, tuning
+from baton.kernels.moe.gpu import few, grouped, tiles
+from baton.kernels.moe.gpu.combine import BLOCK, WARPS, _combine, combine
+from baton.kernels.moe.gpu.options import FewOptions, GroupedOptions, ProductOptions, Shape
+from baton.kernels.moe.gpu.route import _route
+
+RULES = {
+    "softmax": (RoutingRule(3), 12),
+    "renormalized": (RoutingRule(4, renormalize=True, scale=2.5), 8),
+    "one expert": (RoutingRule(1), 2),
+    "all experts": (RoutingRule(5), 5),
+    "best groups": (RoutingRule(3, num_groups=4, top_groups=2, scale=16.0), 20),
+    "sigmoid": (RoutingRule(3, scoring="sigmoid", renormalize=True), 10),
+    "sigmoid, groups": (RoutingRule(4, "sigmoid", True, 2.5, 8, 4, "top2"), 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_routing_equals_its_definition(
+    name: str, num_tokens: int, dtype: torch.dtype, triton_device: torch.device
+) -> None:
+    rule, num_experts = RULES[name]
+    wide = torch.randn(num_tokens, num_experts + 3, dtype=torch.float64).to(triton_device, dtype)
+    logits = wide[:, :num_experts]
+    bias = torch.randn(num_experts, device=triton_device) if rule.scoring == "sigmoid" else None
+    slots = torch.tensor([3, -1, 0, 7, -1], device=triton_device)[:num_tokens]
+    expert_ids, weights = gpu.route(logits, rule, bias=bias, slots=slots)
+    expected_ids, expected_weights = reference.route(logits, rule, bias=bias, slots=slots)
+    assert (expert_ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+    assert torch.equal(expert_ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+def test_of_equal_scores_the_first_expert_wins(triton_device: torch.device) -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0]], device=triton_device)
+    assert gpu.route(logits, RoutingRule(3), bias=None, slots=None)[0].tolist() == [[1, 2, 4]]
+    assert reference.route(logits, RoutingRule(3))[0].tolist() == [[1, 2, 4]]
+
+
+def test_many_tokens_are_routed_several_to_a_program(triton_device: torch.device) -> None:
+    logits = torch.randn(515, 6, device=triton_device)
+    ids, weights = gpu.route(logits, RoutingRule(2, renormalize=True), bias=None, slots=None)
+    expected_ids, expected_weights = reference.route(logits, RoutingRule(2, renormalize=True))
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("block_rows", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "padding"),
+    [(1, 4, 1, 0), (40, 6, 3, 0), (40, 6, 3, 11), (3, 6, 2, 3), (70, 3, 1, 0)],
+)
+def test_tiles_hold_every_pair_once_by_expert_in_order(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    padding: int,
+    block_rows: int,
+    triton_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 16)
+    expert_ids = mixture(num_tokens, num_experts, top_k, 4, 4, padding=padding).expert_ids.to(triton_device)
+    check_tiles(expert_ids, num_experts, block_rows)
+
+
+def test_a_token_may_name_an_expert_twice(triton_device: torch.device) -> None:
+    check_tiles(torch.tensor([[2, 2, 0], [0, 2, 0]], dtype=torch.int32, device=triton_device), 4, 2)
+
+
+def check_tiles(expert_ids: torch.Tensor, num_experts: int, block_rows: int) -> None:
+    made = tiles.align(expert_ids, num_experts, block_rows)
+    flat = expert_ids.flatten().tolist()
+    expected_order = sorted((p for p in range(len(flat)) if flat[p] >= 0), key=lambda p: (flat[p], p))
+    expected_table = []
+    for expert in range(num_experts):
+        rows = [row for row, pair in enumerate(expected_order) if flat[pair] == expert]
+        expected_table += [[expert, row, rows[-1] + 1] for row in rows[::block_rows]]
+    assert made.order[: len(expected_order)].tolist() == expected_order
+    assert made.count.item() == len(expected_table) <= made.most
+    assert made.table[: len(expected_table)].tolist() == expected_table
+
+
+@pytest.mark.parametrize("counts", [[9, 0, 0], [3, 3, 3], [1, 4, 4], [2, 7, 0], [8, 1, 0]])
+@pytest.mark.parametrize("block_rows", [1, 2, 4, 16])
+def test_no_routing_makes_more_tiles_than_there_is_room_for(counts: list[int], block_rows: int) -> None:
+    made = sum(-(-count // block_rows) for count in counts)
+    assert made <= tiles.most_tiles(sum(counts), len(counts), block_rows)
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize(
+    ("block_rows", "num_tokens", "top_k", "hidden_size", "width", "padding"),
+    [(16, 1, 2, 32, 16, 0), (16, 13, 3, 48, 40, 4), (32, 40, 2, 64, 32, 0)],
+)
+def test_grouped_products_equal_the_loop_over_experts(
+    block_rows: int,
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    width: int,
+    padding: int,
+    triton_device: torch.device,
+) -> None:
+    case = mixture(num_tokens, 5, top_k, hidden_size, width, padding=padding).to(triton_device)
+    options = ProductOptions(block_columns=32, block_depth=32, warps=4, stages=2)
+    made = tiles.align(case.expert_ids, 5, block_rows)
+    activations = grouped.gate_up(case.x, case.gate_up, made, top_k, options)
+    outputs = grouped.down(activations, case.down, made, case.weights, options)
+    result = combine(outputs, case.expert_ids, case.add_to.clone())
+    assert_as_accurate(
+        result, reference.fused_experts(*case.to(torch.float64).tensors), reference.fused_experts(*case.tensors)
+    )
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("adding", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "hidden_size", "width", "padding"),
+    [(1, 3, 32, 16, 0), (3, 4, 40, 24, 1), (2, 1, 64, 48, 2)],
+)
+def test_few_tokens_equal_the_loop_over_experts(
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    width: int,
+    padding: int,
+    adding: bool,
+    triton_device: torch.device,
+) -> None:
+    case = mixture(num_tokens, 6, top_k, hidden_size, width, padding=padding).to(triton_device)
+    options = FewOptions(gate_up_columns=4, gate_up_depth=16, down_columns=2, down_depth=16)
+    tensors = case.tensors if adding else (*case.tensors[:-1], None)
+    exact = case.to(torch.float64).tensors if adding else (*case.to(torch.float64).tensors[:-1], None)
+    result = few.fused_experts(*tensors, options)
+    assert_as_accurate(result, reference.fused_experts(*exact), reference.fused_experts(*tensors))
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 2), (2, 2), (30, 3)])
+def test_the_op_takes_any_number_of_tokens(num_tokens: int, top_k: int, triton_device: torch.device) -> None:
+    case = mixture(num_tokens, 4, top_k, 128, 32).to(triton_device)
+    torch.testing.assert_close(
+        gpu.fused_experts(*case.tensors), reference.fused_experts(*case.tensors), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_are_refused(triton_device: torch.device) -> None:
+    case = mixture(3, 4, 2, 32, 17).to(triton_device)
+    with pytest.raises(ValueError, match="a GPU takes multiples of 4 of"):
+        gpu.fused_experts(*case.tensors)
+
+
+@pytest.mark.parametrize("model", bench.LARGE)
+def test_some_options_are_there_to_be_measured_at_every_shape(model: str) -> None:
+    num_experts, top_k, hidden_size, width = bench.LARGE[model]
+    for num_tokens in tuning.TOKENS:
+        shape = Shape(num_tokens, num_experts, top_k, hidden_size, width)
+        candidates = list(tuning._grouped_candidates(shape))
+        assert candidates
+        assert all(GroupedOptions.from_flat(options).flat() == options for options in candidates)
+
+
+# Hidden size, width of an expert, top k
+SHAPES = {name: (hidden_size, width, top_k) for name, (_, top_k, hidden_size, width) in bench.LARGE.items()}
+TILE_TYPES = {"order": "*i32", "table": "*i32", "count": "*i32"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("block_rows", "columns", "warps"), [(16, 128, 4), (64, 256, 8), (128, 256, 8)])
+def test_grouped_products_compile_to_wide_loads_and_warp_groups(
+    shape: str, block_rows: int, columns: int, warps: int
+) -> None:
+    hidden_size, width, top_k = SHAPES[shape]
+    options = ProductOptions(block_columns=columns, block_depth=64, warps=warps, stages=4)
+    common = {"weight": f"tensordesc<bf16[{columns}, 64]>", "out": "*bf16", **TILE_TYPES}
+    gate_up = compile_for_h200(
+        grouped._gate_up,
+        {"x": "*bf16", "x_stride": "i64:16", **common},
+        {"COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, "BLOCK_ROWS": block_rows, **upper(options)},
+        **lower(options),
+    )
+    down = compile_for_h200(
+        grouped._down,
+        {"rows": f"tensordesc<bf16[{block_rows}, 64]>", "routing_weights": "*fp32", **common},
+        {"COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, **upper(options)},
+        **lower(options),
+    )
+    assert gate_up.widest_load_bytes == 16
+    for compiled in (gate_up, down):
+        assert compiled.wgmma == (block_rows >= 64)
+        assert "cp.async.bulk.tensor" in compiled.ptx
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernels_around_the_products_compile_for_a_device(shape: str) -> None:
+    hidden_size, _, top_k = SHAPES[shape]
+    compile_for_h200(
+        _route,
+        {"logits": "*bf16", "slots": "*i64", "expert_ids": "*i32", "weights": "*fp32", "num_tokens": "i32"}
+        | {"logits_stride": "i32:16", "scale": "fp32"},
+        {"bias": None, "GROUPS": 1, "GROUP_SIZE": 128, "TOP_GROUPS": 1, "TOP_TWO": False, "TOP_K": top_k}
+        | {"SIGMOID": False, "RENORMALIZE": True, "GROUPS_PADDED": 1, "MEMBERS": 128, "PLACES": 8, "BLOCK_TOKENS": 4},
+        num_warps=1,
+    )
+    for block_tokens, chunks, warps in ((16, 1, 1), (tiles.CHUNK_TOKENS, 16, 8)):
+        chunk = {"TOP_K": top_k, "PLACES": 8, "EXPERTS": 128, "BLOCK_TOKENS": block_tokens}
+        counted = {"expert_ids": "*i32", "counts": "*i32", "num_tokens": "i32"}
+        compile_for_h200(tiles._count, counted, chunk, num_warps=warps)
+        compile_for_h200(
+            tiles._place,
+            {**counted, **TILE_TYPES, "num_experts": "i32", "num_chunks": "i32"},
+            {**chunk, "BLOCK_ROWS": 16, "CHUNKS": chunks},
+            num_warps=warps,
+        )
+    compiled = compile_for_h200(
+        _combine,
+        {"outputs": "*bf16", "expert_ids": "*i32", "out": "*bf16", "out_stride": "i32:16"},
+        {"SIZE": hidden_size, "TOP_K": top_k, "PLACES": 8, "BLOCK": BLOCK, "ADD": True},
+        num_warps=WARPS,
+    )
+    assert compiled.widest_load_bytes == 16
+    assert compiled.shared_bytes == 0  # no sum leaves its thread
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernels_for_few_tokens_compile_to_wide_loads(shape: str) -> None:
+    hidden_size, width, top_k = SHAPES[shape]
+    options = FewOptions()
+    gate_up = compile_for_h200(
+        few._gate_up_few,
+        {"x": "*bf16", "weight": "*bf16", "expert_ids": "*i32", "out": "*bf16", "x_stride": "i32:16"},
+        {"COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k}
+        | {"BLOCK_COLUMNS": options.gate_up_columns, "BLOCK_DEPTH": options.gate_up_depth},
+        num_warps=options.gate_up_warps,
+    )
+    down = compile_for_h200(
+        few._down_few,
+        {"activations": "*bf16", "weight": "*bf16", "expert_ids": "*i32", "routing_weights": "*fp32"}
+        | {"out": "*bf16", "out_stride": "i32:16"},
+        {"COLUMNS": hidden_size, "DEPTH": width, "TOP_K": top_k, "PLACES": 8}
+        | {"BLOCK_COLUMNS": options.down_columns, "BLOCK_DEPTH": options.down_depth, "ADD": True},
+        num_warps=options.down_warps,
+    )
+    assert gate_up.widest_load_bytes == down.widest_load_bytes == 16
+
+
+def upper(options: ProductOptions) -> dict[str, object]:
+    return {name: value for name, value in options.meta(2).items() if name.isupper()}
+
+
+def lower(options: ProductOptions) -> dict[str, object]:
+    return {name: value for name, value in options.meta(2).items() if name.islower()}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("num_tokens", [1, 3, 9, 64, 700, 5000])
+@pytest.mark.parametrize(("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408)])
+def test_in_bfloat16_experts_are_as_accurate_as_their_definition(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int
+) -> None:
+    case = mixture(num_tokens, num_experts, top_k, hidden_size, width, padding=num_tokens // 3)
+    weights = case.weights.cuda()
+    x, gate_up, down, expert_ids, _, add_to = case.to(torch.bfloat16).to(torch.device("cuda")).tensors
+    tensors = (x, gate_up, down, expert_ids, weights)
+    exact = reference.fused_experts(*(t.double() if t.is_floating_point() else t for t in (*tensors, add_to)))
+    result = fused_experts(*tensors, add_to=add_to.clone())
+    assert_as_accurate(result, exact, reference.fused_experts(*tensors, add_to), slack=2.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 3000])
+def test_router_logits_keep_float32_on_a_device(num_tokens: int) -> None:
+    x, weight = (torch.randn(rows, 2048, device="cuda").bfloat16() for rows in (num_tokens, 128))
+    logits = router_logits(x, weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_an_expert_may_lie_past_the_first_four_gibibytes(num_tokens: int) -> None:
+    num_experts, hidden_size, width = 1400, 2048, 768
+    case = mixture(num_tokens, 1, 1, hidden_size, width).to(torch.device("cuda")).to(torch.bfloat16)
+    gate_up = torch.empty(num_experts, 2 * width, hidden_size, dtype=torch.bfloat16, device="cuda")
+    down = torch.empty(num_experts, hidden_size, width, dtype=torch.bfloat16, device="cuda")
+    assert down.nbytes > 1 << 32
+    gate_up[-1], down[-1] = case.gate_up[0], case.down[0]
+    weights = case.weights.float()
+    alone = fused_experts(case.x, case.gate_up, case.down, case.expert_ids, weights)
+    last = fused_experts(case.x, gate_up, down, case.expert_ids + num_experts - 1, weights)
+    assert torch.equal(alone, last)
