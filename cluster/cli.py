@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-app.add_typer(bench_app, name="bench", help="Measure: throughput, latency, serve, startup, kernels, kv.")
+app.add_typer(bench_app, name="bench", help="Measure: throughput, latency, serve, startup, soak, kernels, kv.")
 
 
 def main() -> None:

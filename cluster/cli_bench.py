@@ -88,6 +88,26 @@ def latency(
 
 
 @bench_app.command(context_settings=ENGINE_ARGS)
+def soak(
+    context: typer.Context,
+    model: Model,
+    seconds: Annotated[float, typer.Option(min=1, help="How long new requests come.")] = 60,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Random requests of every kind, more than fit: fails where one gets an error or memory is not given back."""
+    from baton.engine.soak import SoakFailed
+    from baton.engine.soak import soak as run
+
+    try:
+        with _refusals_shown():
+            result = run(model, seconds=seconds, seed=seed, engine_args=engine_args_from(context.args), progress=True)
+    except SoakFailed as error:
+        fail(str(error), code=1)
+    _report(result, json_file)
+
+
+@bench_app.command(context_settings=ENGINE_ARGS)
 def startup(
     context: typer.Context,
     model: Model,

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core.sampling import SamplingParams
@@ -143,7 +144,8 @@ def _run(llm: LLM, prompts: list[list[int]], output_len: int, progress: bool = F
 
 def _start_once(args: Mapping[str, Any], cold: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as empty_cache:
-        environment = {**os.environ, "XDG_CACHE_HOME": empty_cache} if cold else dict(os.environ)
+        caches = {"XDG_CACHE_HOME": empty_cache, "TRITON_CACHE_DIR": str(Path(empty_cache, "triton"))} if cold else {}
+        environment = {**os.environ, **caches}
         command = [sys.executable, "-m", __spec__.name, json.dumps(args)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_STARTUP_TIMEOUT_S)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from baton.kernels.compiler import start_compiler
+
 from .config import DTYPES, EngineConfig
 from .core.connector import KVConnector
 from .core.engine import EngineCore, EngineCoreConfig
@@ -31,7 +33,7 @@ class Engine:
 
 
 def build_engine(config: EngineConfig, connect: Callable[[KVRegion], KVConnector] | None = None) -> Engine:
-    """Loads the model, takes the memory for its KV blocks, and runs two steps to warm up.
+    """Loads the model, takes the memory for its KV blocks, and runs what it will run, so that requests find it warm.
 
     `connect` gets the memory of the blocks before the first step and returns who moves them; it is called on this
     thread. Without it the engine neither offers nor receives blocks.
@@ -40,35 +42,39 @@ def build_engine(config: EngineConfig, connect: Callable[[KVRegion], KVConnector
     version cannot load.
     """
     phases = _Phases()
-    for name, reason in config.ignored.items():
-        logger.warning("%s is ignored: %s", name, reason)
     with phases("config"):
         model_config = ModelConfig.from_folder(
             config.model,
             dtype=DTYPES[config.dtype] or "auto",
             max_model_len=config.max_model_len,
             load_format=config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
             seed=config.seed,
         )
         layout = _layout_of(model_config)
     with phases("imports"):
         # Here rather than at the top: torch loads with it, and whoever only names an `Engine` has no use for torch.
-        from .worker import assembly
+        # Processes that compile for a GPU import it at the same time.
+        compiler = None if config.device == "cpu" else start_compiler()
+        from .worker.assembly import assembly_for, region_of
+
+        assembly = assembly_for(config, compiler)
+    for name, reason in config.ignored_on(assembly.device).items():
+        logger.warning("%s is ignored: %s", name, reason)
     with phases("kernels"):
-        assembly.prepare_kernels(config.num_threads)
+        assembly.prepare_kernels()
     with phases("weights"):
         model = assembly.load_weights(model_config)
     with phases("kv_cache"):
-        max_model_len, num_blocks = assembly.size_kv_cache(config, model_config.max_model_len, layout)
+        max_model_len, num_blocks = assembly.size_kv_cache(model, model_config, layout)
         kv = assembly.allocate_kv(layout, num_blocks)
-        region = assembly.region_of(kv, layout)
+        region = region_of(kv, layout)
     with phases("connect"):
         connector = connect(region) if connect else None
-    core_config = _core_config(config, model_config, max_model_len, num_blocks)
+    core_config = _core_config(config, model_config, max_model_len, num_blocks, config.depth_on(assembly.device))
     with phases("warm_up"):
-        runner = assembly.make_runner(model, kv, core_config)
-        assembly.warm_up(runner, num_blocks=num_blocks, max_model_len=max_model_len)
-    core = EngineCore(core_config, runner, connector)
+        runner = assembly.make_runner(model, kv, model_config, core_config)
+    core = EngineCore(core_config, runner, connector, late_compilations=assembly.late_compilations)
     phases.log(model_config.architecture, num_blocks)
     return Engine(core, model_config, layout, region, max_model_len, num_blocks, phases.seconds)
 
@@ -100,14 +106,15 @@ def _layout_of(model_config: ModelConfig) -> KVLayout:
     return KVLayout(
         model=model_config.identity,
         num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=model_config.dtype,
+        num_kv_heads=model_config.cache.num_kv_heads,
+        num_planes=model_config.cache.num_planes,
+        head_dim=model_config.cache.head_dim,
+        dtype=model_config.cache_dtype,
     )
 
 
 def _core_config(
-    config: EngineConfig, model_config: ModelConfig, max_model_len: int, num_blocks: int
+    config: EngineConfig, model_config: ModelConfig, max_model_len: int, num_blocks: int, depth: int
 ) -> EngineCoreConfig:
     return EngineCoreConfig(
         num_blocks=num_blocks,
@@ -118,5 +125,5 @@ def _core_config(
         enable_prefix_caching=config.enable_prefix_caching,
         eos_token_ids=list(model_config.eos_token_ids),
         vocab_size=model_config.vocab_size,
-        depth=config.depth,
+        depth=depth,
     )

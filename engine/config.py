@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .core.layout import BLOCK_SIZE
-from .model_config import LOAD_FORMATS
+from .model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 
 DTYPES = {
     "auto": None,  # the checkpoint's own
@@ -23,7 +23,7 @@ DTYPES = {
     "float32": "float32",
     "float": "float32",
 }
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cpu", "cuda")
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 
 
@@ -54,14 +54,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    gpu_memory_utilization: float = _DEFAULT_GPU_MEMORY_UTILIZATION  # without effect on a CPU: see `ignored`
+    gpu_memory_utilization: float = _DEFAULT_GPU_MEMORY_UTILIZATION  # of the whole device, all processes together
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     block_size: int = BLOCK_SIZE
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    async_scheduling: bool = False  # plan the next step before the results of this one are in
-    enforce_eager: bool = False  # a CPU engine is eager in any case
+    async_scheduling: bool | None = None  # plan the next step before the results of this one are in; None: on a GPU
+    enforce_eager: bool = False  # capture no steps; a CPU engine is eager in any case
+    max_cudagraph_capture_size: int = 1024  # tokens of the largest mix of chunks that is captured; decodes always are
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -96,9 +97,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         self._require_choice("dtype", DTYPES)
-        self._require_choice("kv_cache_dtype", {"auto"}, "blocks are kept in the model's dtype")
+        self._require_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         self._require_choice("load_format", LOAD_FORMATS)
-        self._require_choice("device", DEVICES, "this version runs on CPUs")
+        self._require_choice("device", DEVICES)
         self._require(
             "block_size",
             self.block_size == BLOCK_SIZE,
@@ -117,6 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"must be at least max_num_seqs ({self.max_num_seqs}): every running request needs a token a step",
         )
+        self._require("max_cudagraph_capture_size", self.max_cudagraph_capture_size >= 0, "must not be negative")
         self._require(
             "gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "must be above 0 and at most 1"
         )
@@ -159,14 +161,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not condition:
             raise InvalidEngineConfig(field, message)
 
-    @property
-    def ignored(self) -> dict[str, str]:
-        """Arguments that were given and change nothing, each with the reason: for a warning at start."""
+    def ignored_on(self, device: str) -> dict[str, str]:
+        """Arguments that were given and change nothing on a "cpu" or "cuda", each with the reason: for a warning."""
+        if device == "cuda":
+            return {} if self.num_threads is None else {"num_threads": "it is for engines on a CPU"}
         if self.gpu_memory_utilization == _DEFAULT_GPU_MEMORY_UTILIZATION:
             return {}
         return {"gpu_memory_utilization": "a CPU engine's KV cache is sized by kv_cache_memory_bytes"}
 
-    @property
-    def depth(self) -> int:
-        """Steps in flight."""
-        return 2 if self.async_scheduling else 1
+    def depth_on(self, device: str) -> int:
+        """Steps in flight. A CPU has computed a step when it has launched it, so a second one only adds latency."""
+        ahead = device == "cuda" if self.async_scheduling is None else self.async_scheduling
+        return 2 if ahead else 1

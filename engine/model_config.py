@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,10 @@ from .models.errors import (
     UnsupportedModel,
     WeightsError,
 )
+from .models.experts import ExpertsConfig, read_experts
+from .models.keys import Keys
+from .models.latent import LatentShape, read_latent
+from .models.quantization import Quantization, read_quantization
 from .models.rope import Rope, reachable_positions, read_rope
 from .weights.checkpoint import Checkpoint
 
@@ -38,6 +41,11 @@ __all__ = [
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+KV_CACHE_DTYPES = (
+    "auto",
+    "fp8",
+    "fp8_e4m3",
+)  # of the 8-bit formats only E4M3: its values are near enough to each other
 _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
 
 # What transformers assumes where a config.json leaves a key out and architectures disagree.
@@ -51,6 +59,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "max_window_layers": 28,
     },
+    "DeepseekV2ForCausalLM": {"use_sliding_window": False},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "use_sliding_window": False},
 }
 
 
@@ -67,6 +77,15 @@ class GenerationDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """What one token keeps in one layer."""
+
+    num_kv_heads: int
+    num_planes: int  # 2: a key and a value; 1: a latent
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model, the type it computes in, the longest sequence it serves, and which weights it has."""
 
@@ -78,12 +97,17 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    latent: LatentShape | None  # None: keys and values are projected and kept as such
     rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
     rope: Rope
+    moe: ExpertsConfig | None  # None: every feed-forward layer is dense
+    quantization: Quantization | None  # None: plain weights
+    cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
+    cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
     layer_windows: tuple[
         int | None, ...
     ]  # of each layer: the number of keys that a query sees, itself included; None: all
@@ -95,6 +119,17 @@ class ModelConfig:
     seed: int  # of dummy weights
     identity: str  # equal where the weights and what is computed with them are; 32 hex digits
 
+    @property
+    def cache(self) -> CacheShape:
+        if self.latent is not None:
+            return CacheShape(num_kv_heads=1, num_planes=1, head_dim=self.latent.rank + self.latent.rope_dim)
+        return CacheShape(num_kv_heads=self.num_kv_heads, num_planes=2, head_dim=self.head_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
     @classmethod
     def from_folder(
         cls,
@@ -103,42 +138,56 @@ class ModelConfig:
         dtype: str = "auto",
         max_model_len: int | None = None,
         load_format: str = "auto",
+        kv_cache_dtype: str = "auto",
         seed: int = 0,
     ) -> ModelConfig:
         """Reads a checkpoint's folder.
 
-        `dtype` "auto" is the checkpoint's own. `max_model_len` defaults to all of the model's positions. `load_format`
-        "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed` and needs config.json
-        only. Raises `ModelError`.
+        `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
+        `max_model_len` defaults to all of the model's positions. `load_format` "auto" and "safetensors" take the
+        weights of the folder; "dummy" draws them from `seed` and needs config.json only. Raises `ModelError`.
         """
         folder = Path(path)
         _require_choice("load_format", load_format, LOAD_FORMATS)
         _require_choice("dtype", dtype, ("auto", *DTYPES))
+        _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         raw = _read_json(folder, "config.json")
         generation = (
             _read_json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
         )
         architecture = _architecture(raw)
-        keys = _Keys("config.json", {**_DEFAULTS[architecture], **raw})
+        keys = Keys("config.json", {**_DEFAULTS[architecture], **raw})
         _refuse_what_no_layer_computes(keys)
         checkpoint = None if load_format == "dummy" else Checkpoint.open(folder)
-        shape = _shape(keys)
+        latent = read_latent(architecture, keys)
+        shape = _shape(keys, latent)
         positions = keys.integer("max_position_embeddings")
         rope = read_rope(keys.values, positions)
         computed: dict[str, Any] = {
             "architecture": architecture,
             **shape,
+            "latent": latent,
             "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
             "attention_bias": keys.flag("attention_bias", False),
             "mlp_bias": keys.flag("mlp_bias", False),
             "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
             "rope": rope,
+            "quantization": read_quantization(keys, () if checkpoint is None else checkpoint.entries),
+            "moe": read_experts(architecture, keys, shape["num_layers"]),
             "layer_windows": _layer_windows(keys, shape["num_layers"]),
         }
+        computed_dtype = _dtype(dtype, keys, checkpoint)
+        in_8_bits = kv_cache_dtype != "auto"
+        if in_8_bits and latent is not None:
+            raise UnsupportedModel(
+                f"kv_cache_dtype {kv_cache_dtype!r}: caches of latents are kept in the model's dtype"
+            )
         return cls(
             folder=folder,
             **computed,
-            dtype=_dtype(dtype, keys, checkpoint),
+            dtype=computed_dtype,
+            cache_dtype="float8_e4m3fn" if in_8_bits else computed_dtype,
+            cache_scales=in_8_bits and checkpoint is not None and checkpoint.has_cache_scales,
             max_model_len=_max_model_len(max_model_len, reachable_positions(rope, positions)),
             eos_token_ids=_eos_token_ids(generation, raw, shape["vocab_size"]),
             generation=_generation_defaults(generation),
@@ -146,51 +195,6 @@ class ModelConfig:
             seed=seed,
             identity=_identity(computed, checkpoint, seed),
         )
-
-
-class _Keys:
-    """Typed access to a JSON object; absent and null are the same. Raises `InvalidModelConfig` by name."""
-
-    def __init__(self, file: str, values: Mapping[str, Any]) -> None:
-        self.file = file
-        self.values = values
-
-    def integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
-        """A count of at least one."""
-        value = self.optional_integer(name, default)
-        if value is None:
-            raise InvalidModelConfig(f"{self.file} lacks {name!r}")
-        if not 1 <= value <= maximum:
-            raise InvalidModelConfig(f"{self.file}: {name!r} must be from 1 to {maximum}, not {value}")
-        return value
-
-    def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        value = self._get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise InvalidModelConfig(f"{self.file}: {name!r} must be an integer, not {value!r}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.optional_number(name)
-        return default if value is None else value
-
-    def optional_number(self, name: str) -> float | None:
-        value = self._get(name, None)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InvalidModelConfig(f"{self.file}: {name!r} must be a number, not {value!r}")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise InvalidModelConfig(f"{self.file}: {name!r} must be true or false, not {value!r}")
-        return value
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        return default if value is None else value
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -224,28 +228,22 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     raise UnsupportedArchitecture(given, MODELS)
 
 
-def _refuse_what_no_layer_computes(keys: _Keys) -> None:
-    quantization = keys.values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(
-            f"config.json: quantized weights ({method}) are not supported; give an unquantized checkpoint"
-        )
+def _refuse_what_no_layer_computes(keys: Keys) -> None:
     activation = keys.values.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
 
 
-def _shape(keys: _Keys) -> dict[str, int]:
+def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:
     num_heads = keys.integer("num_attention_heads")
     hidden_size = keys.integer("hidden_size")
     num_kv_heads = keys.integer("num_key_value_heads", num_heads)
-    if keys.values.get("head_dim") is None and hidden_size % num_heads:
+    if latent is None and keys.values.get("head_dim") is None and hidden_size % num_heads:
         raise InvalidModelConfig(
             f"config.json: without a head_dim, hidden_size ({hidden_size}) must be a multiple of "
             f"num_attention_heads ({num_heads})"
         )
-    head_dim = keys.integer("head_dim", hidden_size // num_heads)
+    head_dim = keys.integer("head_dim", hidden_size // num_heads) if latent is None else latent.head_dim
     if num_heads % num_kv_heads:
         raise InvalidModelConfig(
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
@@ -263,7 +261,7 @@ def _shape(keys: _Keys) -> dict[str, int]:
     }
 
 
-def _layer_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
+def _layer_windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     """From `layer_types` where given; else layers from `max_window_layers` on slide, where the model slides at all."""
     if not keys.flag("use_sliding_window", True) or keys.values.get("sliding_window") is None:
         return (None,) * num_layers
@@ -284,7 +282,7 @@ def _layer_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _dtype(asked: str, keys: _Keys, checkpoint: Checkpoint | None) -> str:
+def _dtype(asked: str, keys: Keys, checkpoint: Checkpoint | None) -> str:
     if asked != "auto":
         return asked
     stored = checkpoint.dtype if checkpoint is not None else None
@@ -320,7 +318,7 @@ def _eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any], vocab_
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    keys = _Keys("generation_config.json", generation)
+    keys = Keys("generation_config.json", generation)
     return GenerationDefaults(
         temperature=keys.optional_number("temperature"),
         top_p=keys.optional_number("top_p"),
@@ -333,7 +331,16 @@ def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
 
 def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
     """Over what is computed and with which weights; not over paths, file layout, or keys that change no result."""
-    plain = {**computed, "rope": {"kind": type(computed["rope"]).__name__, **asdict(computed["rope"])}}
+    plain = {name: _plain(value) for name, value in computed.items()}
     weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()
     text = json.dumps([plain, weights], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: a dataclass by its kind and fields."""
+    return (
+        {"kind": type(value).__name__, **asdict(value)}
+        if is_dataclass(value) and not isinstance(value, type)
+        else value
+    )

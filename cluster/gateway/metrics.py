@@ -35,6 +35,10 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "kv_cache_usage_perc": ("Used share of the KV blocks, 1 is full.", _kv_usage),
     "kv_blocks_held": ("Blocks kept for readers of finished prefills.", lambda stats: stats.num_blocks_held),
     "kv_blocks_quarantined": ("Blocks a failed transfer may still write.", lambda stats: stats.num_blocks_quarantined),
+    "jit_compilations_after_ready": (
+        "Kernels compiled while serving: more than 0 is a fault.",
+        lambda stats: stats.num_late_compilations,
+    ),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_preemptions_total": ("Requests that lost their place.", lambda stats: stats.num_preemptions),

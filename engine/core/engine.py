@@ -15,6 +15,9 @@ One thread owns an `EngineCore`. A loop around it needs no more than
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+
+import msgspec
 
 from .config import EngineCoreConfig, InvalidEngineCoreConfig
 from .connector import KVConnector
@@ -34,9 +37,18 @@ class EngineFailed(Exception):
 
 
 class EngineCore:
-    def __init__(self, config: EngineCoreConfig, runner: Runner, connector: KVConnector | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        runner: Runner,
+        connector: KVConnector | None = None,
+        *,
+        late_compilations: Callable[[], int] | None = None,
+    ) -> None:
+        """`late_compilations` counts for the statistics what was compiled since the runner was ready."""
         self.config = config
         self._runner = runner
+        self._late_compilations = late_compilations
         self._scheduler = Scheduler(config, connector)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
@@ -54,7 +66,10 @@ class EngineCore:
         return self._scheduler.has_work()
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        if self._late_compilations is None:
+            return stats
+        return msgspec.structs.replace(stats, num_late_compilations=self._late_compilations())
 
     def step(self) -> list[EngineOutput]:
         """Starts the next step and returns what the oldest one brought, once `depth` of them are under way.

@@ -103,3 +103,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
+    num_late_compilations: int = 0  # kernels that were compiled although the engine was ready

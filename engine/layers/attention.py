@@ -8,9 +8,11 @@ from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
 from baton.kernels.attention import AttentionBatch, paged_attention
+from baton.kernels.linear import RowNorm
 from baton.kernels.rope_kv import rope_and_cache
 
 from .base import Layer
+from .fp8 import ScalarScale
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
 
@@ -24,7 +26,29 @@ class LayerContext:
     cos_sin: Tensor  # [max_model_len, head_dim] float32, see `layers.rotary`
 
 
-class Attention(Layer):
+class SelfAttention(Layer):
+    """What mixes the tokens of a sequence in a decoder layer."""
+
+    window: int | None = None  # keys that a query sees, itself included; None: all before it
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        context: LayerContext,
+        wanted: Tensor | None = None,
+        *,
+        norm: RowNorm | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        """hidden [T, hidden_size], through `norm` first -> [T, hidden_size], or only the `wanted` tokens [R] of it.
+
+        With `add_to` the result is added to it in place, and it is returned. What later tokens need of all T tokens
+        is in `context.kv` afterwards.
+        """
+        raise NotImplementedError
+
+
+class Attention(SelfAttention):
     """Projections, rotation, the KV write and attention of one decoder layer.
 
     A subclass that sets `q_norm` and `k_norm` has every query and key head normed before the rotation.
@@ -38,6 +62,9 @@ class Attention(Layer):
         parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = Linear(heads * dim, config.hidden_size, bias=output_bias)
+        # What cached keys and values are to be multiplied by; None: nothing.
+        self.k_scale = ScalarScale() if config.cache_scales else None
+        self.v_scale = ScalarScale() if config.cache_scales else None
         self.layer = layer
         self.window = config.layer_windows[layer]
         self.scale = dim**-0.5
@@ -45,16 +72,37 @@ class Attention(Layer):
         self._head_dim = dim
         self._head_split = [heads, kv_heads, kv_heads]
 
-    def __call__(self, hidden: Tensor, context: LayerContext, wanted: Tensor | None = None) -> Tensor:
-        """hidden [T, hidden_size] -> [T, hidden_size], or only the `wanted` tokens [R] of it.
-
-        The KV of all T tokens is in `context.kv` afterwards.
-        """
+    def __call__(
+        self,
+        hidden: Tensor,
+        context: LayerContext,
+        wanted: Tensor | None = None,
+        *,
+        norm: RowNorm | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
         batch, kv = context.batch, context.kv
-        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self._head_dim))
+        qkv = self.qkv_proj(hidden, norm=norm).unflatten(-1, (-1, self._head_dim))
         q, k, v = qkv.split(self._head_split, dim=1)
         q_norm = None if self.q_norm is None else self.q_norm.weight.data
         k_norm = None if self.k_norm is None else self.k_norm.weight.data
-        q = rope_and_cache(q, k, v, context.cos_sin, kv, self.layer, batch, q_norm=q_norm, k_norm=k_norm, eps=self.eps)
-        out = paged_attention(q, kv, self.layer, batch, scale=self.scale, window=self.window).flatten(1)
-        return self.o_proj(out if wanted is None else out[wanted])
+        k_scale = None if self.k_scale is None else self.k_scale.data
+        v_scale = None if self.v_scale is None else self.v_scale.data
+        q = rope_and_cache(
+            q,
+            k,
+            v,
+            context.cos_sin,
+            kv,
+            self.layer,
+            batch,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=self.eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        out = paged_attention(
+            q, kv, self.layer, batch, scale=self.scale, window=self.window, k_scale=k_scale, v_scale=v_scale
+        ).flatten(1)
+        return self.o_proj(out if wanted is None else out[wanted], add_to=add_to)

@@ -22,11 +22,12 @@ from baton.engine.models.errors import WeightsError
 class Parameter:
     """A tensor that a checkpoint fills. Declared by its shape; memory comes with `allocate`, values with its slots."""
 
-    __slots__ = ("_data", "shape", "typical")
+    __slots__ = ("_data", "dtype", "shape", "typical")
 
-    def __init__(self, *shape: int, typical: float = 0.0) -> None:
+    def __init__(self, *shape: int, typical: float = 0.0, dtype: torch.dtype | None = None) -> None:
         self.shape = shape
         self.typical = typical  # the value around which a trained model's lie: dummy weights are drawn around it
+        self.dtype = dtype  # None: the model's
         self._data: Tensor | None = None
 
     @property
@@ -35,33 +36,66 @@ class Parameter:
         return self._data
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
-        self._data = torch.empty(self.shape, device=device, dtype=dtype)
+        self._data = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
 
     def release(self) -> None:
         """Gives the memory back, once a packed copy serves."""
         self._data = None
 
+    def slot(self, name: str, start: int = 0, rows: int | None = None) -> Slot:
+        """Where the checkpoint tensor `name` goes that belongs to `rows` rows of the layer's output (None: all)."""
+        return Slot(name, self, start, rows)
+
 
 class Slot:
-    """Where one checkpoint tensor goes: rows [start, start + shape[0]) of a parameter."""
+    """Where one checkpoint tensor goes: `rows` rows of a parameter, from `start` on, every `step`-th.
 
-    __slots__ = ("name", "parameter", "shape", "start")
+    With `item`, rows of that item of a stack [items, rows, ...].
+    """
 
-    def __init__(self, name: str, parameter: Parameter, start: int = 0, rows: int | None = None) -> None:
+    __slots__ = ("item", "name", "parameter", "shape", "start", "step")
+
+    def __init__(
+        self,
+        name: str,
+        parameter: Parameter,
+        start: int = 0,
+        rows: int | None = None,
+        *,
+        step: int = 1,
+        item: int | None = None,
+    ) -> None:
         self.name = name  # in the checkpoint
         self.parameter = parameter
         self.start = start
-        self.shape = (parameter.shape[0] if rows is None else rows, *parameter.shape[1:])
+        self.step = step
+        self.item = item
+        whole = parameter.shape if item is None else parameter.shape[1:]
+        self.shape = (whole[0] if rows is None else rows, *whole[1:])
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """In a model of this type."""
+        return self.num_elements * (self.parameter.dtype or dtype).itemsize
+
+    @property
+    def takes_8_bits(self) -> bool:
+        """Whether what goes here is bits that are nothing without their scales."""
+        return self.parameter.dtype is not None and self.parameter.dtype.itemsize == 1
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Whether a checkpoint tensor of this shape can go here."""
+        return shape == self.shape
+
     def place(self, tensor: Tensor) -> None:
         """Copies, converting type and device. Raises `WeightsError` for another shape."""
-        if tuple(tensor.shape) != self.shape:
+        if not self.accepts(tuple(tensor.shape)):
             raise WeightsError(f"{self.name} has shape {list(tensor.shape)}, must have {list(self.shape)}")
-        self.parameter.data[self.start : self.start + self.shape[0]].copy_(tensor)
+        whole = self.parameter.data if self.item is None else self.parameter.data[self.item]
+        whole[self.start : self.start + self.shape[0] * self.step : self.step].copy_(tensor)
 
 
 class Layer:
@@ -84,7 +118,7 @@ class Layer:
     def slots(self, path: str = "") -> Iterator[Slot]:
         """Every checkpoint tensor that this layer and those below it are made of."""
         for name, parameter in self.parameters():
-            yield Slot(join(path, name), parameter)
+            yield parameter.slot(join(path, name))
         for name, child in self.children():
             yield from child.slots(join(path, name))
 

@@ -5,43 +5,49 @@ An architecture is a subclass of `CausalLM` that names its attention (and, where
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
-from baton.kernels.attention import AttentionBatch
+from baton.kernels.attention import AttentionBatch, prepare
 
-from .attention import Attention, LayerContext
+from .attention import Attention, LayerContext, SelfAttention
 from .base import Layer
 from .embedding import Embedding, TiedHead
 from .linear import Linear
-from .mlp import GatedMLP
+from .mlp import FeedForward, GatedMLP
 from .norm import RMSNorm
+from .residual import ResidualStream
 from .rotary import cos_sin_table
 
 
 class DecoderLayer(Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x)). The sum travels beside the last output until the next norm."""
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: GatedMLP) -> None:
+    def __init__(self, config: ModelConfig, attention: SelfAttention, mlp: FeedForward) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
-    def __call__(
-        self, out: Tensor, residual: Tensor | None, context: LayerContext, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(last output, sum before it), [T, hidden] each; behind the attention only the `wanted` tokens [R] go on."""
-        if residual is None:
-            normed, residual = self.input_layernorm(out), out
-        else:
-            normed, residual = self.input_layernorm.after_add(out, residual)
-        attended = self.self_attn(normed, context, wanted)
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of the same kind run the same kernels over the same shapes."""
+        return type(self.self_attn), self.self_attn.window, type(self.mlp)
+
+    def __call__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
+        """Adds to the stream; behind the attention only the `wanted` tokens [R] go on."""
+        x, norm = stream.read(self.input_layernorm)
+        slots = context.batch.slots
         if wanted is not None:
-            residual = residual[wanted]
-        normed, residual = self.post_attention_layernorm.after_add(attended, residual)
-        return self.mlp(normed), residual
+            stream.keep(wanted)
+            slots = slots[wanted]
+        stream.take(self.self_attn(x, context, wanted, norm=norm, add_to=stream.target))
+        x, norm = stream.read(self.post_attention_layernorm)
+        stream.take(self.mlp(x, slots, norm=norm, add_to=stream.target))
 
 
 class Decoder(Layer):
@@ -53,12 +59,13 @@ class Decoder(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(self, token_ids: Tensor, context: LayerContext, wanted: Tensor | None = None) -> Tensor:
-        out, residual = self.embed_tokens(token_ids), None
+        hidden = self.embed_tokens(token_ids)
+        stream = ResidualStream(hidden, in_place=not hidden.is_cpu)
         for layer in self.layers[:-1]:
-            out, residual = layer(out, residual, context)
+            layer(stream, context)
         # Of most prompt tokens only the KV is used: the last layer ends for them where that is written.
-        out, residual = self.layers[-1](out, residual, context, wanted)
-        return self.norm.after_add(out, residual)[0]
+        self.layers[-1](stream, context, wanted)
+        return stream.normed(self.norm)
 
 
 class CausalLM(Layer):
@@ -67,7 +74,7 @@ class CausalLM(Layer):
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         layers = [
-            DecoderLayer(config, self.make_attention(config, layer), self.make_mlp(config))
+            DecoderLayer(config, self.make_attention(config, layer), self.make_mlp(config, layer))
             for layer in range(config.num_layers)
         ]
         self.model = Decoder(config, layers)
@@ -80,20 +87,40 @@ class CausalLM(Layer):
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Patterns of checkpoint tensors that say nothing new: rope frequencies, a second copy of a tied embedding."""
-        return ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if self.config.tie_word_embeddings else ()))
+        """Patterns of checkpoint tensors that go unread.
+
+        Rope frequencies and a second copy of a tied embedding say nothing new; scales are for a cache in 8 bits.
+        """
+        tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
+        return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied)
 
     @classmethod
-    def make_attention(cls, config: ModelConfig, layer: int) -> Attention:
+    def make_attention(cls, config: ModelConfig, layer: int) -> SelfAttention:
         return Attention(config, layer)
 
     @classmethod
-    def make_mlp(cls, config: ModelConfig) -> GatedMLP:
+    def make_mlp(cls, config: ModelConfig, layer: int) -> FeedForward:
         return GatedMLP(config.hidden_size, config.intermediate_size)
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)
-        self._cos_sin = cos_sin_table(self.config.rope, self.config.head_dim, self.config.max_model_len, device)
+        self._cos_sin = cos_sin_table(self.config.rope, self.config.rotary_dim, self.config.max_model_len, device)
+
+    def prepare(self, batch: AttentionBatch) -> AttentionBatch:
+        """What the layers' attention shares in a step, worked out once before the first of them."""
+        config = self.config
+        return prepare(batch, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Within, the model has one layer of each kind, and the last one: all kernels of a step, each once."""
+        layers = self.model.layers
+        of_each_kind = {layer.kind: layer for layer in reversed(layers)}
+        self.model.layers = [*of_each_kind.values(), layers[-1]]
+        try:
+            yield
+        finally:
+            self.model.layers = layers
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
@@ -103,11 +130,15 @@ class CausalLM(Layer):
         `wanted` [R] int64, indices of tokens, gives [R, hidden] and saves the last layer's work on all others.
         """
         assert self._cos_sin is not None, "allocate() comes before the first step"
-        return self.model(token_ids, LayerContext(batch, kv, self._cos_sin), wanted)
+        return self.model(token_ids, LayerContext(self.prepare(batch), kv, self._cos_sin), wanted)
 
     __call__ = forward
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, vocab] float32 of hidden states [R, hidden]."""
-        return self.lm_head(hidden).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, vocab] of hidden states [R, hidden], in float32 on a CPU, elsewhere in the model's type.
+
+        Written to `out`, of the model's type, where one is given.
+        """
+        logits = self.lm_head(hidden, out=out)
+        return logits.float() if logits.is_cpu else logits

@@ -30,6 +30,6 @@ class TiedHead(Layer):
     def finish(self) -> None:
         self._packed = pack(self._shared[0].weight.data)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         assert self._packed is not None, "finish() comes before the first call"
-        return linear(hidden, self._packed)
+        return linear(hidden, self._packed, out=out)

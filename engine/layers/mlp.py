@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.linear import RowNorm
 
 from .base import Layer
 from .linear import Linear, MergedLinear
@@ -13,18 +13,39 @@ from .linear import Linear, MergedLinear
 CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level cache between the two products
 
 
-class GatedMLP(Layer):
-    """down(silu(gate(x)) * up(x)) over [T, hidden]."""
+class FeedForward(Layer):
+    """What follows attention in a decoder layer."""
+
+    def __call__(
+        self, hidden: Tensor, slots: Tensor, *, norm: RowNorm | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
+        """hidden [T, hidden_size], through `norm` first -> the same shape.
+
+        With `add_to` the result is added to it in place, and it is returned. `slots` int64 [T]: -1 marks padding, whose
+        result is arbitrary.
+        """
+        raise NotImplementedError
+
+
+class GatedMLP(FeedForward):
+    """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        if hidden.is_cpu and len(hidden) > CPU_SLICE:
-            return torch.cat([self._all_at_once(rows) for rows in hidden.split(CPU_SLICE)])
-        return self._all_at_once(hidden)
+    def __call__(
+        self,
+        hidden: Tensor,
+        slots: Tensor | None = None,
+        *,
+        norm: RowNorm | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        if hidden.is_cpu and add_to is None and len(hidden) > CPU_SLICE:
+            return torch.cat([self._all_at_once(rows, norm, None) for rows in hidden.split(CPU_SLICE)])
+        return self._all_at_once(hidden, norm, add_to)
 
-    def _all_at_once(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+    def _all_at_once(self, hidden: Tensor, norm: RowNorm | None, add_to: Tensor | None) -> Tensor:
+        return self.down_proj(self.gate_up_proj.gated(hidden, norm=norm), add_to=add_to)

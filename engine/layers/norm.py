@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import rms_norm
 
 from .base import Layer, Parameter
@@ -15,6 +16,11 @@ class RMSNorm(Layer):
     def __init__(self, size: int, eps: float) -> None:
         self.weight = Parameter(size, typical=1.0)
         self.eps = eps
+
+    @property
+    def of_rows(self) -> RowNorm:
+        """This norm, for a linear layer to begin with."""
+        return RowNorm(self.weight.data, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = rms_norm(x, self.weight.data, self.eps)

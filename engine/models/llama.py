@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.layers.attention import Attention
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.mlp import FeedForward, GatedMLP
 from baton.engine.model_config import ModelConfig
 
 
@@ -16,5 +16,5 @@ class LlamaForCausalLM(CausalLM):
         return Attention(config, layer, qkv_bias=config.attention_bias, output_bias=config.attention_bias)
 
     @classmethod
-    def make_mlp(cls, config: ModelConfig) -> GatedMLP:
+    def make_mlp(cls, config: ModelConfig, layer: int) -> FeedForward:
         return GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)

@@ -46,6 +46,7 @@ class YarnRope(Rope):
     beta_fast: float
     beta_slow: float
     truncate: bool  # round the ends of the ramp outwards to whole dimensions
+    mscale_all_dim: float = 0.0  # of models that scale their scores by it, see `layers.mla`
 
 
 def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
@@ -129,6 +130,7 @@ def _read_yarn(keys: Mapping[str, Any], max_positions: int) -> Rope:
         _number(keys, "beta_fast", 32.0),
         _number(keys, "beta_slow", 1.0),
         bool(keys.get("truncate", True)),
+        _number(keys, "mscale_all_dim") if keys.get("mscale_all_dim") else 0.0,
     )
 
 

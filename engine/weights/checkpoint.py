@@ -27,6 +27,7 @@ _SAMPLE_BYTES = 1024
 
 # safetensors' names of the types that weights come in: bytes an element, torch's name
 DTYPES = {"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")}
+E4M3 = "F8_E4M3"  # a type of weights that are nothing without their scales
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,15 @@ class Checkpoint:
         """Torch's name of the type that most tensors have, or None where no tensor is a floating-point one."""
         known = [entry.dtype for entry in self.entries.values() if entry.dtype in DTYPES]
         return DTYPES[max(sorted(set(known)), key=known.count)][1] if known else None
+
+    def has_8_bit_weight(self, layer: str) -> bool:
+        entry = self.entries.get(f"{layer}.weight")
+        return entry is not None and entry.dtype == E4M3
+
+    @property
+    def has_cache_scales(self) -> bool:
+        """Whether scales of cached keys and values were measured for the layers."""
+        return any(name.endswith(".self_attn.k_scale") for name in self.entries)
 
     def by_file(self) -> Iterator[tuple[Path, list[TensorEntry]]]:
         """The entries of each file in the order of their data, so that a disk is read from front to back."""
@@ -149,7 +159,8 @@ def _read_header(file: Path) -> list[TensorEntry]:
     for entry in entries:
         if entry.end > size:
             raise WeightsError(f"{file} is cut off: tensor {entry.name!r} ends at byte {entry.end}, the file at {size}")
-        if entry.dtype in DTYPES and entry.size_bytes != math.prod(entry.shape) * DTYPES[entry.dtype][0]:
+        item_bytes = 1 if entry.dtype == E4M3 else DTYPES.get(entry.dtype, (0, ""))[0]
+        if item_bytes and entry.size_bytes != math.prod(entry.shape) * item_bytes:
             raise WeightsError(
                 f"{file}: tensor {entry.name!r} of {entry.dtype} {entry.shape} has {entry.size_bytes} bytes"
             )

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from baton.engine.layers.base import Slot
+from baton.engine.layers.fp8 import keep_in_8_bits, plain_weight
 from baton.engine.models.errors import WeightsError
+from baton.engine.models.quantization import Quantization
+from baton.kernels import fp8
 
-from .checkpoint import DTYPES, Checkpoint
+from .checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry
 from .dummy import DummyWeights
 from .progress import Progress
 
@@ -29,25 +34,33 @@ _NAMED_IN_ERRORS = 8
 def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
     """Allocates the parameters on `device`, fills them as `model.config` says, and packs them for the kernels.
 
-    Holds no more than one tensor of the checkpoint beside the model. Raises `WeightsError`.
+    Holds no more than one tensor of the checkpoint beside the model. Weights in 8 bits stay so where the device has
+    kernels for them, and are multiplied out elsewhere. Raises `WeightsError`.
     """
     config = model.config
-    slots = {slot.name: slot for slot in model.slots()}
+    device = torch.device(device)
     dtype: torch.dtype = getattr(torch, config.dtype)
+    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
+    if config.quantization is not None and fp8.has_gpu_kernels(device):
+        covered = config.quantization.covers if checkpoint is None else checkpoint.has_8_bit_weight
+        keep_in_8_bits(model, config.quantization, covered)
+    slots = {slot.name: slot for slot in model.slots()}
     stream: Iterator[tuple[Slot, Tensor]]
-    if config.load_format == "dummy":
+    if checkpoint is None:
         dummy = DummyWeights(config.seed, device, dtype)
         stream = ((slot, dummy.tensor(slot)) for slot in slots.values())
     else:
-        checkpoint = Checkpoint.open(config.folder)
-        account(slots, checkpoint, model.ignored_tensors)
-        stream = _read(slots, checkpoint)
+        scales = _scales_to_multiply_with(slots, checkpoint, config.quantization)
+        unread = () if config.quantization is None else config.quantization.unread
+        account(slots, checkpoint, (*model.ignored_tensors, *unread, *(entry.name for entry in scales.values())))
+        in_blocks = config.quantization is not None and config.quantization.in_blocks
+        stream = _read(slots, checkpoint, scales, in_blocks, dtype)
     model.allocate(device, dtype)
-    total = sum(slot.num_elements for slot in slots.values()) * dtype.itemsize
+    total = sum(slot.num_bytes(dtype) for slot in slots.values())
     done = 0
     for slot, tensor in stream:
         slot.place(tensor)
-        done += slot.num_elements * dtype.itemsize
+        done += slot.num_bytes(dtype)
         if progress is not None:
             progress(done, total)
     model.finish()
@@ -64,10 +77,12 @@ def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[st
     misshaped = [
         f"{name} {list(entries[name].shape)} instead of {list(slot.shape)}"
         for name, slot in slots.items()
-        if name in entries and entries[name].shape != slot.shape
+        if name in entries and not slot.accepts(entries[name].shape)
     ]
     mistyped = [
-        f"{name} {entries[name].dtype}" for name in slots if name in entries and entries[name].dtype not in DTYPES
+        f"{name} {entries[name].dtype}"
+        for name in slots
+        if name in entries and entries[name].dtype not in (*DTYPES, E4M3)
     ]
     found = {
         "missing": missing,
@@ -85,9 +100,46 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _read(slots: Mapping[str, Slot], checkpoint: Checkpoint) -> Iterator[tuple[Slot, Tensor]]:
-    for file, entries in checkpoint.by_file():
-        with safe_open(file, framework="pt") as tensors:
-            for entry in entries:
-                if entry.name in slots:
-                    yield slots[entry.name], tensors.get_tensor(entry.name)
+def _scales_to_multiply_with(
+    slots: Mapping[str, Slot], checkpoint: Checkpoint, quantization: Quantization | None
+) -> dict[str, TensorEntry]:
+    """The scales of each weight that comes in 8 bits to a layer that takes none, by the weight's name.
+
+    Raises `WeightsError` for a weight in 8 bits that no scale is known of.
+    """
+    found: dict[str, TensorEntry] = {}
+    without: list[str] = []
+    for name, slot in slots.items():
+        entry = checkpoint.entries.get(name)
+        if entry is None or entry.dtype != E4M3 or slot.takes_8_bits:
+            continue
+        scale = None if quantization is None else checkpoint.entries.get(quantization.scale_of(name))
+        if scale is None:
+            without.append(name)
+        else:
+            found[name] = scale
+    if without:
+        raise WeightsError(f"{checkpoint.folder}: {len(without)} tensors of {E4M3} without scales: {_some(without)}")
+    return found
+
+
+def _read(
+    slots: Mapping[str, Slot],
+    checkpoint: Checkpoint,
+    scales: Mapping[str, TensorEntry],
+    in_blocks: bool,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Slot, Tensor]]:
+    with ExitStack() as stack:
+        files = {entry.file for entry in scales.values()}
+        scale_files: dict[Path, Any] = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+        for file, entries in checkpoint.by_file():
+            with safe_open(file, framework="pt") as tensors:
+                for entry in entries:
+                    if entry.name not in slots:
+                        continue
+                    tensor = tensors.get_tensor(entry.name)
+                    scale = scales.get(entry.name)
+                    if scale is not None:
+                        tensor = plain_weight(tensor, scale_files[scale.file].get_tensor(scale.name), in_blocks, dtype)
+                    yield slots[entry.name], tensor

@@ -1,9 +1,11 @@
-"""The memory that holds the KV blocks of a CPU engine: how much, and where."""
+"""The memory that holds the KV blocks: how many there are, and where they lie on a CPU."""
 
 from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,12 +19,22 @@ _SHARE_OF_FREE_MEMORY = 0.25  # several engines, their weights and the page cach
 _MOST_BYTES = 4 << 30
 
 
-def size_kv_cache(config: EngineConfig, context_len: int, layout: KVLayout) -> tuple[int, int]:
+@dataclass(frozen=True)
+class KVBudget:
+    """Memory for blocks, and the argument that changes it."""
+
+    num_bytes: int
+    setting: str
+
+
+def size_kv_cache(
+    config: EngineConfig, context_len: int, layout: KVLayout, default_budget: Callable[[], KVBudget]
+) -> tuple[int, int]:
     """How many tokens a sequence may have (at most `context_len`), and how many blocks there are.
 
-    As many blocks as `num_gpu_blocks_override` says, else as the memory holds, but never more than `max_num_seqs`
-    sequences of full length could fill. Where nobody said how long sequences may be, the checkpoint and the blocks
-    decide; where someone did, too few blocks are refused.
+    As many blocks as `num_gpu_blocks_override` says, else as the memory holds (`kv_cache_memory_bytes`, or what the
+    device can spare), but never more than `max_num_seqs` sequences of full length could fill. Where nobody said how
+    long sequences may be, the checkpoint and the blocks decide; where someone did, too few blocks are refused.
 
     Raises `InvalidEngineConfig`.
     """
@@ -31,9 +43,10 @@ def size_kv_cache(config: EngineConfig, context_len: int, layout: KVLayout) -> t
         num_blocks = config.num_gpu_blocks_override
         setting, given, enough = "num_gpu_blocks_override", f"{num_blocks} blocks", f"{blocks_per_seq} blocks"
     else:
-        kv_bytes = config.kv_cache_memory_bytes or default_kv_bytes()
-        num_blocks = min(config.max_num_seqs * blocks_per_seq, kv_bytes // layout.block_bytes)
-        setting, given = "kv_cache_memory_bytes", f"{kv_bytes} bytes"
+        asked = config.kv_cache_memory_bytes
+        budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")
+        num_blocks = min(config.max_num_seqs * blocks_per_seq, budget.num_bytes // layout.block_bytes)
+        setting, given = budget.setting, f"{budget.num_bytes} bytes"
         enough = f"{blocks_per_seq * layout.block_bytes} bytes"
     if num_blocks >= blocks_per_seq:
         return context_len, num_blocks
@@ -62,9 +75,10 @@ def region_of(kv: torch.Tensor, layout: KVLayout) -> KVRegion:
     return KVRegion(address=kv.data_ptr(), num_blocks=kv.shape[0], device=str(kv.device), layout=layout)
 
 
-def default_kv_bytes() -> int:
+def cpu_budget() -> KVBudget:
     """What a CPU engine takes for its blocks when nobody says: a bounded share of the memory that is free now."""
-    return min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES)
+    spare = min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES)
+    return KVBudget(spare, "kv_cache_memory_bytes")
 
 
 def available_memory_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from ..core.messages import TokenLogprobs
 from ..core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from .block_tables import BlockTables
 from .inputs import StepInputs
-from .logprobs import logprobs_in_pieces, logprobs_of
+from .logprobs import LogprobColumns, first_alternatives
 from .rows import Rows
 
 
@@ -32,8 +33,12 @@ class Model(Protocol):
         """Hidden states after the last norm of the `wanted` `[R]` int64 tokens (None: of all); writes the KV of all."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, hidden] -> [R, vocab_size] float32`."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`[R, hidden] -> [R, vocab_size]`, float32 on a CPU; written to `out`, of the model's type, where given."""
+        ...
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """Within, a step runs each of the model's kernels, but not for every layer."""
         ...
 
 
@@ -116,13 +121,14 @@ class ModelRunner:
                 continue
             first = int(inputs.wanted_ends[index]) - chunk.num_tokens
             targets = self.rows.prompt_after(chunk.row, chunk.start, chunk.num_tokens)
-            found[index] = logprobs_in_pieces(
+            columns = LogprobColumns.in_pieces(
                 hidden[first : first + len(targets)],
                 targets,
                 self.num_prompt_logprobs[chunk.row],
                 self.model.logits,
                 self.vocab_size,
             )
+            found[index] = columns.entries()
         return found
 
     def _sample(self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: torch.Tensor) -> list[ChunkResult]:
@@ -153,8 +159,5 @@ class ModelRunner:
         if not counts:
             return {}
         asked = torch.tensor(list(counts))
-        entries = logprobs_of(logits[asked], tokens[asked], max(counts.values()))
-        return {
-            i: TokenLogprobs(entry.token_ids[: count + 1], entry.logprobs[: count + 1], entry.rank)
-            for (i, count), entry in zip(counts.items(), entries, strict=True)
-        }
+        entries = LogprobColumns.of(logits[asked], tokens[asked], max(counts.values())).entries()
+        return {i: first_alternatives(entry, count) for (i, count), entry in zip(counts.items(), entries, strict=True)}

@@ -19,26 +19,28 @@ class PagedRun:
 
     def __init__(self, model: CausalLM, num_seqs: int, max_len: int, seed: int = 0) -> None:
         self.model = model
+        self.device = model.model.norm.weight.data.device
         self.lens = [0] * num_seqs
         blocks_per_seq = -(-max_len // BLOCK_SIZE)
         num_blocks = num_seqs * blocks_per_seq + 3
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
-        self.block_tables = shuffled[: num_seqs * blocks_per_seq].view(num_seqs, blocks_per_seq)
-        spec = model.config
-        shape = (num_blocks, spec.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
-        self.kv = torch.full(shape, float("nan"), dtype=getattr(torch, model.config.dtype))
+        self.block_tables = shuffled[: num_seqs * blocks_per_seq].view(num_seqs, blocks_per_seq).to(self.device)
+        cache, num_layers = model.config.cache, model.config.num_layers
+        shape = (num_blocks, cache.num_kv_heads, num_layers, cache.num_planes, BLOCK_SIZE, cache.head_dim)
+        self.kv = torch.full(shape, float("nan"), dtype=getattr(torch, model.config.cache_dtype), device=self.device)
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
         """Runs (sequence, its next tokens) pairs in one step; gives log-probabilities [tokens, vocab] of each."""
         chunks = sorted(chunks, key=lambda chunk: len(chunk[1]) > 1)  # decodes come first
         for sequence, tokens in chunks:
             self.lens[sequence] += len(tokens)
-        rows = torch.tensor([sequence for sequence, _ in chunks])
+        rows = torch.tensor([sequence for sequence, _ in chunks], device=self.device)
         query_lens = [len(tokens) for _, tokens in chunks]
         seq_lens = [self.lens[sequence] for sequence, _ in chunks]
         batch = AttentionBatch.plan(query_lens, seq_lens, self.block_tables[rows].contiguous(), BLOCK_SIZE)
-        hidden = self.model(torch.tensor([token for _, tokens in chunks for token in tokens]), batch, self.kv)
-        parts = self.model.logits(hidden).log_softmax(-1).split(query_lens)
+        token_ids = torch.tensor([token for _, tokens in chunks for token in tokens], device=self.device)
+        logits = self.model.logits(self.model(token_ids, batch, self.kv))
+        parts = logits.float().log_softmax(-1).split(query_lens)
         by_sequence = {sequence: part for (sequence, _), part in zip(chunks, parts, strict=True)}
         return [by_sequence[sequence] for sequence in sorted(by_sequence)]
 
@@ -64,7 +66,7 @@ def greedy(model: CausalLM, prompts: Sequence[Sequence[int]], num_tokens: int) -
 @torch.inference_mode()
 def reference_logprobs(reference: Any, tokens: Sequence[int]) -> Tensor:
     """[tokens, vocab] float32 of a `transformers` model over a whole sequence at once, without a cache."""
-    logits: Tensor = reference(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    logits: Tensor = reference(torch.tensor([list(tokens)], device=reference.device), use_cache=False).logits[0]
     return logits.float().log_softmax(-1)
 
 

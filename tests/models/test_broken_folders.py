@@ -40,9 +40,34 @@ KEYS: dict[str, Any] = {
     "dtype": "bfloat16",
     "torch_dtype": "bfloat16",
     "eos_token_id": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": False,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
 }
 GENERATION: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "eos_token_id": [2], "max_new_tokens": 5}
-ROPE = ("rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta", "beta_fast", "mscale")
+ROPE = (
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "rope_theta",
+    "beta_fast",
+    "mscale",
+    "mscale_all_dim",
+)
 
 numbers = st.integers(-(2**70), 2**70) | st.floats() | st.booleans() | st.none()
 leaves = numbers | st.text(max_size=5)
@@ -54,15 +79,25 @@ ropes = st.dictionaries(st.sampled_from(ROPE), values | st.sampled_from(["yarn",
 
 @settings(max_examples=200, deadline=None)
 @given(
+    architecture=st.sampled_from(["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"]),
     changes=st.dictionaries(st.sampled_from(sorted(KEYS)), values, max_size=3),
     rope=st.none() | ropes,
     generation=st.dictionaries(st.sampled_from(sorted(GENERATION)), values, max_size=2),
 )
 def test_any_json_in_a_config_is_read_or_refused(
-    tmp_path_factory: Any, changes: dict[str, Any], rope: dict[str, Any] | None, generation: dict[str, Any]
+    tmp_path_factory: Any,
+    architecture: str,
+    changes: dict[str, Any],
+    rope: dict[str, Any] | None,
+    generation: dict[str, Any],
 ) -> None:
     folder = Path(tmp_path_factory.getbasetemp())
-    config = {**KEYS, **({"rope_scaling": rope} if rope is not None else {}), **changes}
+    config = {
+        **KEYS,
+        "architectures": [architecture],
+        **({"rope_scaling": rope} if rope is not None else {}),
+        **changes,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({**GENERATION, **generation}))
     with contextlib.suppress(ModelError):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
-from baton.engine.layers.base import Layer
-from baton.engine.layers.linear import MergedLinear
+from baton.engine.layers.base import Layer, Parameter, Slot
+from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
+from baton.engine.layers.moe import MoE
+from baton.engine.layers.norm import RMSNorm
+from baton.engine.layers.residual import ResidualStream
 from baton.engine.models.errors import WeightsError
+from baton.engine.models.experts import ExpertsConfig
 
 
 def filled(layer: Layer, path: str) -> dict[str, torch.Tensor]:
@@ -53,3 +59,82 @@ def test_a_slot_takes_its_own_shape_only_also_where_another_would_broadcast() ->
     slot = next(layer.slots("attn.qkv_proj"))
     with pytest.raises(WeightsError, match=r"attn\.q_proj\.weight has shape \[1, 8\], must have \[4, 8\]"):
         slot.place(torch.zeros(1, 8))
+
+
+EXPERTS = ExpertsConfig(
+    num_experts=4, top_k=2, intermediate_size=24, shared_intermediate_size=40, scale=2.0, sparse_layers=(True,)
+)
+
+
+def test_a_mixture_is_its_shared_experts_and_the_weighted_sum_of_the_best_others() -> None:
+    moe = MoE(32, EXPERTS)
+    weights = filled(moe, "mlp")
+    x = torch.randn(7, 32)
+
+    def expert(path: str) -> torch.Tensor:
+        gate, up, down = (weights[f"mlp.{path}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return functional.linear(functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down)
+
+    scores = functional.linear(x, weights["mlp.gate.weight"]).softmax(-1)
+    best = scores.topk(2).indices
+    every = torch.stack([expert(f"experts.{index}") for index in range(4)], dim=1)
+    routed = (scores.gather(1, best)[..., None] * every.gather(1, best[..., None].expand(-1, -1, 32))).sum(1)
+    result = moe(x, torch.arange(7))
+    torch.testing.assert_close(result, expert("shared_experts") + 2.0 * routed, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_changes_nothing_for_other_tokens_and_stays_finite() -> None:
+    moe = MoE(32, EXPERTS)
+    filled(moe, "mlp")
+    x = torch.randn(5, 32)
+    alone = moe(x[:3], torch.arange(3))
+    padded = moe(x, torch.tensor([0, 1, 2, -1, -1]))
+    torch.testing.assert_close(padded[:3], alone, rtol=1e-4, atol=1e-3)
+    assert padded.isfinite().all()
+
+
+class FixedMoE(MoE):
+    """Experts for tokens of which none is padding."""
+
+    def __call__(self, hidden: torch.Tensor, slots: torch.Tensor | None = None, **around: Any) -> torch.Tensor:
+        return super().__call__(hidden, torch.arange(len(hidden)), **around)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_stream_is_the_sum_of_its_layers(in_place: bool) -> None:
+    layers = (Linear(32, 32), GatedMLP(32, 48), FixedMoE(32, EXPERTS))
+    norms = [RMSNorm(32, 1e-6) for _ in range(4)]
+    for layer in (*layers, *norms):
+        filled(layer, "layer")
+    expected = torch.randn(6, 32)
+    stream = ResidualStream(expected.clone(), in_place=in_place)
+    for layer, norm in zip(layers, norms, strict=False):
+        x, its_norm = stream.read(norm)
+        stream.take(layer(x, norm=its_norm, add_to=stream.target))
+        expected = expected + layer(norm(expected))
+    torch.testing.assert_close(stream.normed(norms[-1]), norms[-1](expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tokens_that_nobody_wants_leave_a_stream_after_it_was_read(in_place: bool) -> None:
+    linear, norm, wanted = Linear(32, 32), RMSNorm(32, 1e-6), torch.tensor([1, 4])
+    for layer in (linear, norm):
+        filled(layer, "layer")
+    hidden = torch.randn(6, 32)
+    stream = ResidualStream(hidden.clone(), in_place=in_place)
+    x, its_norm = stream.read(norm)
+    stream.keep(wanted)
+    stream.take(linear(x[wanted], norm=its_norm, add_to=stream.target))
+    expected = hidden[wanted] + linear(norm(hidden[wanted]))
+    torch.testing.assert_close(stream.normed(norm), norm(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_slots_of_a_stack_fill_every_second_row_of_their_item() -> None:
+    stack = Parameter(2, 4, 3)
+    stack.allocate("cpu", torch.float32)
+    stack.data.zero_()
+    slot = Slot("up", stack, 1, 2, step=2, item=1)
+    assert (slot.shape, slot.num_elements) == ((2, 3), 6)
+    slot.place(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    assert stack.data.nonzero()[:, :2].unique(dim=0).tolist() == [[1, 1], [1, 3]]
+    assert stack.data[1, 3].tolist() == [4.0, 5.0, 6.0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from baton.engine.model_config import (
+    CacheShape,
     InvalidModelConfig,
     MaxModelLenTooLong,
     ModelConfig,
@@ -19,6 +20,8 @@ from baton.engine.model_config import (
     UnsupportedArchitecture,
     UnsupportedModel,
 )
+from baton.engine.models.experts import ExpertsConfig
+from baton.engine.models.latent import LatentShape
 from baton.engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 PLAIN: dict[str, Any] = {
@@ -152,6 +155,60 @@ def test_a_null_sliding_window_is_no_window(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(tmp_path, load_format="dummy").layer_windows == (None, None)
 
 
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+
+
+def experts(config: ModelConfig) -> ExpertsConfig:
+    assert config.moe is not None
+    return config.moe
+
+
+def test_a_dense_model_has_no_experts(read: Callable[..., ModelConfig]) -> None:
+    assert read().moe is None
+
+
+def test_experts_are_read_under_the_names_of_transformers_4_and_5(read: Callable[..., ModelConfig]) -> None:
+    found = experts(read(**QWEN3_MOE, moe_intermediate_size=24, norm_topk_prob=True))
+    assert (found.num_experts, found.top_k, found.intermediate_size, found.renormalize) == (8, 2, 24, True)
+    assert found.shared_intermediate_size == 0
+    assert experts(read(**{**QWEN3_MOE, "num_experts": None, "num_local_experts": 6})).num_experts == 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "sparse"),
+    [
+        ({}, (True, True, True, True)),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (False, False, False, True)),
+    ],
+)
+def test_layers_are_mixtures_where_the_config_says(
+    read: Callable[..., ModelConfig], keys: dict[str, Any], sparse: tuple[bool, ...]
+) -> None:
+    assert experts(read(**QWEN3_MOE, num_hidden_layers=4, **keys)).sparse_layers == sparse
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"num_experts_per_tok": 9}, "9 experts a token cannot be chosen from 8"),
+        ({"mlp_only_layers": 1}, "'mlp_only_layers' must be a list"),
+        ({"num_experts": 0}, "'num_experts' must be from 1"),
+        ({"decoder_sparse_step": 0}, "'decoder_sparse_step' must be from 1"),
+    ],
+)
+def test_experts_that_contradict_themselves_are_refused(
+    read: Callable[..., ModelConfig], keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidModelConfig, match=named):
+        read(**{**QWEN3_MOE, **keys})
+
+
+def test_identity_depends_on_the_routing(read: Callable[..., ModelConfig]) -> None:
+    assert read(**QWEN3_MOE).identity != read(**QWEN3_MOE, norm_topk_prob=True).identity
+
+
 def test_end_tokens_of_the_generation_config_win(read: Callable[..., ModelConfig]) -> None:
     assert read().eos_token_ids == (2,)
     assert read(eos_token_id=[5, 6, 5]).eos_token_ids == (5, 6)
@@ -266,3 +323,41 @@ def test_identity_of_dummy_weights_depends_on_what_is_computed_and_the_seed_only
     assert identity != read(given={"seed": 1}).identity
     assert identity != read(rope_theta=501.0).identity
     assert identity != read(rms_norm_eps=1e-5).identity
+
+
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "kv_lora_rank": 48,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_latents_are_what_a_token_keeps_where_a_model_has_them(read: Callable[..., ModelConfig]) -> None:
+    assert read().latent is None
+    assert read().cache == CacheShape(num_kv_heads=2, num_planes=2, head_dim=32)
+    config = read(**{**LATENT, "q_lora_rank": 20})
+    assert config.latent == LatentShape(rank=48, q_rank=20, nope_dim=24, rope_dim=8, value_dim=16)
+    assert config.cache == CacheShape(num_kv_heads=1, num_planes=1, head_dim=56)
+    assert (config.head_dim, config.rotary_dim) == (32, 8)
+
+
+def test_queries_come_from_a_latent_of_their_own_unless_the_config_says_null(
+    tmp_path: Path, read: Callable[..., ModelConfig]
+) -> None:
+    assert read(**LATENT).latent == LatentShape(48, 1536, 24, 8, 16), "left out, as in transformers"
+    (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **LATENT}))
+    assert ModelConfig.from_folder(tmp_path, load_format="dummy").latent == LatentShape(48, None, 24, 8, 16)
+
+
+def test_latents_that_no_layer_computes_are_refused(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelConfig, match=r"qk_rope_head_dim \(7\) must be even"):
+        read(**{**LATENT, "qk_rope_head_dim": 7})
+    (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **LATENT, "attention_bias": True}))
+    with pytest.raises(UnsupportedModel, match="attention_bias without a q_lora_rank"):
+        ModelConfig.from_folder(tmp_path, load_format="dummy")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from baton.engine import EngineConfig, InvalidEngineConfig, build_engine
 from baton.engine.build import Engine
@@ -49,6 +50,13 @@ def test_an_argument_without_effect_is_said_to_be_ignored(build: Any, caplog: py
     assert "ignored" not in caplog.text
     build(num_gpu_blocks_override=4, gpu_memory_utilization=0.5)
     assert "gpu_memory_utilization is ignored: a CPU engine" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_name(build: Any) -> None:
+    with pytest.raises(InvalidEngineConfig, match="finds no CUDA device") as caught:
+        build(device="cuda")
+    assert caught.value.field == "device"
 
 
 def test_equal_weights_have_equal_fingerprints_and_others_do_not(build: Any) -> None:

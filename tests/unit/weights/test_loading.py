@@ -37,10 +37,9 @@ def load(folder: Path, **given: str) -> CausalLM:
 
 def logits(model: CausalLM) -> Tensor:
     """Of four tokens. Depends on every parameter of the model."""
-    spec = model.config
-    kv = torch.zeros(
-        1, spec.num_kv_heads, spec.num_layers, 2, 16, spec.head_dim, dtype=getattr(torch, model.config.dtype)
-    )
+    cache, num_layers = model.config.cache, model.config.num_layers
+    shape = (1, cache.num_kv_heads, num_layers, cache.num_planes, 16, cache.head_dim)
+    kv = torch.zeros(shape, dtype=getattr(torch, model.config.dtype))
     batch = AttentionBatch.plan([4], [4], torch.zeros(1, 1, dtype=torch.int32), 16)
     return model.logits(model(torch.tensor([3, 1, 4, 1]), batch, kv))
 

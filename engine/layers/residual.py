@@ -1,0 +1,56 @@
+"""The sum that runs through a decoder: every layer reads it through a norm and adds to it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton.kernels.linear import RowNorm
+
+from .norm import RMSNorm
+
+
+class ResidualStream:
+    """Hidden states [T, hidden_size], to which one layer after the other adds.
+
+        x, norm = stream.read(self.input_layernorm)
+        stream.take(layer(x, norm=norm, add_to=stream.target))      the layer of norm(sum), added to the sum
+
+    in_place    the product that ends a layer adds to the sum, and the one that begins the next norms it: no pass of
+                their own over the hidden states, and with few tokens no kernels of their own
+    otherwise   what the last layer gave waits beside the sum; the next norm adds it in the same pass
+    """
+
+    def __init__(self, hidden: Tensor, *, in_place: bool) -> None:
+        """`hidden` is this stream's from now on: it is written to."""
+        self._sum = hidden
+        self._last: Tensor | None = None
+        self._in_place = in_place
+
+    @property
+    def target(self) -> Tensor | None:
+        """What the next layer adds its result to; None where it gives that alone."""
+        return self._sum if self._in_place else None
+
+    def read(self, norm: RMSNorm) -> tuple[Tensor, RowNorm | None]:
+        """The next layer's input, and the norm that it has to go through first, if it has not yet."""
+        return (self._sum, norm.of_rows) if self._in_place else (self.normed(norm), None)
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        if self._last is None:
+            return norm(self._sum)
+        normed, self._sum = norm.after_add(self._last, self._sum)
+        self._last = None
+        return normed
+
+    def take(self, result: Tensor) -> None:
+        """What a layer gave that had `target` to add to."""
+        if self._in_place:
+            self._sum = result
+        else:
+            assert self._last is None, "a layer reads the stream before it adds to it"
+            self._last = result
+
+    def keep(self, wanted: Tensor) -> None:
+        """Only the `wanted` tokens [R] go on. Comes after the stream was read."""
+        assert self._last is None, "what waits has to be added first"
+        self._sum = self._sum[wanted]

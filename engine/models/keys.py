@@ -1,0 +1,54 @@
+"""Typed access to what config.json and its kin say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import InvalidModelConfig
+
+
+class Keys:
+    """Typed access to a JSON object; absent and null are the same. Raises `InvalidModelConfig` by name."""
+
+    def __init__(self, file: str, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    def integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
+        """A count of at least one."""
+        value = self.optional_integer(name, default)
+        if value is None:
+            raise InvalidModelConfig(f"{self.file} lacks {name!r}")
+        if not 1 <= value <= maximum:
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be from 1 to {maximum}, not {value}")
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        value = self._get(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be an integer, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.optional_number(name)
+        return default if value is None else value
+
+    def optional_number(self, name: str) -> float | None:
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be true or false, not {value!r}")
+        return value
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value

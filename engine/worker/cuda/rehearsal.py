@@ -1,0 +1,76 @@
+"""Steps that nobody asked for, run before ready: kernels are compiled, and what the largest step takes is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from baton.kernels.mla import MAX_EXPANDED_TOKENS
+
+from ...core.layout import BLOCK_SIZE
+from ...core.sampling import MAX_LOGPROBS, SamplingParams
+from ...core.step import Chunk, RowStart, StepPlan
+from .runner import DeviceRunner
+from .shapes import StepShape
+
+EVERYTHING = SamplingParams(
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    bad_words_token_ids=[[0, 1]],
+    min_tokens=2,
+    logprobs=MAX_LOGPROBS,
+    prompt_logprobs=MAX_LOGPROBS,
+)
+
+
+def eager_shapes(
+    *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, largest_captured: int
+) -> Iterator[StepShape]:
+    """Sizes that are not captured, the one that takes most first: from the largest on, each half of the one before.
+
+    Each is one decode and one chunk. The largest comes with as many keys as kernels spell out, and again with more.
+    """
+    largest = max_num_batched_tokens
+    if largest <= max(largest_captured, 2):
+        return
+    decodes = 1 if max_num_seqs > 1 else 0
+
+    def chunk(tokens: int, num_kv_tokens: int | None) -> StepShape:
+        longest = min(tokens, max_model_len)
+        return StepShape(decodes + 1, tokens, decodes, longest, max_model_len, num_kv_tokens)
+
+    yield chunk(largest, MAX_EXPANDED_TOKENS)
+    yield chunk(largest, None)
+    tokens = largest // 2
+    while tokens > max(largest_captured, 2):
+        yield chunk(tokens, tokens)
+        tokens //= 2
+
+
+@torch.inference_mode()
+def idle_steps(runner: DeviceRunner, shapes: Sequence[StepShape]) -> None:
+    """Runs a step of each size, of nothing but padding, in a runner that was never given a plan."""
+    with runner.queue.current():
+        for shape in shapes:
+            runner.step(shape)
+    runner.queue.synchronize()
+
+
+def largest_step(runner: DeviceRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    """As many rows as there are, as many tokens as fit, and every row wants everything. All share block 0."""
+    length = min(max_num_batched_tokens // max_num_seqs, max_model_len - 1)
+    blocks = [0] * (-(-(length + 1) // BLOCK_SIZE))
+    starts = [
+        RowStart(row, str(row), [0] * length, [], EVERYTHING, seed=0, stop_token_ids=[1], block_ids=blocks)
+        for row in range(max_num_seqs)
+    ]
+    chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in range(max_num_seqs)]
+    runner.launch(StepPlan(0, [], starts, chunks)).result()
+    runner.launch(StepPlan(0, list(range(max_num_seqs)), [], [])).result()

@@ -1,0 +1,80 @@
+"""Which sizes of steps are captured, and which of them serves a step.
+
+A captured step has a fixed number of sequences and tokens. A smaller step is filled up with padding to the next size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_CHUNK_SEQS = (8, 64, 256)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The size of a step, and what its sequences may look like."""
+
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int  # so many sequences at the front have one token each and are served by the kernels for decodes
+    max_query_len: int
+    max_seq_len: int
+    num_kv_tokens: int | None = None  # of all sequences behind the decodes; None where a graph must serve any
+    all_hidden: bool = False  # hidden states of all tokens are wanted, not only of the last of each sequence
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_decodes == self.num_tokens
+
+
+class CapturedShapes:
+    """The sizes that are captured: decodes of one token each, and mixes of chunks of any length.
+
+    In a captured mix the kernels for chunks serve every sequence, single tokens included: how many of those a step has
+    is no part of its size.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_tokens: int) -> None:
+        """Chunks are captured up to `max_tokens` tokens a step."""
+        self._max_model_len = max_model_len
+        self._decodes = list(_decode_sizes(max_num_seqs))
+        largest = min(max_tokens, max_num_batched_tokens)
+        self._tokens = [size for size in _CHUNK_TOKENS if size < largest] + [largest] * (largest > 0)
+        self._seqs = [size for size in _CHUNK_SEQS if size < max_num_seqs] + [max_num_seqs]
+
+    def decode(self, num_seqs: int) -> StepShape | None:
+        """For a step of one token of each of `num_seqs` sequences."""
+        size = _at_least(self._decodes, num_seqs)
+        return None if size is None else StepShape(size, size, size, 1, self._max_model_len)
+
+    def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
+        """For a step of any chunks; None where nothing so large is captured."""
+        tokens, seqs = _at_least(self._tokens, num_tokens), _at_least(self._seqs, num_seqs)
+        return None if tokens is None or seqs is None else self._mix(min(seqs, tokens), tokens)
+
+    def largest_first(self) -> Iterator[StepShape]:
+        """Every captured size, once."""
+        mixes = {(min(seqs, tokens), tokens) for tokens in self._tokens for seqs in self._seqs}
+        for seqs, tokens in sorted(mixes, key=lambda size: (size[1], size[0]), reverse=True):
+            yield self._mix(seqs, tokens)
+        for size in reversed(self._decodes):
+            yield StepShape(size, size, size, 1, self._max_model_len)
+
+    def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
+        return StepShape(num_seqs, num_tokens, 0, min(num_tokens, self._max_model_len), self._max_model_len)
+
+
+def _decode_sizes(max_num_seqs: int) -> Iterator[int]:
+    size = 1
+    while size < max_num_seqs:
+        yield size
+        size += size if size < 8 else 8 if size < 64 else 16 if size < 128 else 32
+    yield max_num_seqs
+
+
+def _at_least(sizes: list[int], wanted: int) -> int | None:
+    index = bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,78 @@
+"""One step on the device, from the tables to the next tokens: what a graph captures, and what runs eagerly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.sampling import sample_rows
+from baton.kernels.step import Mailbox, store_tokens
+
+from ..runner import Model
+from .inputs import StepInputs
+from .queue import Queue
+from .shapes import CapturedShapes, StepShape
+from .tables import DeviceTables
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs, model, logits, tokens. Every row's token is drawn here, as far as temperature and truncation go.
+
+    What a step leaves behind is valid until the next one runs.
+    """
+
+    model: Model
+    kv: torch.Tensor
+    tables: DeviceTables
+    inputs: StepInputs
+    mailbox: Mailbox
+    logits: torch.Tensor  # [max_num_seqs, vocab_size], of the model's type: those of each sequence's last token
+
+    def __call__(self, shape: StepShape) -> torch.Tensor | None:
+        """Hidden states of all tokens where the shape wants them."""
+        self.inputs.fill(shape)
+        buffers, batch = self.inputs.of(shape), self.tables.batch(shape.num_seqs)
+        wanted = None if shape.is_decode or shape.all_hidden else buffers.last_tokens
+        hidden = self.model.forward(buffers.token_ids, self.inputs.attention(shape), self.kv, wanted)
+        last = hidden[buffers.last_tokens] if shape.all_hidden else hidden
+        logits = self.logits[: shape.num_seqs]
+        self.model.logits(last, out=logits)
+        drawn = sample_rows(logits, self.tables.sampling.tensor, batch.rows, buffers.seq_lens)
+        store_tokens(drawn, self.tables.step, batch, buffers, self.mailbox)
+        return hidden if shape.all_hidden else None
+
+
+class CapturedSteps:
+    """Steps of fixed sizes that were recorded once; any other size runs eagerly."""
+
+    def __init__(self, step: Step, shapes: CapturedShapes, queue: Queue) -> None:
+        self._step = step
+        self._shapes = shapes
+        self._queue = queue
+        self._replays: dict[StepShape, Callable[[], object]] = {}
+        self.num_replays = self.num_eager = 0
+
+    def capture_all(self) -> None:
+        """Comes after a rehearsal: what a capture launches for the first time, it compiles and loads."""
+        for shape in self._shapes.largest_first():
+            self._replays[shape] = self._queue.capture(functools.partial(self._step, shape))
+
+    def fitting(self, num_seqs: int, num_tokens: int) -> StepShape | None:
+        """The smallest captured size that serves a step; None where none does."""
+        decode = num_seqs == num_tokens
+        shape = self._shapes.decode(num_seqs) if decode else self._shapes.chunks(num_seqs, num_tokens)
+        return shape if shape in self._replays else None
+
+    def run(self, shape: StepShape) -> torch.Tensor | None:
+        """Hidden states of all tokens where the shape wants them."""
+        replay = self._replays.get(shape)
+        if replay is None:
+            self.num_eager += 1
+            return self._step(shape)
+        self.num_replays += 1
+        replay()
+        return None

@@ -1,0 +1,79 @@
+"""On a GPU, in bfloat16, every architecture is as near to the truth as `transformers` in bfloat16 is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, make_model, write_checkpoint
+from paged import PagedRun, chunked_logprobs, random_tokens, reference_logprobs
+
+from baton.engine.layers.decoder import CausalLM
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import load_model
+
+# Sizes for which a device has kernels of its own: those of the tiny models would be served in other ways.
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+WIDER: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    "deepseek_v2": {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+    },
+}
+NEAR_TIE = 0.25  # of a logprob: about the largest error that rounding makes in models of this size
+OTHER_EXPERT = 1.5  # ... in a mixture, where rounding sends a token whose experts are nearly tied to another one
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[CausalLM, Any, Any]:
+    """(ours, that of `transformers`, the latter in float32) with one checkpoint's weights, on the GPU."""
+    architecture = request.param
+    keys = {**SIZES, **WIDER.get(architecture, {})}
+    folder = write_checkpoint(tmp_path / "model", architecture, dtype="bfloat16", **keys)
+    theirs = make_model(architecture, dtype="bfloat16", **keys).cuda()
+    exact = make_model(architecture, **keys).cuda()
+    exact.load_state_dict({name: tensor.float() for name, tensor in theirs.state_dict().items()})
+    return load_model(ModelConfig.from_folder(folder), device="cuda"), theirs, exact
+
+
+def test_logprobs_in_chunks_and_token_by_token_err_no_more_than_those_of_transformers(
+    models: tuple[CausalLM, Any, Any],
+) -> None:
+    ours, theirs, exact = models
+    tokens = random_tokens(250)  # more than latents are attended to as they are
+    truth = reference_logprobs(exact, tokens)
+    unavoidable = reference_logprobs(theirs, tokens) - truth
+    for chunk in (250, 37, 1):
+        error = chunked_logprobs(ours, tokens, chunk) - truth
+        assert not error.isnan().any()
+        assert error.square().mean() < 1.5**2 * unavoidable.square().mean()
+
+
+def test_greedy_tokens_of_ragged_prompts_run_together_are_the_best_or_nearly_tied_with_it(
+    models: tuple[CausalLM, Any, Any],
+) -> None:
+    ours, _, exact = models
+    prompts = [random_tokens(length, seed=length) for length in (1, 17, 50, 16)]
+    run = PagedRun(ours, len(prompts), 64)
+    outputs = [list(prompt) for prompt in prompts]
+    pending = [list(prompt) for prompt in prompts]
+    for _ in range(12):
+        for sequence, logprobs in enumerate(run.step(list(enumerate(pending)))):
+            pending[sequence] = [int(logprobs[-1].argmax())]
+            outputs[sequence] += pending[sequence]
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        logprobs = reference_logprobs(exact, tokens)[len(prompt) - 1 : -1]
+        drawn = torch.tensor(tokens[len(prompt) :], device=logprobs.device)
+        chosen = logprobs.gather(1, drawn[:, None])[:, 0]
+        largest = NEAR_TIE if ours.config.moe is None else OTHER_EXPERT
+        assert (logprobs.max(-1).values - chosen).max().item() < largest

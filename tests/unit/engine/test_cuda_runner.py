@@ -1,0 +1,399 @@
+"""The runner of a GPU, on a CPU that does each thing at once: what it gives is what the runner of a CPU gives.
+
+Padding, sizes, tables, staged writes, draws and pages are the same on every device; streams and graphs are not here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from baton.engine import SamplingParams
+from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.messages import EngineOutput, EngineRequest
+from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import load_model
+from baton.engine.worker.cuda.memory import Needs, gpu_budget
+from baton.engine.worker.cuda.queue import InlineQueue
+from baton.engine.worker.cuda.rehearsal import eager_shapes, idle_steps, largest_step
+from baton.engine.worker.cuda.runner import DeviceRunner
+from baton.engine.worker.cuda.shapes import CapturedShapes
+from baton.engine.worker.kv_cache import allocate_kv
+from baton.engine.worker.runner import ModelRunner
+
+MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN = 8, 64, 200
+
+
+class Workshop:
+    """Runners of one tiny model, each with blocks of its own that start as NaN: reading one too many shows."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.config = ModelConfig.from_folder(checkpoint, dtype="float32")
+        self.model = load_model(self.config)
+        self.layout = KVLayout(
+            model="tiny",
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype="float32",
+        )
+
+    def kv(self, num_blocks: int) -> torch.Tensor:
+        return allocate_kv(self.layout, num_blocks).fill_(float("nan"))
+
+    def cpu_runner(self, num_blocks: int = 64) -> ModelRunner:
+        return ModelRunner(
+            self.model,
+            self.kv(num_blocks),
+            vocab_size=self.config.vocab_size,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_model_len=MODEL_LEN,
+        )
+
+    def device_runner(self, num_blocks: int = 64, *, max_captured_tokens: int = 32) -> DeviceRunner:
+        """One that has "captured" decodes and mixes of up to `max_captured_tokens` tokens; None: nothing at all."""
+        shapes = CapturedShapes(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_model_len=MODEL_LEN,
+            max_tokens=max_captured_tokens,
+        )
+        return DeviceRunner(
+            self.model,
+            self.kv(num_blocks),
+            InlineQueue(),
+            vocab_size=self.config.vocab_size,
+            logits_dtype=torch.float32,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_model_len=MODEL_LEN,
+            shapes=shapes,
+        )
+
+    def captured_runner(self, num_blocks: int = 64) -> DeviceRunner:
+        runner = self.device_runner(num_blocks)
+        runner.capture()
+        return runner
+
+    def core(self, runner: Runner, num_blocks: int = 64, *, depth: int = 2) -> EngineCore:
+        config = EngineCoreConfig(
+            num_blocks=num_blocks,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_model_len=MODEL_LEN,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=[2],
+            depth=depth,
+        )
+        return EngineCore(config, runner)
+
+
+@pytest.fixture(scope="module")
+def workshop(checkpoint: Path) -> Workshop:
+    return Workshop(checkpoint)
+
+
+# ------------------------------------------------------------------------------------ random lives of engines
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    args: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.3]), "max_tokens": rng.randint(1, 60)}
+    choices: dict[str, list[Any]] = {
+        "top_k": [5, 40],
+        "top_p": [0.5, 0.95],
+        "min_p": [0.02],
+        "repetition_penalty": [1.3],
+        "presence_penalty": [1.5],
+        "frequency_penalty": [0.8],
+        "min_tokens": [min(6, args["max_tokens"])],
+        "stop_token_ids": [[7, 9], list(range(3, 60))],
+        "logit_bias": [{5: 3.0, 9: -4.0}, {2: 8.0}],
+        "allowed_token_ids": [list(range(2, 90))],
+        "bad_words_token_ids": [[[11], [12, 13]]],
+        "ignore_eos": [True],
+        "logprobs": [0, 3],
+        "prompt_logprobs": [0, 2],
+    }
+    for name, values in choices.items():
+        if rng.random() < 0.15:
+            args[name] = rng.choice(values)
+    return SamplingParams(**args)
+
+
+def random_requests(rng: random.Random, count: int) -> list[EngineRequest]:
+    prefix = [rng.randrange(3, 256) for _ in range(50)]
+    return [
+        EngineRequest(
+            request_id=str(i),
+            prompt_token_ids=prefix[: rng.choice([0, 0, 33, 48])]
+            + [rng.randrange(3, 256) for _ in range(rng.choice([1, 3, 16, 40, 90]))],
+            sampling=random_params(rng),
+            seed=rng.getrandbits(63),
+        )
+        for i in range(count)
+    ]
+
+
+def live(core: EngineCore, seed: int) -> Iterator[list[EngineOutput]]:
+    """Steps of an engine that gets random requests, and aborts of some, until it has nothing to do."""
+    rng = random.Random(seed)
+    waiting = random_requests(rng, 14)
+    started: list[str] = []
+    while waiting or core.has_work():
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            if waiting:
+                request = waiting.pop()
+                started.append(request.request_id)
+                core.add(request)
+        if started and rng.random() < 0.03:
+            core.abort(rng.choice(started))
+        yield core.step()
+
+
+def same(ours: EngineOutput, theirs: EngineOutput) -> bool:
+    """Equal but for the last bits of log probabilities, and for times."""
+    plain = {"logprobs": None, "prompt_logprobs": None, "scheduled_s": 0.0}
+    if msgspec.structs.replace(ours, **plain) != msgspec.structs.replace(theirs, **plain):
+        return False
+    pairs = [
+        *zip(ours.logprobs or (), theirs.logprobs or (), strict=True),
+        *zip((ours.prompt_logprobs or ())[1:], (theirs.prompt_logprobs or ())[1:], strict=True),
+    ]
+    return all(
+        a is not None
+        and b is not None
+        and (a.token_ids, a.rank) == (b.token_ids, b.rank)
+        and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("num_blocks", [64, 13])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_lives_are_those_of_an_engine_on_a_cpu(
+    workshop: Workshop, seed: int, num_blocks: int, captured: bool, depth: int
+) -> None:
+    runner = workshop.captured_runner(num_blocks) if captured else workshop.device_runner(num_blocks)
+    ours = workshop.core(runner, num_blocks, depth=depth)
+    theirs = workshop.core(workshop.cpu_runner(num_blocks), num_blocks, depth=depth)
+    for outputs, expected in zip(live(ours, seed), live(theirs, seed), strict=True):
+        assert len(outputs) == len(expected)
+        assert all(map(same, outputs, expected)), (outputs, expected)
+    if captured:
+        assert runner.captured.num_replays > runner.captured.num_eager > 0
+    else:
+        assert runner.captured.num_replays == 0
+    if num_blocks == 13:
+        assert ours.stats().num_preemptions > 0
+
+
+# ------------------------------------------------------------------------------------ what a step costs
+
+
+def decoding(core: EngineCore, count: int, prompt_len: int, max_tokens: int = 100) -> None:
+    """Brings `count` requests to where each has had its first token."""
+    params = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
+    for i in range(count):
+        core.add(EngineRequest(request_id=str(i), prompt_token_ids=[i + 3] * prompt_len, sampling=params, seed=i))
+    seen: set[str] = set()
+    while len(seen) < count:
+        seen.update(output.request_id for output in core.step())
+
+
+def test_a_steady_decode_step_is_one_replay_and_writes_nothing(workshop: Workshop) -> None:
+    runner = workshop.captured_runner()
+    core = workshop.core(runner)
+    decoding(core, 3, prompt_len=17)
+    core.step()
+    flushes, replays, eager = runner.writes.num_flushes, runner.captured.num_replays, runner.captured.num_eager
+    for _ in range(8):
+        assert len(core.step()) == 3
+    assert runner.captured.num_replays == replays + 8
+    assert (runner.writes.num_flushes, runner.captured.num_eager) == (flushes, eager)
+
+
+def test_blocks_that_grow_and_rows_that_leave_cost_one_write_a_step(workshop: Workshop) -> None:
+    runner = workshop.captured_runner()
+    core = workshop.core(runner)
+    decoding(core, 4, prompt_len=12)
+    before = runner.writes.num_flushes
+    for _ in range(32):  # every row gets two blocks, all in the same steps
+        core.step()
+    assert runner.writes.num_flushes == before + 2
+    core.abort("1")
+    core.step()
+    core.step()
+    assert runner.writes.num_flushes == before + 3
+
+
+def test_rows_that_need_more_than_a_graph_draws_still_replay_it(workshop: Workshop) -> None:
+    runner = workshop.captured_runner()
+    core = workshop.core(runner)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={77: 100.0}, logprobs=1)
+    core.add(EngineRequest(request_id="biased", prompt_token_ids=[5, 6, 7], sampling=params))
+    decoding(core, 2, prompt_len=5)
+    eager = runner.captured.num_eager
+    tokens = [output.token_ids for _ in range(6) for output in core.step() if output.request_id == "biased"]
+    assert tokens == [[77]] * 6
+    assert runner.captured.num_eager == eager
+
+
+# ------------------------------------------------------------------------------------ corners
+
+
+def row_start(row: int, prompt: list[int], blocks: list[int]) -> RowStart:
+    params = SamplingParams(temperature=0.0)
+    return RowStart(row, str(row), prompt, [], params, seed=0, stop_token_ids=[], block_ids=blocks)
+
+
+def test_results_may_be_read_late_and_in_any_order(workshop: Workshop) -> None:
+    runner, reference = workshop.captured_runner(), workshop.cpu_runner()
+    plans = [StepPlan(0, [], [row_start(3, [9] * 20, [5, 6])], [Chunk(3, 0, 20, True, [])])]
+    plans += [StepPlan(step, [], [], [Chunk(3, 19 + step, 1, True, [])]) for step in range(1, 12)]
+    expected = [reference.launch(plan).result() for plan in plans]
+    pending = [runner.launch(plan) for plan in plans]
+    found = {step: pending[step].result() for step in reversed(range(len(plans)))}
+    assert [found[step] for step in range(len(plans))] == expected
+
+
+def test_a_step_without_chunks_only_updates_rows(workshop: Workshop) -> None:
+    runner = workshop.captured_runner()
+    plan = StepPlan(7, [1, 2], [row_start(0, [4, 5], [0])], [])
+    assert runner.launch(plan).result().chunks == []
+    assert runner.tables.tokens.tensor[0, :2].tolist() == [4, 5]
+
+
+def test_a_prompt_larger_than_a_buffer_of_writes_arrives_whole(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from baton.engine.worker.cuda.tables import StagedWrites
+
+    monkeypatch.setattr(StagedWrites, "BUFFER_VALUES", 16)
+    monkeypatch.setattr(StagedWrites, "BUFFER_PIECES", 3)
+    runner = workshop.captured_runner()
+    prompts = [[row * 20 + i for i in range(50)] for row in range(3)]
+    starts = [row_start(row, prompt, list(range(8 * row, 8 * row + 4))) for row, prompt in enumerate(prompts)]
+    chunks = [Chunk(row, 0, 50 if row == 0 else 1, row == 0, [50 + row]) for row in range(3)]
+    runner.launch(StepPlan(0, [], starts, chunks)).result()
+    assert runner.tables.tokens.tensor[:3, :50].tolist() == prompts
+    assert runner.tables.blocks.tensor[:3, :5].tolist() == [[*range(8 * r, 8 * r + 4), 50 + r] for r in range(3)]
+    assert runner.writes.num_flushes > 10
+
+
+def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> None:
+    runner, fresh = workshop.device_runner(), workshop.device_runner()
+    shapes = CapturedShapes(
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MODEL_LEN, max_tokens=32
+    )
+    idle_steps(runner, list(shapes.largest_first()))
+    assert torch.equal(runner.tables.memory, fresh.tables.memory)
+    assert not runner.outbox.mailbox.pages.any()
+    assert bool(torch.isnan(runner.step.kv).all()), "padding wrote into a block"
+
+
+# ------------------------------------------------------------------------------------ before ready
+
+
+def test_the_largest_step_leaves_rows_that_remember_nothing(workshop: Workshop) -> None:
+    runner = workshop.device_runner()
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MODEL_LEN}
+    largest_step(runner, **limits)
+    core = workshop.core(runner)
+    fresh = workshop.core(workshop.device_runner())
+    for i in range(MAX_NUM_SEQS):
+        request = EngineRequest(
+            request_id=str(i), prompt_token_ids=[i + 9] * (3 + i), sampling=SamplingParams(temperature=1.0), seed=i
+        )
+        core.add(request)
+        fresh.add(request)
+    while core.has_work():
+        assert all(map(same, core.step(), fresh.step()))
+
+
+def test_sizes_that_are_run_before_ready_reach_from_the_captured_ones_to_the_largest(workshop: Workshop) -> None:
+    runner = workshop.device_runner()
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MODEL_LEN}
+    shapes = list(eager_shapes(**limits, largest_captured=32))
+    assert [shape.num_tokens for shape in shapes] == [64, 64]
+    assert {shape.num_kv_tokens is None for shape in shapes} == {True, False}
+    everything = list(eager_shapes(**limits, largest_captured=0))
+    assert [shape.num_tokens for shape in everything] == [64, 64, 32, 16, 8, 4]
+    idle_steps(runner, everything)
+    assert bool(torch.isnan(runner.step.kv).all()), "padding wrote into a block"
+
+
+def test_a_shortened_model_runs_each_kind_of_layer_and_the_last(workshop: Workshop) -> None:
+    layers = workshop.model.model.layers
+    runner = workshop.device_runner()
+    with workshop.model.shortened():
+        assert workshop.model.model.layers == [layers[0], layers[-1]]
+        idle_steps(
+            runner, list(eager_shapes(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=9, largest_captured=0))
+        )
+    assert workshop.model.model.layers is layers
+
+
+def test_blocks_get_what_the_step_and_the_graphs_leave_of_the_share() -> None:
+    gib = 1 << 30
+    needs = Needs(step_bytes=10 * gib, captured_bytes=gib, num_captured=64)
+    budget = gpu_budget(needs, utilization=0.9, free=80 * gib, total=100 * gib)
+    assert budget.num_bytes == int(0.9 * 100 * gib) - 20 * gib - needs.num_bytes
+    assert 11 * gib < needs.num_bytes < 12.5 * gib
+    assert gpu_budget(needs, utilization=0.2, free=80 * gib, total=100 * gib).num_bytes == 0
+    assert budget.setting == "gpu_memory_utilization"
+
+
+# ------------------------------------------------------------------------------------ sizes
+
+
+def shapes_of(**sizes: int) -> CapturedShapes:
+    defaults = {"max_num_seqs": 512, "max_num_batched_tokens": 16384, "max_model_len": 4096, "max_tokens": 1024}
+    return CapturedShapes(**{**defaults, **sizes})
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 60, 256, 500])
+@pytest.mark.parametrize("max_tokens", [0, 16, 100, 1024])
+def test_every_size_that_is_chosen_is_captured_and_large_enough(max_num_seqs: int, max_tokens: int) -> None:
+    shapes = shapes_of(max_num_seqs=max_num_seqs, max_tokens=max_tokens)
+    captured = list(shapes.largest_first())
+    assert len(set(captured)) == len(captured)
+    for num_seqs in range(1, max_num_seqs + 1):
+        decode = shapes.decode(num_seqs)
+        assert decode in captured
+        assert num_seqs <= decode.num_seqs == decode.num_tokens == decode.num_decodes
+        assert decode.num_seqs < 2 * num_seqs
+        assert decode.num_seqs <= num_seqs + 31
+        for num_tokens in {num_seqs, num_seqs + 7, max_tokens, max_tokens + 1}:
+            if num_tokens < num_seqs:
+                continue
+            mix = shapes.chunks(num_seqs, num_tokens)
+            assert (mix is None) == (num_tokens > max_tokens)
+            if mix is not None:
+                assert mix in captured
+                assert (mix.num_seqs >= num_seqs, mix.num_tokens >= num_tokens) == (True, True)
+
+
+def test_the_largest_are_captured_first() -> None:
+    captured = list(shapes_of().largest_first())
+    mixes = [shape for shape in captured if not shape.is_decode]
+    decodes = [shape for shape in captured if shape.is_decode]
+    assert captured == mixes + decodes
+    for kind in (mixes, decodes):
+        sizes = [(shape.num_tokens, shape.num_seqs) for shape in kind]
+        assert sizes == sorted(sizes, reverse=True)
+    assert len(captured) < 100, "each takes a few milliseconds at start"
+
+
+def test_a_step_is_never_larger_than_the_batch_may_be() -> None:
+    shapes = shapes_of(max_num_batched_tokens=300, max_num_seqs=300)
+    assert max(shape.num_tokens for shape in shapes.largest_first()) == 300
