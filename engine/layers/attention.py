@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,11 +27,12 @@ class LayerContext:
     cos_sin: Tensor  # [max_model_len, head_dim] float32, see `layers.rotary`
 
 
-class SelfAttention(Layer):
+class SelfAttention(Layer, abc.ABC):
     """What mixes the tokens of a sequence in a decoder layer."""
 
     window: int | None = None  # keys that a query sees, itself included; None: all before it
 
+    @abc.abstractmethod
     def __call__(
         self,
         hidden: Tensor,
@@ -45,7 +47,7 @@ class SelfAttention(Layer):
         With `add_to` the result is added to it in place, and it is returned. What later tokens need of all T tokens
         is in `context.kv` afterwards.
         """
-        raise NotImplementedError
+        ...
 
 
 class Attention(SelfAttention):

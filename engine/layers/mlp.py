@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,10 @@ from .linear import Linear, MergedLinear
 CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level cache between the two products
 
 
-class FeedForward(Layer):
+class FeedForward(Layer, abc.ABC):
     """What follows attention in a decoder layer."""
 
+    @abc.abstractmethod
     def __call__(
         self, hidden: Tensor, slots: Tensor, *, norm: RowNorm | None = None, add_to: Tensor | None = None
     ) -> Tensor:
@@ -24,7 +27,7 @@ class FeedForward(Layer):
         With `add_to` the result is added to it in place, and it is returned. `slots` int64 [T]: -1 marks padding, whose
         result is arbitrary.
         """
-        raise NotImplementedError
+        ...
 
 
 class GatedMLP(FeedForward):

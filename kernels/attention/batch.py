@@ -69,8 +69,9 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """The batch of sequences whose last `query_lens[i]` of `seq_lens[i]` tokens run in this step.
 
-        `block_tables` is int32 [num_seqs, max_blocks]; the batch lives on its device. Raises `ValueError` where a
-        length makes no sense or a table is too narrow.
+        `block_tables` is int32 [num_seqs, max_blocks]; the batch lives on its device, which is waited for: this is for
+        tests and benchmarks, not for a step's way. Raises `ValueError` where a length makes no sense or a table is too
+        narrow.
         """
         if not len(query_lens) == len(seq_lens) == block_tables.shape[0]:
             raise ValueError(

@@ -43,7 +43,7 @@ def test_decodes_of_any_lengths(seq_lens: list[int], triton_device: torch.device
 def test_the_result_is_right_however_many_programs_share_the_work(
     num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kernels.mla.gpu.work.num_processors", lambda device: num_programs)
+    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
     step = latent_step([1] * len(RAGGED), RAGGED, triton_device)
     step.check(step.attend(prepare, gpu.mla_attention))
 
@@ -98,7 +98,7 @@ def items_of(query_lens: Sequence[int], seq_lens: Sequence[int], singles: bool, 
 def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
     singles: bool, num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kernels.mla.gpu.work.num_processors", lambda device: num_programs)
+    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
     generator = torch.Generator().manual_seed(0)
     query_lens = torch.randint(1, 9, (300,), generator=generator).tolist()
     seq_lens = [length + extra for length, extra in zip(query_lens, range(300), strict=True)]

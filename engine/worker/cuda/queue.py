@@ -116,7 +116,3 @@ class _Past:
 
     def synchronize(self) -> None:
         pass
-
-
-def queue_of(device: torch.device) -> Queue:
-    return CudaQueue(device) if device.type == "cuda" else InlineQueue()

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import torch
 
 from baton.kernels.mla import MAX_EXPANDED_TOKENS
 
 from ...core.layout import BLOCK_SIZE
-from ...core.sampling import MAX_LOGPROBS, SamplingParams
+from ...core.sampling import MAX_LOGPROBS
 from ...core.step import Chunk, RowStart, StepPlan
+from ..warmup import EVERY_KIND
 from .runner import DeviceRunner
 from .shapes import StepShape
 
-EVERYTHING = SamplingParams(
-    temperature=0.7,
-    top_k=5,
-    top_p=0.9,
-    min_p=0.05,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    logit_bias={0: 1.0},
-    bad_words_token_ids=[[0, 1]],
-    min_tokens=2,
-    logprobs=MAX_LOGPROBS,
-    prompt_logprobs=MAX_LOGPROBS,
-)
+EVERYTHING = msgspec.structs.replace(EVERY_KIND, min_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
 
 
 def eager_shapes(

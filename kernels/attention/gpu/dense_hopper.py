@@ -14,6 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from baton.kernels.device import multiprocessors
+
 from .hopper import BOX, SLAB, async_load
 from .hopper_flash import (
     QUERY_BOX,
@@ -27,7 +29,6 @@ from .hopper_flash import (
     send_end,
     send_queries,
 )
-from .plan import multiprocessors
 from .prefill_plan import LONG_ROWS, PrefillPlan
 
 KEYS = 128  # of a tile

@@ -14,13 +14,14 @@ is: it counts at the share where the sequence begins, and at most one that goes 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from baton.kernels.device import multiprocessors
 
 from ..batch import AttentionBatch
 from .prefill_plan import PrefillPlan
@@ -121,12 +122,6 @@ def plan_shares(
 def shares_that_fill(device: torch.device, num_heads: int, programs_per_multiprocessor: int) -> int:
     """How many shares a head can have so that all programs run at the same time."""
     return max(1, multiprocessors(device) * programs_per_multiprocessor // num_heads)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU, where kernels are interpreted, a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.kernels.device import is_hopper
+
 from ..batch import AttentionBatch
 from .prefill_plan import PrefillPlan
 from .prefill_tiles import prefill_tiles
@@ -58,7 +60,7 @@ def units(scale: float, soft_cap: float | None) -> tuple[float, float | None]:
 @functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
     """The kernel for Hopper, on one."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_hopper(device):
         return None
     from . import prefill_hopper
 

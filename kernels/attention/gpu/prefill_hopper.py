@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from baton.kernels.device import multiprocessors
+
 from ..batch import AttentionBatch
 from .hopper import BOX, SLAB, async_load, view
 from .hopper_flash import (
@@ -25,7 +27,6 @@ from .hopper_flash import (
     send_end,
     send_queries,
 )
-from .plan import multiprocessors
 from .prefill_plan import LONG_ROWS, PrefillPlan
 
 KEYS_OF_A_TILE = {64: 128, 128: 128, 256: 64}  # by dimensions of a head: what registers and shared memory can hold

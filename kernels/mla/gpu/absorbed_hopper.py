@@ -9,17 +9,17 @@ memory once for keys and values. Work is dealt out as in `work`; what is written
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention.gpu.hopper import SLAB, async_load, view
+from baton.kernels.device import is_hopper
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from .absorbed import LOG2_E
@@ -27,16 +27,11 @@ from .combine import combine
 from .work import Tiles, WorkList
 
 TILE = gl.constexpr(64)  # keys: the rows of one product of a warp group
-SLAB = gl.constexpr(64)  # numbers of a row that one swizzled box holds
 STAGES = gl.constexpr(2)
 MOST_ROWS = 32  # whose sums fit the registers of a warp group
 PRODUCERS = gl.constexpr(2)  # warps that fetch: one would need as long for a tile as the others for multiplying it
 NONE = gl.constexpr(0)
 PRODUCER_REGISTERS = gl.constexpr(40)
-
-# The names of one thing in two versions of Triton.
-NEW = gl.constexpr(hasattr(tma, "async_load"))
-fetch = tma.async_load if NEW.value else tma.async_copy_global_to_shared
 
 
 def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
@@ -59,11 +54,6 @@ def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
 def fits_boxes(matrix: Tensor) -> bool:
     """Whether the copy engine can read it: rows that begin at multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and all(step * matrix.itemsize % 16 == 0 for step in matrix.stride()[:-1])
-
-
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def latent_attention(
@@ -116,16 +106,6 @@ def latent_attention(
 
 
 @gluon.jit
-def as_boxes(memory, shape: gl.constexpr, layout: gl.constexpr):
-    """Tiles of swizzled slabs, seen as the boxes that the copy engine writes."""
-    if NEW:
-        boxes = memory.reinterpret(memory.dtype, shape, layout)
-    else:
-        boxes = memory._reinterpret(memory.dtype, shape, layout)
-    return boxes
-
-
-@gluon.jit
 def _produce(
     fetched,
     work,
@@ -162,19 +142,19 @@ def _produce(
         table = tables + gl.load(items + 4 * item + 3).to(gl.int64) * table_stride
 
         if FIRST == 0:
-            q_latent_boxes = as_boxes(q_latent_memory.index(turn & 1), [SLABS, 1, ROWS, SLAB], Q_BOX)
-            q_rope_box = as_boxes(q_rope_memory.index(turn & 1), [1, 1, ROWS, SLAB], Q_BOX)
+            q_latent_boxes = view(q_latent_memory.index(turn & 1), [SLABS, 1, ROWS, SLAB], Q_BOX)
+            q_rope_box = view(q_rope_memory.index(turn & 1), [1, 1, ROWS, SLAB], Q_BOX)
             mbarrier.wait(q_free.index(turn & 1), (turn // 2 & 1) ^ 1)
             mbarrier.expect(q_full.index(turn & 1), ROWS * (RANK + ROPE) * 2)
             for slab in gl.static_range(SLABS):
-                fetch(q_latents, [token, head, slab * SLAB], q_full.index(turn & 1), q_latent_boxes.index(slab))
-            fetch(q_ropes, [token, head, 0], q_full.index(turn & 1), q_rope_box.index(0))
+                async_load(q_latents, [token, head, slab * SLAB], q_full.index(turn & 1), q_latent_boxes.index(slab))
+            async_load(q_ropes, [token, head, 0], q_full.index(turn & 1), q_rope_box.index(0))
             turn += 1
 
         for index in range(tile - item_start, end - item_start):
             stage = count % STAGES
-            latent_boxes = as_boxes(latent_memory.index(stage), [SLABS * PAGES, PAGE, SLAB], PAGE_BOX)
-            rope_boxes = as_boxes(rope_memory.index(stage), [PAGES, PAGE, SLAB], PAGE_BOX)
+            latent_boxes = view(latent_memory.index(stage), [SLABS * PAGES, PAGE, SLAB], PAGE_BOX)
+            rope_boxes = view(rope_memory.index(stage), [PAGES, PAGE, SLAB], PAGE_BOX)
             rows = ()  # of the pages, as they are on their way from the table while the ring is full
             for i in gl.static_range(OWN):
                 page = index * PAGES + FIRST + i
@@ -185,8 +165,8 @@ def _produce(
             for i in gl.static_range(OWN):
                 for slab in gl.static_range(SLABS):
                     box = latent_boxes.index(slab * PAGES + FIRST + i)
-                    fetch(pages, [rows[i], slab * SLAB], full.index(stage), box)
-                fetch(pages, [rows[i], RANK], full.index(stage), rope_boxes.index(FIRST + i))
+                    async_load(pages, [rows[i], slab * SLAB], full.index(stage), box)
+                async_load(pages, [rows[i], RANK], full.index(stage), rope_boxes.index(FIRST + i))
             count += 1
         item += 1
         tile = end
@@ -249,7 +229,7 @@ def _consume(
             is_cut = (index + 1) * TILE > seq_len
             if is_cut & (seq_len % PAGE > 0):
                 # rows past the sequence may hold anything, and zero times infinity is not zero
-                boxes = as_boxes(latents, [SLABS * PAGES, PAGE, SLAB], SWIZZLED)
+                boxes = view(latents, [SLABS * PAGES, PAGE, SLAB], SWIZZLED)
                 exists = gl.expand_dims(gl.arange(0, PAGE, gl.SliceLayout(1, WIPE)) < seq_len % PAGE, 1)
                 page = seq_len // PAGE % PAGES
                 for slab in gl.static_range(SLABS):

@@ -15,10 +15,10 @@ from torch.nn import functional
 from baton.kernels.attention.batch import AttentionBatch
 from baton.kernels.attention.gpu import dense_hopper
 from baton.kernels.attention.gpu.prefill_plan import PrefillPlan, plan_prefill
+from baton.kernels.device import is_hopper
 
 from ..up import MAX_EXPANDED_TOKENS, UpProjection
 from . import dense
-from .absorbed_hopper import is_hopper
 from .gather import find_sources, gather
 
 LEAST_QUERIES = 128  # of a sequence, on average: with fewer, spelling out a key costs more than it saves

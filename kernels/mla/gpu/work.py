@@ -11,7 +11,6 @@ the parts up in the order of the keys. Only shapes decide how much is launched; 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.attention.batch import AttentionBatch
-
-_INTERPRETED_PROGRAMS = 6
+from baton.kernels.device import multiprocessors
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, 
     leaves room for all without counting them.
     """
     device, queries = batch.seq_lens.device, tiles.queries
-    num_programs = max(1, num_processors(device) // tiles.groups(num_heads))
+    num_programs = max(1, multiprocessors(device) // tiles.groups(num_heads))
     max_items = num_seqs if singles else num_seqs + batch.num_tokens // queries
     items = torch.empty((max_items, 4), dtype=torch.int32, device=device)
     starts = torch.empty(max_items + 1, dtype=torch.int32, device=device)
@@ -91,14 +89,6 @@ def deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, 
         num_warps=8,
     )
     return WorkList(items, starts, shares)
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few where kernels are interpreted."""
-    if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
