@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from baton.kernels.native.memory import empty_on_huge_pages
 from baton.kernels.roofline import BenchCase, cycling
@@ -105,9 +106,10 @@ def step(
     A cache in `kv_dtype`, which must be 8 bits wide, holds random finite values.
     """
     query_lens, seq_lens = zip(*sequences, strict=True)
-    per_sequence = -(-max(seq_lens) // BLOCK_SIZE)
-    blocks = torch.randperm(len(sequences) * per_sequence, dtype=torch.int32, device=device)
-    batch = AttentionBatch.plan(query_lens, seq_lens, blocks.view(len(sequences), per_sequence), BLOCK_SIZE)
+    lengths = [-(-context // BLOCK_SIZE) for context in seq_lens]
+    blocks = torch.randperm(sum(lengths), dtype=torch.int32, device=device)
+    tables = pad_sequence(list(blocks.split(lengths)), batch_first=True)
+    batch = AttentionBatch.plan(query_lens, seq_lens, tables, BLOCK_SIZE)
     shape = (len(blocks), model.num_kv_heads, model.num_layers, 2, BLOCK_SIZE, model.head_dim)
     if kv_dtype is not None:
         kv = torch.randint(0, 0x70, shape, dtype=torch.uint8, device=device).view(kv_dtype)
