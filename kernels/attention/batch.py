@@ -25,6 +25,9 @@ class AttentionBatch:
     A sequence of `seq_lens[i]` tokens has its last `query_start[i + 1] - query_start[i]` tokens in this step; the KV of
     the earlier ones is in its blocks already. Sequences with exactly one token (decodes) come first.
 
+    Kernels of a GPU read all of it while the kernel before them may still run: between what writes it and the first of
+    them there must be one that is launched the ordinary way (see `baton.kernels.pdl`), such as an embedding.
+
     A step that is padded to the size of a captured graph ends in sequences of length 0 and tokens of slot -1: nothing
     is read or written for them, and what comes out is arbitrary but finite. `max_query_len` and `max_seq_len` are then
     upper bounds.

@@ -5,6 +5,9 @@
 
 A head is read in three parts, so that what is rotated against each other meets in one thread's registers: the first
 half of the rotated dimensions, the second half, and the rest that is not rotated.
+
+What does not come from the kernel before (positions, slots, angles, norms) is read while that one still runs: a step's
+positions and slots lie there before its first layer begins, since kernels in between are launched the ordinary way.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from baton.kernels import pdl
 from baton.kernels.attention.batch import AttentionBatch
 
 MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
+FEW, MANY = (8, 2), (16, 4)  # heads and warps of a program where tokens are few, and where they are many
 
 
 def rope_and_cache(
@@ -42,9 +46,10 @@ def rope_and_cache(
     _check(q, k, v, cos_sin, kv)
     if num_tokens == 0:
         return q
-    heads = 8 if num_tokens < MANY_TOKENS else 16
+    heads, num_warps = FEW if num_tokens < MANY_TOKENS else MANY
+    kv_heads = min(heads, triton.next_power_of_2(num_kv_heads))
     planes = kv[:, :, layer]
-    _rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))](
+    _rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, kv_heads))](
         q,
         k,
         v,
@@ -67,7 +72,8 @@ def rope_and_cache(
         HALF=rotary_dim // 2,
         BLOCK_SIZE=block_size,
         HEADS=heads,
-        num_warps=max(1, heads * triton.next_power_of_2(dim) // 512),
+        KV_HEADS=kv_heads,
+        num_warps=num_warps,
         **pdl.launch_options(),
     )
     return q
@@ -109,35 +115,58 @@ def _rope_and_cache_kernel(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # of q that a program takes
+    KV_HEADS: tl.constexpr,  # of k or v
 ):
     pdl.let_next_start()
     q_groups: tl.constexpr = triton.cdiv(NUM_HEADS, HEADS)
-    kv_groups: tl.constexpr = triton.cdiv(NUM_KV_HEADS, HEADS)
+    kv_groups: tl.constexpr = triton.cdiv(NUM_KV_HEADS, KV_HEADS)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    pdl.wait_for_previous()
     if group < q_groups:
         heads = group * HEADS + tl.arange(0, HEADS)
-        place = q + token * q_stride
-        angles = cos_sin + tl.load(positions + token) * (2 * HALF)
-        parts = _load(place, heads, NUM_HEADS, DIM, HALF)
-        parts = _rotate(_norm(parts, q_norm, eps, DIM, HALF), angles, HALF)
-        _store(place, DIM, heads, NUM_HEADS, parts, None, DIM, HALF)
+        rows = q + token * q_stride
+        angles = _angles(cos_sin + tl.load(positions + token) * (2 * HALF), HALF)
+        weight = _weight(q_norm, DIM, HALF)
+        pdl.wait_for_previous()
+        parts = _load(rows, heads, NUM_HEADS, DIM, HALF)
+        parts = _rotate(_norm(parts, weight, eps, DIM), angles)
+        _store(rows, DIM, heads, NUM_HEADS, parts, None, DIM, HALF)
     else:
         slot = tl.load(slots + token)
+        place = planes + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * DIM
         if slot >= 0:
-            place = planes + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * DIM
             if group < q_groups + kv_groups:
-                heads = (group - q_groups) * HEADS + tl.arange(0, HEADS)
-                angles = cos_sin + tl.load(positions + token) * (2 * HALF)
+                heads = (group - q_groups) * KV_HEADS + tl.arange(0, KV_HEADS)
+                angles = _angles(cos_sin + tl.load(positions + token) * (2 * HALF), HALF)
+                weight = _weight(k_norm, DIM, HALF)
+                pdl.wait_for_previous()
                 parts = _load(k + token * k_stride, heads, NUM_KV_HEADS, DIM, HALF)
-                parts = _rotate(_norm(parts, k_norm, eps, DIM, HALF), angles, HALF)
+                parts = _rotate(_norm(parts, weight, eps, DIM), angles)
                 _store(place, head_stride, heads, NUM_KV_HEADS, parts, k_scale, DIM, HALF)
             else:
-                heads = (group - q_groups - kv_groups) * HEADS + tl.arange(0, HEADS)
+                heads = (group - q_groups - kv_groups) * KV_HEADS + tl.arange(0, KV_HEADS)
+                pdl.wait_for_previous()
                 parts = _load(v + token * v_stride, heads, NUM_KV_HEADS, DIM, HALF)
                 _store(place + plane_stride, head_stride, heads, NUM_KV_HEADS, parts, v_scale, DIM, HALF)
+
+
+@triton.jit
+def _angles(source, HALF: tl.constexpr):
+    """The cosines [1, HALF] of a token's position, and its sines, which lie behind them."""
+    half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    cos = tl.load(source + half, mask=half < HALF, other=0.0)
+    sin = tl.load(source + HALF + half, mask=half < HALF, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _weight(weight, DIM: tl.constexpr, HALF: tl.constexpr):
+    """The parts of a norm's weight [DIM], [1, part] float32 each; none where `weight` is None."""
+    parts = ()
+    if weight is not None:
+        parts = _load(weight, tl.arange(0, 1), 1, DIM, HALF)
+    return parts
 
 
 @triton.jit
@@ -156,35 +185,29 @@ def _load(source, heads, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.co
 
 
 @triton.jit
-def _norm(parts, weight, eps, DIM: tl.constexpr, HALF: tl.constexpr):
-    """RMSNorm over each head; `weight` [DIM], or None for no norm."""
-    if weight is not None:
-        parts = _normed(parts, weight, eps, DIM, HALF)
+def _norm(parts, weight, eps, DIM: tl.constexpr):
+    """RMSNorm over each head; `weight` in parts, or () for no norm."""
+    if len(weight) > 0:
+        parts = _normed(parts, weight, eps, DIM)
     return parts
 
 
 @triton.jit
-def _normed(parts, weight, eps, DIM: tl.constexpr, HALF: tl.constexpr):
-    half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+def _normed(parts, weight, eps, DIM: tl.constexpr):
     squares = tl.sum(parts[0] * parts[0] + parts[1] * parts[1], axis=1, keep_dims=True)
-    if DIM > 2 * HALF:
+    if len(parts) > 2:
         squares += tl.sum(parts[2] * parts[2], axis=1, keep_dims=True)
     scale = tl.rsqrt(squares / DIM + eps)
-    first = parts[0] * scale * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
-    second = parts[1] * scale * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
-    normed = (first, second)
-    if DIM > 2 * HALF:
-        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
-        normed = normed + (parts[2] * scale * tl.load(weight + behind, mask=behind < DIM, other=0.0).to(tl.float32),)
+    normed = (parts[0] * scale * weight[0], parts[1] * scale * weight[1])
+    if len(parts) > 2:
+        normed = normed + (parts[2] * scale * weight[2],)
     return normed
 
 
 @triton.jit
-def _rotate(parts, angles, HALF: tl.constexpr):
-    """`angles` are the cosines [HALF] of the token's position, its sines behind them."""
-    half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-    cos = tl.load(angles + half, mask=half < HALF, other=0.0)
-    sin = tl.load(angles + HALF + half, mask=half < HALF, other=0.0)
+def _rotate(parts, angles):
+    """Turns the second part against the first by `angles`: cosines and sines."""
+    cos, sin = angles
     return (parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin) + parts[2:]
 
 

@@ -174,9 +174,10 @@ def test_loads_are_wide(kv_type: str) -> None:
     types |= {"cos_sin": "*fp32", "planes": f"*{kv_type}", "positions": "*i64", "slots": "*i64"}
     types |= {f"{name}_stride": "i32:16" for name in ("q", "k", "v", "block", "head", "plane")}
     types |= {"k_scale": "*fp32", "v_scale": "*fp32", "eps": "fp32"}
-    for heads in (8, 16):
-        constants = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK_SIZE": 16, "HEADS": heads}
-        compiled = compile_for_h200(gpu._rope_and_cache_kernel, types, constants, num_warps=heads // 4)
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK_SIZE": 16}
+    for heads, num_warps in (gpu.FEW, gpu.MANY):
+        constants = {**shape, "HEADS": heads, "KV_HEADS": 8}
+        compiled = compile_for_h200(gpu._rope_and_cache_kernel, types, constants, num_warps=num_warps)
         assert compiled.widest_load_bytes == 16
 
 
