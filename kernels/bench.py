@@ -43,10 +43,10 @@ def _compile_ahead(ops: Sequence[str], device: torch.device) -> None:
     if compiler is None:
         return
     try:
-        with recording() as variants:
+        with recording(compiler.submit):
             for case in find_cases(ops, device):
                 case.run()
-        compiler.compile(variants)
+        compiler.wait()
     finally:
         compiler.close()
 

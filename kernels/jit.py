@@ -4,7 +4,8 @@
     ...                    every variant is launched once
     jit.mark_ready()       from here on, a compilation is a fault: it is logged by name and counted
 
-What a process loads from Triton's cache on disk counts as well: a request would wait for that too.
+What a process loads from Triton's cache on disk counts as well: a request would wait for that too. What it puts there,
+because no other process had (see `compiler`), is named when it is ready: that is what a start waited for.
 """
 
 from __future__ import annotations
@@ -12,11 +13,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +26,7 @@ class _Counter:
         self.lock = threading.Lock()
         self.ready = False
         self.total = self.late = 0
+        self.made: list[str] = []  # since `mark_starting`
 
     def add(self) -> bool:
         """Counts one; whether it was late."""
@@ -44,11 +43,14 @@ def mark_starting() -> None:
     """Kernels may be compiled from here on. Raises `ImportError` where Triton is not installed."""
     _watch()
     _counter.ready = False
+    _counter.made.clear()
 
 
 def mark_ready() -> None:
     """Everything that will be launched has been launched once."""
     _counter.ready = True
+    made = _counter.made
+    logger.info("this process itself made %d kernels and launchers: %s", len(made), ", ".join(made) or "none")
 
 
 def compilations() -> int:
@@ -61,34 +63,13 @@ def compilations_after_ready() -> int:
     return _counter.late
 
 
-def warm(tasks: Iterable[Callable[[], object]], device: torch.device, threads: int = 8) -> None:
-    """Runs each task once, side by side, so that the kernels that they launch compile at the same time.
-
-    Triton's compiler leaves the interpreter to others most of the time. Tasks run in inference mode, on the default
-    stream of `device`; those that need the same variant should be one task, or it is compiled twice. Returns when the
-    device is done; raises what the first failing task raised.
-    """
-
-    def prepare_thread() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    def run(task: Callable[[], object]) -> None:
-        with torch.inference_mode():
-            task()
-
-    with ThreadPoolExecutor(threads, "warm", prepare_thread) as pool:
-        for done in [pool.submit(run, task) for task in tasks]:
-            done.result()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @functools.cache
 def _watch() -> None:
     from triton import knobs
+    from triton.runtime.cache import FileCacheManager
 
     knobs.runtime.jit_post_compile_hook = _also(knobs.runtime.jit_post_compile_hook)
+    knobs.cache.manager_class = _noting(knobs.cache.manager_class or FileCacheManager)
 
 
 def _also(previous: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -100,3 +81,16 @@ def _also(previous: Callable[..., Any] | None) -> Callable[..., Any]:
         return previous(**event) if previous else None
 
     return on_compiled
+
+
+def _noting(manager: Any) -> Any:
+    """A cache like the one given that notes what this process puts into it: kernels, and C that was built."""
+
+    class NotingCacheManager(manager):
+        def put(self, data: Any, filename: str, binary: bool = True) -> Any:
+            name, _, kind = filename.partition(".")
+            if kind == "cubin" or kind.endswith("so"):
+                _counter.made.append(name)
+            return super().put(data, filename, binary)
+
+    return NotingCacheManager

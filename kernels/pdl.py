@@ -9,7 +9,8 @@ the device and its weights in the cache by the time that its input is there.
 The rule for every kernel that is launched with `**launch_options()`: each program calls `wait_for_previous()` before it
 reads anything that a kernel wrote and before its first write. Then a kernel that has ended implies that all before it
 have, whether they follow the rule or are launched the ordinary way. What never changes while serving (weights) may be
-read before. Both calls do nothing in a kernel that is launched the ordinary way.
+read before, and so may what was written before the last kernel that was launched the ordinary way (a step's positions
+and slots). Both calls do nothing in a kernel that is launched the ordinary way.
 
 Needs Hopper or later; elsewhere, and in the interpreter, both calls compile to nothing.
 """

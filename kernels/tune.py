@@ -24,7 +24,7 @@ from rich.progress import track
 
 from . import __name__ as library_name
 from . import __path__ as library_path
-from . import jit
+from .compiler import Compiler, recording, start_compiler
 from .roofline import seconds_per_call
 from .tuned import LIBRARY, Entry, Key, Options, device_name, path_for
 
@@ -43,43 +43,44 @@ class Problem:
     make_run: Callable[[Options], Callable[[], object]]
 
 
-def tune(op: str, device: torch.device, root: Path = LIBRARY) -> Path:
+def tune(op: str, device: torch.device, root: Path = LIBRARY, compiler: Compiler | None = None) -> Path:
     """Measures all problems of an op; returns the file written under `root`. Raises `ValueError` as `best` does."""
     problems = list(importlib.import_module(f"{library_name}.{op}.tuning").problems(device))
-    entries = [Entry(problem.key, best(problem, device)) for problem in track(problems, op)]
+    entries = [Entry(problem.key, best(problem, device, compiler)) for problem in track(problems, op)]
     path = path_for(op, device_name(device), root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_as_json(entries))
+    path.write_text(as_json(entries))
     return path
 
 
-def best(problem: Problem, device: torch.device) -> Options:
-    """The fastest candidate. Raises `ValueError` where none fits the device."""
-    fitting = list(_fitting(problem, device))
+def best(problem: Problem, device: torch.device, compiler: Compiler | None = None) -> Options:
+    """The fastest candidate; `compiler` compiles all at the same time. Raises `ValueError` where none fits."""
+    if compiler is not None:
+        with recording(compiler.submit):
+            list(_fitting(problem))
+        compiler.wait()
+    fitting = list(_fitting(problem))
     if not fitting:
         raise ValueError(f"none of {len(problem.candidates)} candidates runs on this device at {dict(problem.key)}")
     ranked = sorted(fitting, key=lambda options: seconds_per_call(problem.make_run(options), device, SCREEN_S))
     return min(ranked[:FINALISTS], key=lambda options: seconds_per_call(problem.make_run(options), device))
 
 
-def _fitting(problem: Problem, device: torch.device) -> Iterator[Options]:
-    """Candidates that compile and find the shared memory and the registers that they need; all are compiled at once."""
+def _fitting(problem: Problem) -> Iterator[Options]:
+    """Runs each candidate once: those that compile and find the shared memory and the registers that they need."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    fits = [False] * len(problem.candidates)
-
-    def attempt(index: int) -> None:
+    for options in problem.candidates:
         try:
-            problem.make_run(problem.candidates[index])()
-            fits[index] = True
+            with torch.inference_mode():
+                problem.make_run(options)()
         except (OutOfResources, PTXASError) as error:
-            logger.info("%s does not fit: %s", problem.candidates[index], str(error).partition("\n")[0])
+            logger.info("%s does not fit: %s", options, str(error).partition("\n")[0])
+        else:
+            yield options
 
-    jit.warm([lambda index=index: attempt(index) for index in range(len(fits))], device)  # type: ignore[misc]
-    return (options for options, fit in zip(problem.candidates, fits, strict=True) if fit)
 
-
-def _as_json(entries: Iterable[Entry]) -> str:
+def as_json(entries: Iterable[Entry]) -> str:
     """One line an entry, so that a difference shows what has changed."""
     lines = (json.dumps({"key": dict(entry.key), "config": entry.config}) for entry in entries)
     return "[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n"
@@ -101,8 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here to measure on")
     device = torch.device("cuda", torch.cuda.current_device())
-    for op in given.ops or ops_with_tuning():
-        print(tune(op, device, given.out))
+    compiler = start_compiler()
+    try:
+        for op in given.ops or ops_with_tuning():
+            print(tune(op, device, given.out, compiler))
+    finally:
+        if compiler is not None:
+            compiler.close()
 
 
 if __name__ == "__main__":

@@ -2,85 +2,190 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from baton.kernels.compiler import Compiler, Variant
+
 pytest.importorskip("triton")
 
-# A device that compiles for an H200 and launches nothing: this test is about what lies in the cache.
-SCRIPT = """
+# A device that compiles for an H200 and launches nothing: this is about what lies in the cache.
+AHEAD = """
+import logging
 import sys
 import torch
 import triton
+from pathlib import Path
 from triton.backends.compiler import GPUTarget
 
+logging.basicConfig(level=logging.INFO)
+launched = []
+
+class Utils:
+    def load_binary(self, *_): return 1, 1, 0, 0, 1024
+    def get_device_properties(self, _): return {"max_shared_mem": 232_448}
+
 class Device:
+    utils = Utils()
+    def launcher_cls(self, source, _): return lambda *_: launched.append(source.name)
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
     def get_active_torch_device(self): return torch.device("cpu")
 
 triton.runtime.driver.set_active(Device())
-from pathlib import Path
-from baton.kernels.compiler import Compiler, recording
-from baton.kernels.step import gpu
+
+from argument_kinds import launch_every_kind
+from baton.kernels import jit
+from baton.kernels.compiler import Compiler, Variant, recording
+from baton.kernels.silu_and_mul import gpu as silu
+from baton.kernels.step import gpu as step
 
 def launch():
     memory, values = torch.zeros(64, dtype=torch.int32), torch.ones(64, dtype=torch.int32)
-    gpu.apply_writes(memory, torch.zeros(1, 3, dtype=torch.int64), values)
-    assert torch.empty(4).tolist() == [0] * 4 or not inside
+    step.apply_writes(memory, torch.zeros(1, 3, dtype=torch.int64), values)
+    silu.silu_and_mul(torch.zeros(2, 64))
+    launch_every_kind()
     return memory
 
 def cached():
     return sorted(path.name for path in Path(sys.argv[1]).rglob("*") if path.is_file())
 
 compiler = Compiler()
-inside = True
-with recording() as variants:
+submitted = []
+with recording(submitted.append) as variants:
     launch()
+    assert torch.empty(4).tolist() == [0] * 4
     assert not launch().any()
-inside = False
-assert len(variants) == 1, variants
-assert cached() == []
-compiler.compile(variants)
+assert len(variants) == 3, variants
+assert submitted == variants
+assert cached() == launched == []
+compiler.wait()
+assert cached() == [], "nothing was submitted"
+compiler.submit(Variant("no.such.module", "{}"))
+compiler.wait()
+for variant in variants:
+    compiler.submit(variant)
+compiler.wait()
+compiler.close()
 compiler.close()
 compiled = cached()
-assert any(name.endswith(".cubin") for name in compiled), compiled
-gpu._apply_writes.preload(variants[0].specialization)  # compiles as a launch does
+assert len([name for name in compiled if name.endswith(".cubin")]) == 3, compiled
+jit.mark_starting()
+launch()
+jit.mark_ready()
+assert launched == ["_apply_writes", "_silu_and_mul_kernel", "_every_kind"]
 assert cached() == compiled, set(cached()) - set(compiled)
+assert jit.compilations() == 3
+jit.mark_starting()
+launch_every_kind(flag=False)
+jit.mark_ready()
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
-def test_a_recorded_launch_finds_what_was_compiled_for_it(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process that does not interpret kernels, and finds those of the tests, as its own processes do."""
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **environment}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
+    return done
 
 
-def test_processes_that_end_early_are_survived(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+def test_a_recorded_launch_finds_what_was_compiled_for_it_and_makes_nothing_itself(tmp_path: Path) -> None:
+    log = run(AHEAD, str(tmp_path), TRITON_CACHE_DIR=str(tmp_path)).stderr
+    assert log.count("a kernel of no.such.module was not compiled ahead: ModuleNotFoundError") == 1, log
+    assert log.count("was not compiled ahead") == 1, log
+    of_starts = [line.rpartition("itself made ")[2] for line in log.splitlines() if "itself made" in line]
+    assert of_starts == ["0 kernels and launchers: none", "1 kernels and launchers: _every_kind"], log
+
+
+KEYS = """
+from triton.runtime.jit import DependenciesFinder, JITCallable
+from baton.kernels import compiler, pdl
+from baton.kernels.rms_norm.gpu import _rms_norm_kernel as one
+from baton.kernels.silu_and_mul.gpu import _silu_and_mul_kernel as other
+
+def ask_before_it_has_looked(finder, callee):  # as Triton 3.6 does
+    finder.used_global_vals.update(callee.used_global_vals)
+    finder.hasher.update(callee.cache_key.encode())
+
+def keys(*kernels):
+    for function in (*kernels, *(value for value in vars(pdl).values() if isinstance(value, JITCallable))):
+        function.hash, function.used_global_vals = None, {}
+    return {kernel: kernel.cache_key for kernel in kernels}
+
+DependenciesFinder._update_hash = ask_before_it_has_looked
+assert keys(one, other) != keys(other, one), "which is what all this is about"
+compiler.settle_cache_keys()
+assert keys(one, other) == keys(other, one)
+"""
+
+
+def test_the_cache_key_of_a_kernel_does_not_depend_on_which_others_were_compiled_before() -> None:
+    run(KEYS)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """For an H200, as far as this process goes."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-
-    from baton.kernels.compiler import Compiler, Variant
 
     class Device:
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
 
     monkeypatch.setattr(type(driver), "active", Device())
-    compiler = Compiler()
+    made = Compiler()
+    yield made
+    made.close()
+
+
+def test_processes_that_end_early_are_survived(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
+    compiler._process.kill()
+    for _ in range(2):
+        compiler.submit(Variant("no.such.module", "{}"))
+        compiler.wait()
+    assert caplog.text.count("1 kernels are compiled one after another") == 2
+
+
+def test_the_processes_end_with_the_one_that_started_them(compiler: Compiler) -> None:
+    """All of them: orders end when this process does, however it does."""
+    compiler.submit(Variant("no.such.module", "{}"))
+    compiler.wait()
+    others = [*descendants(compiler._process.pid), compiler._process.pid]
+    assert len(others) > 1
     compiler.close()
-    compiler.compile([Variant("no.such.module", "{}")])
-    compiler.close()
-    assert "one after another" in caplog.text
+    compiler._process.wait(timeout=30)
+    assert not [pid for pid in others if Path(f"/proc/{pid}").exists()]
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [other for child in children for other in (child, *descendants(child))]
+
+
+def test_orders_are_taken_before_the_processes_are_ready_for_them(compiler: Compiler) -> None:
+    """Hundreds of variants fit the pipe, so that who records is not held up."""
+    variant = Variant("no.such.module", json.dumps({"name": "x" * 3000}))
+    compiler._process.send_signal(signal.SIGSTOP)
+    submitting = threading.Thread(target=lambda: [compiler.submit(variant) for _ in range(200)], daemon=True)
+    submitting.start()
+    submitting.join(timeout=20)
+    stuck = submitting.is_alive()
+    compiler._process.send_signal(signal.SIGCONT)
+    assert not stuck

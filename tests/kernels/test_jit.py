@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
     """Tells whoever watches that Triton has compiled a kernel of this name."""
     monkeypatch.setattr(jit, "_counter", jit._Counter())
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    monkeypatch.setattr(knobs.cache, "manager_class", None)
     jit._watch.cache_clear()
     jit.mark_starting()
     yield lambda name: knobs.runtime.jit_post_compile_hook(key="key", repr=name, fn=None, compile={})
@@ -60,6 +60,7 @@ def test_a_further_engine_may_compile_while_it_starts_and_late_ones_stay_counted
 def test_watching_twice_counts_once_and_keeps_the_hook_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(jit, "_counter", jit._Counter())
+    monkeypatch.setattr(knobs.cache, "manager_class", None)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: seen.append(event["repr"]))
     jit._watch.cache_clear()
     jit.mark_starting()
@@ -67,23 +68,6 @@ def test_watching_twice_counts_once_and_keeps_the_hook_that_was_there(monkeypatc
     knobs.runtime.jit_post_compile_hook(key="key", repr="kernel", fn=None, compile={})
     assert (jit.compilations(), seen) == (1, ["kernel"])
     jit._watch.cache_clear()
-
-
-def test_warming_runs_tasks_side_by_side_in_inference_mode() -> None:
-    both = threading.Barrier(2, timeout=30)
-    modes: list[bool] = []
-
-    def task() -> None:
-        both.wait()
-        modes.append(torch.is_inference_mode_enabled())
-
-    jit.warm([task, task], torch.device("cpu"), threads=2)
-    assert modes == [True, True]
-
-
-def test_warming_raises_what_a_task_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        jit.warm([lambda: 1 // 0, lambda: None], torch.device("cpu"), threads=2)
 
 
 @pytest.mark.gpu

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,38 @@ def test_the_fastest_candidate_wins(seconds: dict[int, float]) -> None:
 def test_a_candidate_that_does_not_fit_is_left_out(seconds: dict[int, float]) -> None:
     seconds.update({32: 3.0, 512: 1.0})
     assert tune.best(problem(512, 32), CPU) == {"BLOCK": 32}
+
+
+def test_candidates_are_compiled_ahead_before_the_first_of_them_runs(
+    seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds.update({32: 3.0, 64: 1.0})
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def recording(submit: Callable[[Any], object]) -> Iterator[None]:
+        done.append("recording")
+        submit("a variant")
+        yield
+
+    class FakeCompiler:
+        def submit(self, variant: Any) -> None:
+            done.append(variant)
+
+        def wait(self) -> None:
+            done.append("compiled")
+
+    def make_run(options: tuned.Options) -> Callable[[], int]:
+        def run() -> int:
+            done.append(f"run {options['BLOCK']}")
+            return options["BLOCK"]
+
+        return run
+
+    monkeypatch.setattr(tune, "recording", recording)
+    problem = tune.Problem({"rows": 1}, [{"BLOCK": 32}, {"BLOCK": 64}], make_run)
+    assert tune.best(problem, CPU, FakeCompiler()) == {"BLOCK": 64}  # type: ignore[arg-type]
+    assert done[:6] == ["recording", "a variant", "run 32", "run 64", "compiled", "run 32"]
 
 
 def test_where_no_candidate_fits_the_problem_is_named(seconds: dict[int, float]) -> None:
