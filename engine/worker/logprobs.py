@@ -12,9 +12,9 @@ from baton.kernels.logprobs import token_logprobs
 
 from ..core.messages import TokenLogprobs
 
-_PIECE_BYTES = (
-    32 << 20
-)  # of float32 logits at a time: a long prompt over a large vocabulary would need gigabytes at once
+# Of float32 logits at a time: a long prompt over a large vocabulary would need gigabytes at once.
+_PIECE_BYTES = 32 << 20
+_PIECE_ROWS = 16  # or a multiple: every piece begins where a cache line of the whole does, as kernels like it
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LogprobColumns:
         vocab_size: int,
     ) -> LogprobColumns:
         """As `of`, from hidden states `[R, hidden]`, without ever holding the logits of all of them."""
-        rows = max(1, _PIECE_BYTES // (4 * vocab_size))
+        rows = max(1, _PIECE_BYTES // (4 * vocab_size * _PIECE_ROWS)) * _PIECE_ROWS
         pieces = [
             cls.of(to_logits(piece), targets, num_top)
             for piece, targets in zip(hidden.split(rows), token_ids.split(rows), strict=True)

@@ -67,7 +67,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
     return chosen, rank, top_ids, top_logprobs
 
 
-@triton.jit(do_not_specialize=["alternatives"])
+@triton.jit(do_not_specialize=["token_ids_ptr", "ids_stride", "alternatives"])
 def _shares(
     logits_ptr,  # [R, V]
     token_ids_ptr,  # [R] int64
@@ -120,7 +120,7 @@ def _shares(
     tl.store(keys_ptr + at * SLOTS + slot, tl.where(slot < alternatives, kept, _LEAST_KEY))
 
 
-@triton.jit(do_not_specialize=["alternatives", "shares"])
+@triton.jit(do_not_specialize=["token_ids_ptr", "ids_stride", "alternatives", "shares"])
 def _rows(
     logits_ptr,
     token_ids_ptr,

@@ -45,7 +45,7 @@ def small_tiles(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     """So that a vocabulary of a few hundred has several tiles, shares and passes, and lanes drop what they see."""
     from baton.kernels.sampling.gpu import draw, truncation
 
-    monkeypatch.setattr(draw, "OPTIONS", {"groups": 1, "num_warps": 1, "programs": 3 * ROWS})
+    monkeypatch.setattr(draw, "OPTIONS", {"groups": 1, "programs": 3 * ROWS})
     monkeypatch.setattr(truncation, "LANES", 32)
 
 
@@ -297,13 +297,15 @@ def test_the_draw_compiles_for_an_h200_and_rounds_as_it_is_written(dtype: str) -
         "winners_ptr": "*i32",
         "tokens_ptr": "*i64",
     }
-    options = {"num_warps": draw.OPTIONS["num_warps"], "enable_fp_fusion": False}
+    options = {"num_warps": draw._NUM_WARPS, "enable_fp_fusion": False}
     signature = {"logits_ptr": f"*{dtype}", **_ROW, **pointers}
     compiled = compile_for_h200(
         draw._draw_share, signature, {"GROUPS": draw.OPTIONS["groups"], "MOST_SHARES": draw._MOST_SHARES}, **options
     )
     assert "fma.rn.f64" not in compiled.ptx
     assert "mul.rn.f64" in compiled.ptx
+    assert compiled.ptx.count("max.bf16x2") >= 6 * (dtype == "bf16"), "pairs of logits become floats to be compared"
+    assert compiled.registers <= 128, "16 programs no longer fit a multiprocessor"
 
 
 @pytest.mark.parametrize(("dtype", "zero_bits"), [("bf16", 16), ("fp32", 0)])

@@ -6,7 +6,7 @@ are below the best score so far by more than all that it may have rounded:
 
     1  best logit of the tile            with the greatest noise that there is: needs no random words
     2  v <= exp(logit / T - best)        noise = -log(-log u) <= -log v with v = 1 - u: for the best logit and the
-                                         luckiest word of the four tokens that share a counter
+                                         luckiest word of the four tokens that share a counter, in whole steps of 2**-23
     3  logit / T - log v                 computed for the tile, greatest first
     4  the score itself                  token by token, until sieve 3 says that the rest is below
 
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels import tuned
+from baton.kernels import pdl, tuned
 
 from .. import row_words
 from ..batch import GREEDY_BELOW
@@ -37,15 +37,18 @@ _TEMPERATURE = tl.constexpr(row_words.TEMPERATURE)
 _SEED_LOW, _SEED_HIGH = tl.constexpr(row_words.SEED_LOW), tl.constexpr(row_words.SEED_HIGH)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _NONE = tl.constexpr(-math.inf)
+_LEAST = tl.constexpr(-float(torch.finfo(torch.float32).max))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOG_2 = tl.constexpr(math.log(2))
 _MARGIN = tl.constexpr(1e-3)  # more than float32 rounds in sieves 2 and 3, where logits are not much larger than T ...
 _RELATIVE_MARGIN = tl.constexpr(1e-6)  # ... and in sieves 1 and 2 where they are
+_CERTAIN = tl.constexpr(0x4B7FFFFF)
 _MOST_SHARES = 512  # of a row
 MEETING_WORDS = 32
 _MEETING_WORDS = tl.constexpr(MEETING_WORDS)
 
-OPTIONS = {"groups": 8, "num_warps": 1, "programs": 2112}
+OPTIONS = {"groups": 8, "programs": 2112}
+_NUM_WARPS = 1  # a second warp would see other goals, and part ways with the first
 
 
 def draw_tokens(
@@ -78,8 +81,9 @@ def draw_tokens(
         logits.stride(0),
         GROUPS=options["groups"],
         MOST_SHARES=_MOST_SHARES,
-        num_warps=options["num_warps"],
+        num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
+        **pdl.launch_options(),
     )
     return tokens
 
@@ -100,11 +104,14 @@ def _draw_share(
     GROUPS: tl.constexpr,  # of 64 tokens, in a tile
     MOST_SHARES: tl.constexpr,
 ):
+    pdl.let_next_start()
+    pdl.wait_for_previous()
     share, index = tl.program_id(0), tl.program_id(1)
-    group = tl.arange(0, GROUPS)[:, None]
-    first = share * GROUPS * GROUP + group * GROUP + tl.arange(0, LANES)[None, :]
     logits = logits_ptr + index.to(tl.int64) * logits_stride
-    y0, y1, y2, y3 = _load_group(logits, first, vocab_size)  # under way while the row's numbers come
+    # Two tiles are under way at any time, from before the row's numbers are there.
+    start, step = share * GROUPS * GROUP, tl.num_programs(0) * GROUPS * GROUP
+    tile = _load_tile(logits, start, vocab_size, GROUPS)
+    following = _load_tile(logits, start + step, vocab_size, GROUPS)
     row = tl.load(rows_ptr + index).to(tl.int64)
     meeting = meetings_ptr + index * _MEETING_WORDS
     best = tl.full([], _NONE, tl.float64)
@@ -113,7 +120,7 @@ def _draw_share(
         words = table_ptr + row * _ROW_WORDS
         temperature = tl.load(words + _TEMPERATURE).to(tl.float32, bitcast=True)
         if temperature < _GREEDY_BELOW:
-            best, winner = _best_logit(logits, vocab_size, first, y0, y1, y2, y3)
+            best, winner = _best_logit(logits, vocab_size, tile, following, GROUPS)
         else:
             seed = tl.load(words + _SEED_HIGH).to(tl.int64) << 32 | tl.load(words + _SEED_LOW).to(tl.uint32).to(
                 tl.int64
@@ -121,7 +128,16 @@ def _draw_share(
             position = tl.load(positions_ptr + index).to(tl.int64)
             floor = tl.load(floors_ptr + index)
             best, winner = _best_score(
-                logits, vocab_size, first, y0, y1, y2, y3, temperature, floor, position, seed, meeting
+                logits,
+                vocab_size,
+                tile,
+                following,
+                temperature,
+                floor,
+                position,
+                seed,
+                meeting,
+                GROUPS,
             )
     shares = tl.num_programs(0)
     tl.store(scores_ptr + index * shares + share, best)
@@ -135,57 +151,70 @@ def _draw_share(
 
 
 @triton.jit
-def _best_logit(logits, vocab_size, first, y0, y1, y2, y3):
+def _best_logit(logits, vocab_size, tile, following, GROUPS: tl.constexpr):
     """The greatest logit of this program's tiles, and the first token that has it."""
-    TILE: tl.constexpr = first.shape[0] * GROUP
     best = tl.full([], _NONE, tl.float32)
     winner = tl.full([], 0, tl.int32)
-    step = tl.num_programs(0) * TILE
-    for _ in range(tl.program_id(0) * TILE, vocab_size, step):
-        x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
-        y0, y1, y2, y3 = _load_group(logits, first + step, vocab_size)
-        greatest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+    step = tl.num_programs(0) * GROUPS * GROUP
+    for start in range(tl.program_id(0) * GROUPS * GROUP, vocab_size, step):
+        x0, x1, x2, x3 = _known(tile, start, vocab_size, GROUPS)
+        tile = following
+        following = _load_tile(logits, start + 2 * step, vocab_size, GROUPS)
+        greatest = _by_thread(_greater(_greater(x0, x1), _greater(x2, x3)).to(tl.float32))
         if _any(greatest > best):
             best = tl.max(greatest)
-            winner = _first_of(x0 == best, x1 == best, x2 == best, x3 == best, first, vocab_size)
-        first += step
+            is0, is1 = x0.to(tl.float32) == best, x1.to(tl.float32) == best
+            is2, is3 = x2.to(tl.float32) == best, x3.to(tl.float32) == best
+            winner = _first_of(is0, is1, is2, is3, start, vocab_size)
     return best.to(tl.float64), winner
 
 
 @triton.jit
-def _best_score(logits, vocab_size, first, y0, y1, y2, y3, temperature, floor, position, seed, meeting):
+def _best_score(
+    logits,
+    vocab_size,
+    tile,
+    following,
+    temperature,
+    floor,
+    position,
+    seed,
+    meeting,
+    GROUPS: tl.constexpr,
+):
     """The greatest score of this program's tiles, and the first token that has it."""
-    TILE: tl.constexpr = first.shape[0] * GROUP
     scale = 1 / temperature
     best = tl.full([], _NONE, tl.float64)
     winner = tl.full([], 0, tl.int32)
     goal = tl.full([], _NONE, tl.float32)
     reached = _reached(meeting)
-    step = tl.num_programs(0) * TILE
-    for _ in range(tl.program_id(0) * TILE, vocab_size, step):
-        x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
-        y0, y1, y2, y3 = _load_group(logits, first + step, vocab_size)
+    step = tl.num_programs(0) * GROUPS * GROUP
+    for start in range(tl.program_id(0) * GROUPS * GROUP, vocab_size, step):
+        x0, x1, x2, x3 = _known(tile, start, vocab_size, GROUPS)
+        tile = following
+        following = _load_tile(logits, start + 2 * step, vocab_size, GROUPS)
         goal = tl.maximum(goal, unordered(reached))
         reached = _reached(meeting)
-        least = tl.maximum(floor, (goal - GREATEST_NOISE) * temperature)
-        greatest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-        if _any((greatest > _NONE) & (greatest >= least)):
-            counter = first // GROUP * LANES + first % GROUP
+        least = tl.maximum(tl.maximum(floor, (goal - GREATEST_NOISE) * temperature), _LEAST)
+        greatest = _greater(_greater(x0, x1), _greater(x2, x3)).to(tl.float32)
+        if _any(_by_thread(greatest) >= least):
+            counter = start // (GROUP // LANES) + _lane(GROUPS)
             w0, w1, w2, w3 = philox(counter.to(tl.uint32), position, seed)
             luckiest = tl.maximum(tl.maximum(w0, w1), tl.maximum(w2, w3))
-            if _any(_hopeful(greatest, luckiest, scale * _LOG2_E, 23 - goal * _LOG2_E)):
+            if tl.max(_by_thread(_chance(greatest, luckiest, scale * _LOG2_E, 23 - goal * _LOG2_E))) >= _CERTAIN:
+                first = start + _offset(GROUPS)
                 top = tl.max(greatest)
                 base = top.to(tl.float64) / temperature.to(tl.float64)
-                b0 = _bound(x0, w0, top, scale, floor)
-                b1 = _bound(x1, w1, top, scale, floor)
-                b2 = _bound(x2, w2, top, scale, floor)
-                b3 = _bound(x3, w3, top, scale, floor)
+                b0 = _bound(x0.to(tl.float32), w0, top, scale, floor)
+                b1 = _bound(x1.to(tl.float32), w1, top, scale, floor)
+                b2 = _bound(x2.to(tl.float32), w2, top, scale, floor)
+                b3 = _bound(x3.to(tl.float32), w3, top, scale, floor)
                 lead = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)))
                 # Of several infinite scores the first token wins: what is not a number goes on, too.
                 while (lead > _NONE) & ~(
                     lead < (tl.maximum(best, goal.to(tl.float64)) - base).to(tl.float32) - _MARGIN
                 ):
-                    token = _first_of(b0 == lead, b1 == lead, b2 == lead, b3 == lead, first, vocab_size)
+                    token = _first_of(b0 == lead, b1 == lead, b2 == lead, b3 == lead, start, vocab_size)
                     logit = tl.load(logits + token).to(tl.float64)
                     score = logit / temperature.to(tl.float64) + gumbel(word_of(token, position, seed))
                     better = (score > best) | ((score == best) & (token < winner))
@@ -200,7 +229,6 @@ def _best_score(logits, vocab_size, first, y0, y1, y2, y3, temperature, floor, p
                 if improved > goal:
                     goal = improved
                     tl.atomic_max(meeting, ordered(goal), sem="relaxed")
-        first += step
     return best, winner
 
 
@@ -211,18 +239,49 @@ def _reached(meeting):
 
 
 @triton.jit
-def _load_group(logits, first, vocab_size):
-    """The logits of the four tokens that share a counter; minus infinity for tokens that there are not."""
-    x0 = tl.load(logits + first, first < vocab_size, _NONE)
-    x1 = tl.load(logits + first + LANES, first + LANES < vocab_size, _NONE)
-    x2 = tl.load(logits + first + 2 * LANES, first + 2 * LANES < vocab_size, _NONE)
-    x3 = tl.load(logits + first + 3 * LANES, first + 3 * LANES < vocab_size, _NONE)
+def _lane(GROUPS: tl.constexpr):
+    """Of a tile's counters, `[GROUPS, LANES]`."""
+    return tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def _offset(GROUPS: tl.constexpr):
+    """Of the first token of each counter in its tile, `[GROUPS, LANES]`; the others follow LANES apart."""
+    return tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def _load_tile(logits, start, vocab_size, GROUPS: tl.constexpr):
+    """The logits of the four tokens of each counter of a tile; anything for tokens that there are not."""
+    offset = _offset(GROUPS)
+    left = vocab_size - start
+    at = logits + start + offset
+    x0 = tl.load(at, offset < left)
+    x1 = tl.load(at + LANES, offset + LANES < left)
+    x2 = tl.load(at + 2 * LANES, offset + 2 * LANES < left)
+    x3 = tl.load(at + 3 * LANES, offset + 3 * LANES < left)
     return x0, x1, x2, x3
 
 
 @triton.jit
-def _first_of(is0, is1, is2, is3, first, vocab_size):
+def _known(tile, start, vocab_size, GROUPS: tl.constexpr):
+    """A tile with minus infinity for tokens that there are not."""
+    x0, x1, x2, x3 = tile
+    left = vocab_size - start
+    if left < GROUPS * GROUP:
+        offset = _offset(GROUPS)
+        none = tl.full(x0.shape, _NONE, x0.dtype)
+        x0 = tl.where(offset < left, x0, none)
+        x1 = tl.where(offset + LANES < left, x1, none)
+        x2 = tl.where(offset + 2 * LANES < left, x2, none)
+        x3 = tl.where(offset + 3 * LANES < left, x3, none)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _first_of(is0, is1, is2, is3, start, vocab_size):
     """The lowest of the tile's tokens that are meant."""
+    first = start + _offset(is0.shape[0])
     token = tl.where(is0, first, vocab_size)
     token = tl.minimum(token, tl.where(is1, first + LANES, vocab_size))
     token = tl.minimum(token, tl.where(is2, first + 2 * LANES, vocab_size))
@@ -235,11 +294,33 @@ def _any(condition):
 
 
 @triton.jit
-def _hopeful(logit, word, slope, offset):
-    """Sieve 2: whether 2**23 v, rounded down, is at most 2**(slope * logit + offset). What is not a number passes."""
-    # The bits of 2**23 + k are those of 2**23, plus k: a conversion without the slow unit for conversions.
-    v = ((word >> 9) ^ 0x4B7FFFFF).to(tl.float32, bitcast=True) - 8388608.0
-    return ~(v > tl.exp2(tl.fma(logit, slope, offset)))
+def _by_thread(values):
+    """The greatest of every four lanes, which one thread has: what comes next is done for a quarter as many."""
+    return tl.max(tl.reshape(values, [values.shape[0] * values.shape[1] // 4, 4]), 1)
+
+
+@triton.jit
+def _greater(one, other):
+    """The greater of two logits, or the one that is a number."""
+    if one.dtype == tl.bfloat16:
+        # Triton would make four floats of a pair, and compare those.
+        greater = tl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        greater = tl.maximum(one, other)
+    return greater
+
+
+@triton.jit
+def _chance(logit, word, slope, offset):
+    """Sieve 2: at least `_CERTAIN` where 2**23 v, rounded down, is at most 2**(slope * logit + offset), rounded.
+
+    What is not a number passes.
+    """
+    # The bits of 2**23 + n are those of 2**23, plus n. And 2**23 v = 2**23 - 1 - (word >> 9): all is a sum of integers.
+    most = (tl.exp2(tl.fma(logit, slope, offset)) + 8388608.0).to(tl.uint32, bitcast=True)
+    return most + (word >> 9)
 
 
 @triton.jit

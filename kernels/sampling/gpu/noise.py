@@ -32,7 +32,8 @@ def philox(counter, position, seed):
     for _ in tl.static_range(_ROUNDS):
         p0 = c0.to(tl.uint64) * _MULTIPLIER_0
         p1 = c2.to(tl.uint64) * _MULTIPLIER_1
-        c0, c1, c2, c3 = _high(p1) ^ c1 ^ k0, _low(p1), _high(p0) ^ c3 ^ k1, _low(p0)
+        # In the first rounds, c1 and c3 are one for all tokens, as the keys are.
+        c0, c1, c2, c3 = _high(p1) ^ (c1 ^ k0), _low(p1), _high(p0) ^ (c3 ^ k1), _low(p0)
         k0 += _KEY_STEP_0
         k1 += _KEY_STEP_1
     return c0, c1, c2, c3

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels import pdl
+
 from .. import row_words
 from ..batch import GREEDY_BELOW
 from .draw import MEETING_WORDS
@@ -65,6 +67,7 @@ def truncate(logits: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tenso
             MEETING_WORDS=MEETING_WORDS,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
+            **pdl.launch_options(),
         )
     return floors, meetings
 
@@ -82,6 +85,8 @@ def _truncate(
     LANES: tl.constexpr,
     MEETING_WORDS: tl.constexpr,
 ):
+    pdl.let_next_start()
+    pdl.wait_for_previous()
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index).to(tl.int64)
     floor = tl.full([], _NONE, tl.float32)
