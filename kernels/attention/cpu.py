@@ -30,7 +30,7 @@ def paged_attention(
     out: Tensor | None,
 ) -> Tensor:
     kernel = _kernel()
-    is_plain = soft_cap is None and sinks is None and k_scale is None and v_scale is None
+    is_plain = soft_cap is None and k_scale is None and v_scale is None
     if kernel is None or not is_plain or not _fits(q, kv):
         return reference.paged_attention(
             q,
@@ -48,6 +48,8 @@ def paged_attention(
     num_tokens, num_heads, dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
     if out is None:
         out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype)
     block_stride, head_stride, _, half_stride = kv.stride()[:4]
@@ -67,6 +69,7 @@ def paged_attention(
         batch.seq_lens.data_ptr(),
         tables.data_ptr(),
         0 if batch.table_rows is None else batch.table_rows.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
         scale,
         torch.get_num_threads(),
     )
@@ -93,5 +96,5 @@ def _fits(q: Tensor, kv: Tensor) -> bool:
 @functools.cache
 def _kernel() -> Callable[..., int | None] | None:
     pointer = native.POINTER
-    tensors = (pointer, pointer, pointer, ctypes.POINTER(ctypes.c_int64), pointer, pointer, pointer, pointer)
+    tensors = (pointer, pointer, pointer, ctypes.POINTER(ctypes.c_int64), pointer, pointer, pointer, pointer, pointer)
     return native.function("baton_paged_attention", native.INT, *tensors, native.F32, native.INT)

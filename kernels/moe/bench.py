@@ -5,32 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from baton.kernels.roofline import BenchCase, cycling
 
-from . import RoutingRule, fused_experts, route
+from . import ExpertWeights, GatedActivation, RoutingRule, fused_experts, route
+from .weights import BLOCK
 
 ROUTINGS = 8  # that a case takes turns over: few tokens never ask for the same experts twice in a row
 SMALL = {"small": (8, 2, 512, 256)}  # experts, top k, hidden size, width of an expert
-LARGE = {"qwen3-30b-a3b": (128, 8, 2048, 768), "dsv2-lite": (64, 6, 2048, 1408)}
+LARGE = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "dsv2-lite": (64, 6, 2048, 1408),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "qwen3-30b-a3b in 8 bits": (128, 8, 2048, 768),
+    "an eighth of deepseek-v3 in 8 bits": (32, 8, 7168, 2048),
+}
 FEW, MANY = (1, 64), (1, 8, 64, 256, 2048, 16384)
 
 
-def weights_of(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Both weights of a mixture, as `fused_experts` takes them."""
+def experts_of(name: str, device: torch.device) -> ExpertWeights:
+    """Those of a mixture, random; gpt-oss has biases and an activation of its own."""
     num_experts, _, hidden_size, width = (SMALL | LARGE)[name]
     gate_up = torch.empty(num_experts, 2 * width, hidden_size, dtype=torch.bfloat16, device=device)
     down = torch.empty(num_experts, hidden_size, width, dtype=torch.bfloat16, device=device)
-    return gate_up.normal_(std=hidden_size**-0.5), down.normal_(std=width**-0.5)
+    if is_in_8_bits(name):
+        deep, wide = hidden_size // BLOCK, width // BLOCK
+        return ExpertWeights(
+            gate_up.normal_().to(torch.float8_e4m3fn),
+            down.normal_().to(torch.float8_e4m3fn),
+            gate_up_scale=torch.full((num_experts, 2 * wide, deep), hidden_size**-0.5, device=device),
+            down_scale=torch.full((num_experts, deep, wide), width**-0.5, device=device),
+        )
+    gate_up.normal_(std=hidden_size**-0.5)
+    down.normal_(std=width**-0.5)
+    if not name.startswith("gpt-oss"):
+        return ExpertWeights(gate_up, down)
+    biases = torch.randn_like(gate_up[:, :, 0]), torch.randn_like(down[:, :, 0])
+    return ExpertWeights(gate_up, down, *biases, GatedActivation(slope=1.702, limit=7.0, shift=1.0))
+
+
+def is_in_8_bits(name: str) -> bool:
+    return name.endswith("in 8 bits")
 
 
 def cases(device: torch.device) -> Iterator[BenchCase]:
     shapes, counts = (LARGE, MANY) if device.type == "cuda" else (SMALL, FEW)
     for name, (num_experts, top_k, hidden_size, width) in shapes.items():
-        gate_up, down = weights_of(name, device)
-        dtype = down.dtype
-        expert_bytes = 3 * width * hidden_size * dtype.itemsize
+        experts = experts_of(name, device)
+        dtype = torch.bfloat16
+        expert_bytes = 3 * width * hidden_size * experts.down.itemsize
         for num_tokens in counts:
             x = torch.randn(num_tokens, hidden_size, dtype=dtype, device=device)
             all_logits = torch.randn(ROUTINGS, num_tokens, num_experts, device=device)
@@ -41,7 +65,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
                 shape=f"{name} {num_tokens} tokens, {used:.0f} experts",
                 dtype=dtype,
                 device=device,
-                run=cycling(lambda pair, x=x, up=gate_up, down=down: fused_experts(x, up, down, *pair), routed),
+                run=cycling(lambda pair, x=x, experts=experts: fused_experts(x, experts, *pair), routed),
                 num_bytes=used * expert_bytes + 2 * x.nbytes,
                 flop=6.0 * num_tokens * top_k * hidden_size * width,
             )

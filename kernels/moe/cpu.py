@@ -8,24 +8,37 @@ from torch.nn import functional
 
 from baton.kernels.silu_and_mul import silu_and_mul
 
+from .activation import SILU, GatedActivation
+from .reference import gated, of_expert
+from .weights import ExpertWeights
+
 
 def fused_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None
+    x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None
 ) -> Tensor:
     """See `baton.kernels.moe.fused_experts`. Reads the weights of the experts that some token goes to, once each."""
     num_tokens, top_k = expert_ids.shape
     pairs = expert_ids.flatten().argsort(stable=True)
-    start, *counts = torch.bincount(expert_ids.flatten() + 1, minlength=gate_up.shape[0] + 1).tolist()
+    start, *counts = torch.bincount(expert_ids.flatten() + 1, minlength=experts.num_experts + 1).tolist()
     outputs = x.new_zeros((num_tokens * top_k, x.shape[1]))
     for expert, count in enumerate(counts):  # pairs without an expert come before them
         if count:
             chosen = pairs[start : start + count]
-            hidden = functional.linear(x[chosen // top_k], gate_up[expert])
-            activations = silu_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
-            outputs[chosen] = functional.linear(activations, down[expert])
+            gate_up, down = experts.matrices(expert, x.dtype)
+            gate_up_bias, down_bias = of_expert(experts.gate_up_bias, expert), of_expert(experts.down_bias, expert)
+            hidden = functional.linear(x[chosen // top_k], gate_up, gate_up_bias)
+            outputs[chosen] = functional.linear(_gated(hidden, experts.activation), down, down_bias)
             start += count
     # One expert after another in the order of the token's list: the sum of a token does not depend on its batch.
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for place, output in enumerate(outputs.view(num_tokens, top_k, x.shape[1]).unbind(1)):
         total += output * weights[:, place, None]
     return total.to(x.dtype) if add_to is None else add_to.copy_(total + add_to)
+
+
+def _gated(hidden: Tensor, activation: GatedActivation) -> Tensor:
+    """Of [rows, 2 F], gates and ups next to each other."""
+    if activation == SILU:
+        return silu_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    return gated(wide[:, 0::2], wide[:, 1::2], activation).to(hidden.dtype)

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .activation import GatedActivation
 from .rule import RoutingRule
+from .weights import ExpertWeights
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `baton.kernels.moe.router_logits`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return functional.linear(x.to(dtype), weight.to(dtype))
+    return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def route(
@@ -43,16 +45,33 @@ def _first_best(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
+    """The activation of gates and ups of one shape."""
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.slope * gate) * (up + activation.shift)
+
+
 def fused_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None = None
+    x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None = None
 ) -> Tensor:
     """See `baton.kernels.moe.fused_experts`. Sums in float32 (float64 where x is), activations in x's type."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
+
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result = rows.to(compute_dtype) @ weight.T
+        return result if bias is None else result + bias
+
     total = torch.zeros(x.shape, dtype=compute_dtype, device=x.device)
-    for expert in range(gate_up.shape[0]):
+    for expert in range(experts.num_experts):
         token, place = (expert_ids == expert).nonzero(as_tuple=True)
-        hidden = x[token].to(compute_dtype) @ gate_up[expert].to(compute_dtype).T
-        activations = (functional.silu(hidden[:, 0::2]) * hidden[:, 1::2]).to(x.dtype)
-        out = activations.to(compute_dtype) @ down[expert].to(compute_dtype).T
+        gate_up, down = experts.matrices(expert, compute_dtype)
+        hidden = product(x[token], gate_up, of_expert(experts.gate_up_bias, expert))
+        activations = gated(hidden[:, 0::2], hidden[:, 1::2], experts.activation).to(x.dtype)
+        out = product(activations, down, of_expert(experts.down_bias, expert))
         total.index_add_(0, token, out * weights[token, place, None].to(compute_dtype))
     return total.to(x.dtype) if add_to is None else add_to.copy_(total + add_to)
+
+
+def of_expert(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]

@@ -3,6 +3,7 @@
 // A task is (tile of query tokens of one sequence, KV head). Keys are taken in parts of SPLIT; each part is summed on its
 // own and the parts are merged in order. So a decode over a long context can be shared out, with one task for each part,
 // and gives bitwise what one thread would have given.
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -19,6 +20,7 @@ struct AttentionBatch {
     int64_t num_seqs, q_heads, kv_heads, dim, block_size, q_stride, out_stride, table_stride;
     int64_t block_stride, head_stride, half_stride, window, num_tokens;
     const int32_t *query_start, *seq_lens, *tables, *table_rows;
+    const float* sinks;  // one for each query head, or null
     float scale;
 
     int64_t group() const { return q_heads / kv_heads; }
@@ -163,7 +165,9 @@ template <class Op, class T> struct AttentionRun {
         int64_t dim = batch.dim, group = batch.group();
         for (int64_t r = 0; r < task.tokens * group; r++, state += row_state_size(dim)) {
             T* to = out + (task.token + r / group) * batch.out_stride + (task.head * group + r % group) * dim;
-            float share = 1.0f / sum(load(state + dim));
+            float total = sum(load(state + dim)), largest = state[dim + LANES];
+            if (batch.sinks) total += std::exp2(batch.sinks[task.head * group + r % group] * LOG2_E - largest);
+            float share = 1.0f / total;
             for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(state + d) * share);
         }
     }
@@ -186,13 +190,13 @@ extern "C" {
 
 // sizes: the integers of AttentionBatch in its order; dim and block_size are multiples of 16, query heads a multiple of
 // KV heads and at most 128 times as many. kv_layer points at the layer in block 0 and head 0. Sequence i's blocks are
-// row table_rows[i] of the tables, row i where that is null.
+// row table_rows[i] of the tables, row i where that is null. sinks: a score without a key for each query head, or null.
 void baton_paged_attention(int dtype, const void* q, const void* kv_layer, void* out, const int64_t* sizes,
                            const int32_t* query_start, const int32_t* seq_lens, const int32_t* tables,
-                           const int32_t* table_rows, float scale, int threads) {
+                           const int32_t* table_rows, const float* sinks, float scale, int threads) {
     baton::AttentionBatch batch{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],    sizes[6], sizes[7],
                                 sizes[8], sizes[9], sizes[10], sizes[11], sizes[12],
-                                query_start, seq_lens, tables, table_rows, scale};
+                                query_start, seq_lens, tables, table_rows, sinks, scale};
     BATON_DISPATCH(dtype, baton::paged_attention, batch, q, kv_layer, out, threads)
 }
 

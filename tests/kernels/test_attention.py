@@ -22,18 +22,19 @@ def queries(sequences: PagedSequences, num_heads: int, head_dim: int, dtype: tor
     return torch.randn(sequences.batch.num_tokens, num_heads, head_dim, generator=generator).to(dtype)
 
 
-def attend(q: Tensor, sequences: PagedSequences, window: int | None = None) -> Tensor:
+def attend(q: Tensor, sequences: PagedSequences, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
-    result = paged_attention(q, sequences.kv, LAYER, sequences.batch, scale=q.shape[2] ** -0.5, window=window, out=out)
+    options = {"scale": q.shape[2] ** -0.5, "window": window, "sinks": sinks}
+    result = paged_attention(q, sequences.kv, LAYER, sequences.batch, **options, out=out)
     assert result is out
     return out
 
 
-def check(q: Tensor, sequences: PagedSequences, window: int | None = None) -> None:
-    result = attend(q, sequences, window)
-    scale, clean = q.shape[2] ** -0.5, without_poison(sequences.kv)
-    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, scale=scale, window=window)
-    same = reference.paged_attention(q, clean, LAYER, sequences.batch, scale=scale, window=window)
+def check(q: Tensor, sequences: PagedSequences, window: int | None = None, sinks: Tensor | None = None) -> None:
+    result, clean = attend(q, sequences, window, sinks), without_poison(sequences.kv)
+    options = {"scale": q.shape[2] ** -0.5, "window": window, "sinks": sinks}
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, **options)
+    same = reference.paged_attention(q, clean, LAYER, sequences.batch, **options)
     assert_as_accurate(result, exact, same)
 
 
@@ -168,6 +169,22 @@ def test_a_sink_without_weight_and_a_cap_out_of_reach_change_nothing() -> None:
     sinks = torch.full((4,), -float("inf"))
     result = paged_attention(q, clean, LAYER, sequences.batch, scale=0.125, sinks=sinks, soft_cap=1e6)
     torch.testing.assert_close(result, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 24])
+def test_sinks_take_weight_once_however_keys_are_shared_out(
+    dtype: torch.dtype, window: int | None, num_threads: int
+) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    sinks = torch.tensor([1.5, -20.0, 6.0, -float("inf")])
+    check(queries(sequences, 4, 64, dtype), sequences, window, sinks)
+
+
+def test_a_sink_far_above_all_scores_leaves_nothing() -> None:
+    sequences = paged_sequences(*RAGGED)
+    out = attend(queries(sequences, 4, 64, torch.float32), sequences, sinks=torch.full((4,), 1e4))
+    assert not out.any()
 
 
 def test_keys_and_values_are_multiplied_by_their_scales() -> None:

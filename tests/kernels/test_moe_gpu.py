@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from aot import compile_for_h200
 from kernel_checks import assert_as_accurate
-from moe_cases import mixture
+from moe_cases import GPT_OSS, Inputs, Mixture, in_8_bits, mixture
 
-from baton.kernels.moe import RoutingRule, fused_experts, reference, router_logits
+from baton.kernels.moe import SILU, ExpertWeights, RoutingRule, fused_experts, reference, router_logits
 
 pytest.importorskip("triton")
+from triton import next_power_of_2
+
 from baton.kernels.moe import bench, gpu, tuning
 from baton.kernels.moe.gpu import few, grouped, tiles
-from baton.kernels.moe.gpu.combine import BLOCK, WARPS, _combine, combine
-from baton.kernels.moe.gpu.options import FewOptions, GroupedOptions, ProductOptions, Shape
+from baton.kernels.moe.gpu.activation import constants
+from baton.kernels.moe.gpu.combine import BLOCK, WARPS, _combine
+from baton.kernels.moe.gpu.options import FewOptions, GroupedOptions, ProductOptions, Shape, _default_grouped
 from baton.kernels.moe.gpu.route import _route
 
 RULES = {
@@ -104,6 +109,7 @@ def test_no_routing_makes_more_tiles_than_there_is_room_for(counts: list[int], b
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize(
     ("block_rows", "num_tokens", "top_k", "hidden_size", "width", "padding"),
     [(16, 1, 2, 32, 16, 0), (16, 13, 3, 48, 40, 4), (32, 40, 2, 64, 32, 0)],
@@ -115,20 +121,20 @@ def test_grouped_products_equal_the_loop_over_experts(
     hidden_size: int,
     width: int,
     padding: int,
+    like_gpt_oss: bool,
     triton_device: torch.device,
 ) -> None:
-    case = mixture(num_tokens, 5, top_k, hidden_size, width, padding=padding).to(triton_device)
-    options = ProductOptions(block_columns=32, block_depth=32, warps=4, stages=2)
-    made = tiles.align(case.expert_ids, 5, block_rows)
-    activations = grouped.gate_up(case.x, case.gate_up, made, top_k, options)
-    outputs = grouped.down(activations, case.down, made, case.weights, options)
-    result = combine(outputs, case.expert_ids, case.add_to.clone())
+    case = mixture(num_tokens, 5, top_k, hidden_size, width, padding=padding, like_gpt_oss=like_gpt_oss)
+    case = case.to(triton_device)
+    product = ProductOptions(block_columns=32, block_depth=32, warps=4, stages=2)
+    result = gpu.grouped_experts(*case.inputs, GroupedOptions(block_rows, product, product))
     assert_as_accurate(
-        result, reference.fused_experts(*case.to(torch.float64).tensors), reference.fused_experts(*case.tensors)
+        result, reference.fused_experts(*case.to(torch.float64).inputs), reference.fused_experts(*case.inputs)
     )
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize("adding", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "hidden_size", "width", "padding"),
@@ -141,63 +147,98 @@ def test_few_tokens_equal_the_loop_over_experts(
     width: int,
     padding: int,
     adding: bool,
+    like_gpt_oss: bool,
     triton_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = mixture(num_tokens, 6, top_k, hidden_size, width, padding=padding).to(triton_device)
-    options = FewOptions(gate_up_columns=4, gate_up_depth=16, down_columns=2, down_depth=16)
-    tensors = case.tensors if adding else (*case.tensors[:-1], None)
-    exact = case.to(torch.float64).tensors if adding else (*case.to(torch.float64).tensors[:-1], None)
-    result = few.fused_experts(*tensors, options)
-    assert_as_accurate(result, reference.fused_experts(*exact), reference.fused_experts(*tensors))
+    case = mixture(num_tokens, 6, top_k, hidden_size, width, padding=padding, like_gpt_oss=like_gpt_oss)
+    case = case.to(triton_device)
+    monkeypatch.setattr(few, "MOST_PRELOADED", 2)  # one or two blocks of depth: less than some experts have
+    options = FewOptions(gate_up_columns=4, gate_up_depth=16, down_columns=2, down_depth=16, down_warps=1)
+
+    def inputs(case: Mixture) -> Inputs:
+        return case.inputs if adding else (*case.inputs[:-1], None)
+
+    exact = reference.fused_experts(*inputs(case.to(torch.float64)))
+    result = few.fused_experts(*inputs(case), options)
+    assert_as_accurate(result, exact, reference.fused_experts(*inputs(case)))
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("block_rows", [None, 16, 32])
+@pytest.mark.parametrize(("hidden_size", "width", "depth"), [(144, 272, 256), (256, 128, 64)])
+def test_experts_in_8_bits_equal_their_definition(
+    block_rows: int | None, hidden_size: int, width: int, depth: int, triton_device: torch.device
+) -> None:
+    case = mixture(5, 4, 2, hidden_size, width, padding=1, like_gpt_oss=True)
+    case = replace(case, experts=in_8_bits(case.experts)).to(triton_device)
+    if block_rows is None:
+        options = FewOptions(gate_up_columns=32, gate_up_depth=depth, down_columns=16, down_depth=depth)
+        result = few.fused_experts(*case.inputs, options)
+    else:
+        product = ProductOptions(block_columns=64, block_depth=depth // 2, warps=4, stages=2)
+        result = gpu.grouped_experts(*case.inputs, GroupedOptions(block_rows, product, product))
+    exact = reference.fused_experts(*case.to(torch.float64).inputs)
+    assert_as_accurate(result, exact, reference.fused_experts(*case.inputs), slack=4.0)
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 2), (2, 2), (30, 3)])
 def test_the_op_takes_any_number_of_tokens(num_tokens: int, top_k: int, triton_device: torch.device) -> None:
     case = mixture(num_tokens, 4, top_k, 128, 32).to(triton_device)
     torch.testing.assert_close(
-        gpu.fused_experts(*case.tensors), reference.fused_experts(*case.tensors), rtol=1e-4, atol=1e-5
+        gpu.fused_experts(*case.inputs), reference.fused_experts(*case.inputs), rtol=1e-4, atol=1e-5
     )
 
 
 def test_rows_that_are_no_multiple_of_16_bytes_are_refused(triton_device: torch.device) -> None:
     case = mixture(3, 4, 2, 32, 17).to(triton_device)
     with pytest.raises(ValueError, match="a GPU takes multiples of 4 of"):
-        gpu.fused_experts(*case.tensors)
+        gpu.fused_experts(*case.inputs)
 
 
 @pytest.mark.parametrize("model", bench.LARGE)
 def test_some_options_are_there_to_be_measured_at_every_shape(model: str) -> None:
     num_experts, top_k, hidden_size, width = bench.LARGE[model]
     for num_tokens in tuning.TOKENS:
-        shape = Shape(num_tokens, num_experts, top_k, hidden_size, width)
+        shape = Shape(num_tokens, num_experts, top_k, hidden_size, width, bench.is_in_8_bits(model))
         candidates = list(tuning._grouped_candidates(shape))
         assert candidates
         assert all(GroupedOptions.from_flat(options).flat() == options for options in candidates)
 
 
 # Hidden size, width of an expert, top k
-SHAPES = {name: (hidden_size, width, top_k) for name, (_, top_k, hidden_size, width) in bench.LARGE.items()}
+SIZES = {name: (hidden_size, width, top_k) for name, (_, top_k, hidden_size, width) in bench.LARGE.items()}
+SHAPES = {name: sizes for name, sizes in SIZES.items() if not bench.is_in_8_bits(name)}
+SHAPES_IN_8_BITS = {name: sizes for name, sizes in SIZES.items() if bench.is_in_8_bits(name)}
 TILE_TYPES = {"order": "*i32", "table": "*i32", "count": "*i32"}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize(("block_rows", "columns", "warps"), [(16, 128, 4), (64, 256, 8), (128, 256, 8)])
 def test_grouped_products_compile_to_wide_loads_and_warp_groups(
     shape: str, block_rows: int, columns: int, warps: int
 ) -> None:
     hidden_size, width, top_k = SHAPES[shape]
     options = ProductOptions(block_columns=columns, block_depth=64, warps=warps, stages=4)
-    common = {"weight": f"tensordesc<bf16[{columns}, 64]>", "out": "*bf16", **TILE_TYPES}
+    common = {"weight": f"tensordesc<bf16[{columns}, 64]>", "bias": "*bf16", "out": "*bf16", **TILE_TYPES}
     gate_up = compile_for_h200(
         grouped._gate_up,
         {"x": "*bf16", "x_stride": "i64:16", **common},
-        {"COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, "BLOCK_ROWS": block_rows, **upper(options)},
+        {
+            "scale": None,
+            "COLUMNS": 2 * width,
+            "DEPTH": hidden_size,
+            "TOP_K": top_k,
+            "BLOCK_ROWS": block_rows,
+            **upper(options),
+        }
+        | constants(GPT_OSS),
         **lower(options),
     )
     down = compile_for_h200(
         grouped._down,
         {"rows": f"tensordesc<bf16[{block_rows}, 64]>", "routing_weights": "*fp32", **common},
-        {"COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, **upper(options)},
+        {"scale": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, **upper(options)},
         **lower(options),
     )
     assert gate_up.widest_load_bytes == 16
@@ -206,7 +247,7 @@ def test_grouped_products_compile_to_wide_loads_and_warp_groups(
         assert "cp.async.bulk.tensor" in compiled.ptx
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_the_kernels_around_the_products_compile_for_a_device(shape: str) -> None:
     hidden_size, _, top_k = SHAPES[shape]
     compile_for_h200(
@@ -243,17 +284,70 @@ def test_the_kernels_for_few_tokens_compile_to_wide_loads(shape: str) -> None:
     options = FewOptions()
     gate_up = compile_for_h200(
         few._gate_up_few,
-        {"x": "*bf16", "weight": "*bf16", "expert_ids": "*i32", "out": "*bf16", "x_stride": "i32:16"},
-        {"COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k}
+        {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "expert_ids": "*i32", "out": "*bf16", "x_stride": "i32:16"},
+        {"scale": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, **constants(GPT_OSS)}
         | {"BLOCK_COLUMNS": options.gate_up_columns, "BLOCK_DEPTH": options.gate_up_depth},
         num_warps=options.gate_up_warps,
     )
     down = compile_for_h200(
         few._down_few,
-        {"activations": "*bf16", "weight": "*bf16", "expert_ids": "*i32", "routing_weights": "*fp32"}
+        {"activations": "*bf16", "weight": "*bf16", "bias": "*bf16", "expert_ids": "*i32", "routing_weights": "*fp32"}
         | {"out": "*bf16", "out_stride": "i32:16"},
-        {"COLUMNS": hidden_size, "DEPTH": width, "TOP_K": top_k, "PLACES": 8}
-        | {"BLOCK_COLUMNS": options.down_columns, "BLOCK_DEPTH": options.down_depth, "ADD": True},
+        {"scale": None, "COLUMNS": hidden_size, "DEPTH": width, "TOP_K": top_k, "PLACES": next_power_of_2(top_k)}
+        | {"BLOCK_COLUMNS": options.down_columns, "BLOCK_DEPTH": options.down_depth, "ADD": True}
+        | {"PRELOADED": few.preloaded(width, top_k, options)},
+        num_warps=options.down_warps,
+    )
+    assert gate_up.widest_load_bytes == down.widest_load_bytes == 16
+
+
+@pytest.mark.parametrize("shape", SHAPES_IN_8_BITS)
+@pytest.mark.parametrize("block_rows", [16, 64, 128])
+def test_weights_in_8_bits_go_to_warp_groups_through_registers(shape: str, block_rows: int) -> None:
+    hidden_size, width, top_k = SHAPES_IN_8_BITS[shape]
+    rows_per_expert = block_rows * 0.7 if block_rows < 128 else 64
+    chosen = _default_grouped(Shape(int(rows_per_expert * 32 / top_k), 32, top_k, hidden_size, width, True))
+    assert chosen.block_rows == block_rows
+    options = chosen.gate_up
+    weight = f"tensordesc<fp8e4nv[{options.block_columns}, {options.block_depth}]>"
+    common = {"weight": weight, "scale": "*fp32", "out": "*bf16", **TILE_TYPES}
+    gate_up = compile_for_h200(
+        grouped._gate_up,
+        {"x": "*bf16", "x_stride": "i64:16", **common},
+        {"bias": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, "BLOCK_ROWS": block_rows}
+        | {**upper(options), **constants(SILU)},
+        **lower(options),
+    )
+    down = compile_for_h200(
+        grouped._down,
+        {"rows": f"tensordesc<bf16[{block_rows}, {options.block_depth}]>", "routing_weights": "*fp32", **common},
+        {"bias": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, **upper(options)},
+        **lower(options),
+    )
+    for compiled in (gate_up, down):
+        assert compiled.wgmma
+        assert "f8E4M3FN, #ttg.dot_op" in compiled.ttgir  # read from shared memory as the operand that it will be
+
+
+@pytest.mark.parametrize("shape", SHAPES_IN_8_BITS)
+def test_the_kernels_for_few_tokens_read_8_bits_in_wide_loads(shape: str) -> None:
+    hidden_size, width, top_k = SHAPES_IN_8_BITS[shape]
+    options = FewOptions()
+    gate_up = compile_for_h200(
+        few._gate_up_few,
+        {"x": "*bf16", "weight": "*fp8e4nv", "scale": "*fp32", "expert_ids": "*i32", "out": "*bf16"}
+        | {"x_stride": "i32:16"},
+        {"bias": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, **constants(SILU)}
+        | {"BLOCK_COLUMNS": options.gate_up_columns, "BLOCK_DEPTH": options.gate_up_depth},
+        num_warps=options.gate_up_warps,
+    )
+    down = compile_for_h200(
+        few._down_few,
+        {"activations": "*bf16", "weight": "*fp8e4nv", "scale": "*fp32", "expert_ids": "*i32"}
+        | {"routing_weights": "*fp32", "out": "*bf16", "out_stride": "i32:16"},
+        {"bias": None, "COLUMNS": hidden_size, "DEPTH": width, "TOP_K": top_k, "PLACES": next_power_of_2(top_k)}
+        | {"BLOCK_COLUMNS": options.down_columns, "BLOCK_DEPTH": options.down_depth, "ADD": True}
+        | {"PRELOADED": few.preloaded(width, top_k, options)},
         num_warps=options.down_warps,
     )
     assert gate_up.widest_load_bytes == down.widest_load_bytes == 16
@@ -269,27 +363,54 @@ def lower(options: ProductOptions) -> dict[str, object]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 9, 64, 700, 5000])
 @pytest.mark.parametrize(("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408)])
 def test_in_bfloat16_experts_are_as_accurate_as_their_definition(
-    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int, like_gpt_oss: bool
 ) -> None:
-    case = mixture(num_tokens, num_experts, top_k, hidden_size, width, padding=num_tokens // 3)
-    weights = case.weights.cuda()
-    x, gate_up, down, expert_ids, _, add_to = case.to(torch.bfloat16).to(torch.device("cuda")).tensors
-    tensors = (x, gate_up, down, expert_ids, weights)
-    exact = reference.fused_experts(*(t.double() if t.is_floating_point() else t for t in (*tensors, add_to)))
-    result = fused_experts(*tensors, add_to=add_to.clone())
-    assert_as_accurate(result, exact, reference.fused_experts(*tensors, add_to), slack=2.5)
+    case = mixture(
+        num_tokens, num_experts, top_k, hidden_size, width, padding=num_tokens // 3, like_gpt_oss=like_gpt_oss
+    ).to(torch.device("cuda"))
+    case = replace(case.to(torch.bfloat16), weights=case.weights)
+    exact = reference.fused_experts(*case.to(torch.float64).inputs)
+    *inputs, add_to = case.inputs
+    result = fused_experts(*inputs, add_to=add_to)
+    assert_as_accurate(result, exact, reference.fused_experts(*case.inputs), slack=2.5)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("num_tokens", [1, 3, 9, 64, 700, 5000])
+@pytest.mark.parametrize(("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408)])
+def test_in_8_bits_experts_are_as_accurate_as_their_definition(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int
+) -> None:
+    case = mixture(num_tokens, num_experts, top_k, hidden_size, width, padding=num_tokens // 3)
+    case = replace(case, experts=in_8_bits(case.experts)).to(torch.device("cuda"))
+    case = replace(case.to(torch.bfloat16), weights=case.weights)
+    scales = {name: getattr(case.experts, name).float() for name in ("gate_up_scale", "down_scale")}
+    case = replace(case, experts=replace(case.experts, **scales))
+    exact = reference.fused_experts(*case.to(torch.float64).inputs)
+    # Weights multiplied out are rounded once more: to what a checkpoint of plain weights would hold.
+    wide = [case.experts.matrices(expert, torch.bfloat16) for expert in range(num_experts)]
+    plain = ExpertWeights(*(torch.stack(matrices) for matrices in zip(*wide, strict=True)))
+    *inputs, add_to = case.inputs
+    result = fused_experts(*inputs, add_to=add_to)
+    rounded = reference.fused_experts(*replace(case, experts=plain).inputs)
+    assert_as_accurate(result, exact, rounded, slack=2.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 3000])
-def test_router_logits_keep_float32_on_a_device(num_tokens: int) -> None:
+def test_router_logits_keep_float32_on_a_device(num_tokens: int, with_bias: bool) -> None:
     x, weight = (torch.randn(rows, 2048, device="cuda").bfloat16() for rows in (num_tokens, 128))
-    logits = router_logits(x, weight)
+    bias = torch.randn(128, device="cuda").bfloat16() if with_bias else None
+    logits = router_logits(x, weight, bias)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-3)
+    expected = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.gpu
@@ -300,8 +421,8 @@ def test_an_expert_may_lie_past_the_first_four_gibibytes(num_tokens: int) -> Non
     gate_up = torch.empty(num_experts, 2 * width, hidden_size, dtype=torch.bfloat16, device="cuda")
     down = torch.empty(num_experts, hidden_size, width, dtype=torch.bfloat16, device="cuda")
     assert down.nbytes > 1 << 32
-    gate_up[-1], down[-1] = case.gate_up[0], case.down[0]
+    gate_up[-1], down[-1] = case.experts.gate_up[0], case.experts.down[0]
     weights = case.weights.float()
-    alone = fused_experts(case.x, case.gate_up, case.down, case.expert_ids, weights)
-    last = fused_experts(case.x, gate_up, down, case.expert_ids + num_experts - 1, weights)
+    alone = fused_experts(case.x, case.experts, case.expert_ids, weights)
+    last = fused_experts(case.x, ExpertWeights(gate_up, down), case.expert_ids + num_experts - 1, weights)
     assert torch.equal(alone, last)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels.moe.weights import ExpertWeights
+
 from . import few, grouped
 from .combine import combine
 from .logits import router_logits
@@ -24,37 +26,35 @@ ROW_BYTES = 16  # rows start at multiples of it, for wide loads and for the tens
 
 
 def fused_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None
+    x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None
 ) -> Tensor:
-    """See `baton.kernels.moe.fused_experts`. Both weights are contiguous; x and add_to have contiguous rows.
+    """See `baton.kernels.moe.fused_experts`. Weights and biases are contiguous; x and add_to have contiguous rows.
 
     Raises `ValueError` for rows of weights that are no multiple of 16 bytes.
     """
-    _, hidden_size, width = down.shape
-    if hidden_size * x.itemsize % ROW_BYTES or width * x.itemsize % ROW_BYTES:
+    if experts.hidden_size * x.itemsize % ROW_BYTES or experts.width * x.itemsize % ROW_BYTES:
         raise ValueError(
-            f"rows of {hidden_size} and {width} values: a GPU takes multiples of {ROW_BYTES // x.itemsize} of {x.dtype}"
+            f"rows of {experts.hidden_size} and {experts.width} values: a GPU takes multiples of "
+            f"{ROW_BYTES // x.itemsize} of {x.dtype}"
         )
     if len(x) == 0:
         return torch.empty_like(x) if add_to is None else add_to
-    shape = Shape.of(down, expert_ids)
+    shape = Shape.of(experts, expert_ids)
     if shape.is_few:
-        return few.fused_experts(x, gate_up, down, expert_ids, weights, add_to, few_options(shape, x.device))
-    return grouped_experts(x, gate_up, down, expert_ids, weights, add_to, grouped_options(shape, x.device))
+        return few.fused_experts(x, experts, expert_ids, weights, add_to, few_options(shape, x.device))
+    return grouped_experts(x, experts, expert_ids, weights, add_to, grouped_options(shape, x.device))
 
 
 def grouped_experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: ExpertWeights,
     expert_ids: Tensor,
     weights: Tensor,
     add_to: Tensor | None,
     options: GroupedOptions,
 ) -> Tensor:
     """`fused_experts` by way of tiles, for any number of tokens but none."""
-    num_experts, top_k = down.shape[0], expert_ids.shape[1]
-    tiles = align(expert_ids, num_experts, options.block_rows)
-    activations = grouped.gate_up(x, gate_up, tiles, top_k, options.gate_up)
-    outputs = grouped.down(activations, down, tiles, weights, options.down)
+    tiles = align(expert_ids, experts.num_experts, options.block_rows)
+    activations = grouped.gate_up(x, experts, tiles, expert_ids.shape[1], options.gate_up)
+    outputs = grouped.down(activations, experts, tiles, weights, options.down)
     return combine(outputs, expert_ids, add_to)

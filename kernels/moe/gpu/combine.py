@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.sizes import cdiv, next_power_of_2
 
 # A thread holds 8 columns of all rows of a token: as many loads of 16 bytes in flight as the token has experts, and
 # sums that never leave the thread.
@@ -20,14 +21,14 @@ def combine(outputs: Tensor, expert_ids: Tensor, add_to: Tensor | None) -> Tenso
     num_tokens, top_k = expert_ids.shape
     size = outputs.shape[1]
     out = torch.empty((num_tokens, size), dtype=outputs.dtype, device=outputs.device) if add_to is None else add_to
-    _combine[(num_tokens, triton.cdiv(size, BLOCK))](
+    _combine[(num_tokens, cdiv(size, BLOCK))](
         outputs,
         expert_ids,
         out,
         out.stride(0),
         SIZE=size,
         TOP_K=top_k,
-        PLACES=triton.next_power_of_2(top_k),
+        PLACES=next_power_of_2(top_k),
         BLOCK=BLOCK,
         ADD=add_to is not None,
         num_warps=WARPS,

@@ -1,12 +1,15 @@
 """The two matrix products of all experts over tiles of rows (see `tiles`), for any number of tokens.
 
-    gate_up   rows of x, gathered  x  [2 F, H] of the tile's expert  ->  silu(gate) * up   [rows, F]
-    down      those rows           x  [H, F]   of the tile's expert  ->  * weight          [pairs, H], scattered
+    gate_up   rows of x, gathered  x  [2 F, H] of the tile's expert  ->  activation        [rows, F]
+    down      those rows           x  [H, F]   of the tile's expert  ->  * routing weight  [pairs, H], scattered
 
 Programs of one tile are neighbours, and so are the tiles of one expert: an expert's weights come from memory once and
 from L2 after that. In a grid that has room for the worst routing, programs without a tile end at once. What lies in
 order comes through the tensor memory accelerator (descriptors), which fills up with zeros past the end of a row; blocks
 that reach over an expert's last column, or over its last row, read the next one's and do not store them.
+
+Weights in 8 bits are multiplied out in registers, which tensor cores read the left operand from: so the product is
+turned, weight times rows, and a tile may be as few rows as its short side is.
 """
 
 from __future__ import annotations
@@ -17,20 +20,27 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.kernels.moe.weights import ExpertWeights
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.sizes import cdiv
 
+from .activation import constants, gated
+from .narrow import down_scales, gate_up_scales, widened
 from .options import ProductOptions
 from .tiles import Tiles
 
 
-def gate_up(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, options: ProductOptions) -> Tensor:
-    """silu(gate) * up of each row of `tiles.order`: x [T, H], weight [E, 2 F, H] interleaved -> [T * K, F]."""
+def gate_up(x: Tensor, experts: ExpertWeights, tiles: Tiles, top_k: int, options: ProductOptions) -> Tensor:
+    """Of each row of `tiles.order`: x [T, H] -> [T * K, F]."""
+    weight = experts.gate_up
     _, num_columns, depth = weight.shape
     out = torch.empty((tiles.order.shape[0], num_columns // 2), dtype=x.dtype, device=x.device)
     meta = options.meta(x.itemsize)
-    _gate_up[(tiles.most * triton.cdiv(num_columns, options.block_columns),)](
+    _gate_up[(tiles.most * cdiv(num_columns, options.block_columns),)](
         x,
         _blocks(weight.view(-1, depth), meta["BLOCK_COLUMNS"], meta["BLOCK_DEPTH"]),
+        experts.gate_up_scale,
+        experts.gate_up_bias,
         out,
         tiles.order,
         tiles.table,
@@ -40,23 +50,29 @@ def gate_up(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, options: Produc
         DEPTH=depth,
         TOP_K=top_k,
         BLOCK_ROWS=tiles.block_rows,
+        **constants(experts.activation),
         **meta,
         **launch_options(),
     )
     return out
 
 
-def down(rows: Tensor, weight: Tensor, tiles: Tiles, routing_weights: Tensor, options: ProductOptions) -> Tensor:
-    """Of rows [T * K, F] in the order of the tiles: weight [E, H, F] @ row * its routing weight -> [T * K, H] by pair.
+def down(
+    rows: Tensor, experts: ExpertWeights, tiles: Tiles, routing_weights: Tensor, options: ProductOptions
+) -> Tensor:
+    """Of rows [T * K, F] in the order of the tiles, by pair: the product times its routing weight, [T * K, H].
 
     Rows of pairs without an expert stay as they were allocated.
     """
+    weight = experts.down
     _, num_columns, depth = weight.shape
     out = torch.empty((rows.shape[0], num_columns), dtype=rows.dtype, device=rows.device)
     meta = options.meta(rows.itemsize)
-    _down[(tiles.most * triton.cdiv(num_columns, options.block_columns),)](
+    _down[(tiles.most * cdiv(num_columns, options.block_columns),)](
         _blocks(rows, tiles.block_rows, meta["BLOCK_DEPTH"]),
         _blocks(weight.view(-1, depth), meta["BLOCK_COLUMNS"], meta["BLOCK_DEPTH"]),
+        experts.down_scale,
+        experts.down_bias,
         out,
         routing_weights,
         tiles.order,
@@ -79,6 +95,8 @@ def _blocks(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def _gate_up(
     x,  # [T, DEPTH]
     weight,  # blocks of [E * COLUMNS, DEPTH]
+    scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
+    bias,  # [E, COLUMNS] or None
     out,  # [T * K, COLUMNS / 2]
     order,
     table,
@@ -90,6 +108,9 @@ def _gate_up(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     tile = tl.program_id(0) // COLUMN_BLOCKS
@@ -102,15 +123,27 @@ def _gate_up(
         k = tl.arange(0, BLOCK_DEPTH)
         x_at = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
         first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
-        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        NARROW: tl.constexpr = scale is not None
+        if NARROW:
+            last = tl.minimum(column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), COLUMNS - 1)
+            scale_rows = gate_up_scales(scale, expert, last, COLUMNS, DEPTH)
+        sums = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS] if NARROW else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for start in range(0, DEPTH, BLOCK_DEPTH):
             if DEPTH % BLOCK_DEPTH == 0:
                 x_block = tl.load(x_at + start)
             else:
                 x_block = tl.load(x_at + start, mask=(k < DEPTH - start)[None, :], other=0.0)
-            sums = tl.dot(x_block, weight.load([first_column, start]).T, sums, input_precision="ieee")
-        gate, up = tl.split(tl.reshape(sums, [BLOCK_ROWS, BLOCK_COLUMNS // 2, 2]))
-        activation = gate / (1.0 + tl.exp(-gate)) * up
+            weight_block = weight.load([first_column, start])
+            if NARROW:
+                wide = widened(weight_block, scale_rows, start, x_block.dtype)
+                sums = tl.dot(wide, x_block.T, sums, input_precision="ieee")
+            else:
+                sums = tl.dot(x_block, weight_block.T, sums, input_precision="ieee")
+        products = sums.T if NARROW else sums
+        if bias is not None:
+            products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
+        gate, up = tl.split(tl.reshape(products, [BLOCK_ROWS, BLOCK_COLUMNS // 2, 2]))
+        activation = gated(gate, up, SLOPE, LIMIT, SHIFT)
         column = column_block * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2)
         to = out + row.to(tl.int64)[:, None] * (COLUMNS // 2) + column[None, :]
         tl.store(to, activation.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS // 2)[None, :])
@@ -120,6 +153,8 @@ def _gate_up(
 def _down(
     rows,  # blocks of [T * K, DEPTH]
     weight,  # blocks of [E * COLUMNS, DEPTH]
+    scale,  # [E, blocks of COLUMNS, blocks of DEPTH] or None
+    bias,  # [E, COLUMNS] or None
     out,  # [T * K, COLUMNS]
     routing_weights,  # [T * K] float32
     order,
@@ -139,15 +174,34 @@ def _down(
     if tile < tl.load(count):
         expert, first_row, row, here = _rows_of(table, tile, BLOCK_ROWS)
         first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
-        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        NARROW: tl.constexpr = scale is not None
+        if NARROW:
+            last = tl.minimum(column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), COLUMNS - 1)
+            scale_rows = down_scales(scale, expert, last, COLUMNS, DEPTH)
+        sums = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS] if NARROW else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for start in range(0, DEPTH, BLOCK_DEPTH):
             row_block = rows.load([first_row, start])
-            sums = tl.dot(row_block, weight.load([first_column, start]).T, sums, input_precision="ieee")
+            weight_block = weight.load([first_column, start])
+            if NARROW:
+                wide = widened(weight_block, scale_rows, start, row_block.dtype)
+                sums = tl.dot(wide, row_block.T, sums, input_precision="ieee")
+            else:
+                sums = tl.dot(row_block, weight_block.T, sums, input_precision="ieee")
+        products = sums.T if NARROW else sums
+        if bias is not None:
+            products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
         pair = tl.load(order + row, mask=here, other=0)
-        sums *= tl.load(routing_weights + pair, mask=here, other=0.0)[:, None]
+        products *= tl.load(routing_weights + pair, mask=here, other=0.0)[:, None]
         column = column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         to = out + pair.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-        tl.store(to, sums.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS)[None, :])
+        tl.store(to, products.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS)[None, :])
+
+
+@triton.jit
+def _bias_of(bias, expert, column_block, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """[1, BLOCK_COLUMNS] float32."""
+    column = column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    return tl.load(bias + expert * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

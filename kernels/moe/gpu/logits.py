@@ -8,12 +8,13 @@ from torch import Tensor
 from baton.kernels.linear.gpu import Method, fitting_method, linear, options_for
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `baton.kernels.moe.router_logits`."""
     num_tokens, depth = x.shape
     num_experts = weight.shape[0]
     options = options_for(num_tokens, num_experts, depth, x.device, gated=False)
     if fitting_method(options, x, weight) is Method.LIBRARY:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
+        logits = torch.mm(x, weight.T, out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
     out = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
-    return linear(x, weight, None, norm=None, add_to=None, out=out, gated=False, options=options)
+    return linear(x, weight, bias, norm=None, add_to=None, out=out, gated=False, options=options)

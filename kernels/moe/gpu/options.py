@@ -6,9 +6,10 @@ import functools
 from dataclasses import asdict, dataclass
 
 import torch
-import triton
 
 from baton.kernels import tuned
+from baton.kernels.moe.weights import ExpertWeights
+from baton.kernels.sizes import next_power_of_2
 
 MOST_FEW_PAIRS = 32  # (token, expert) pairs up to which each has programs of its own
 
@@ -25,12 +26,13 @@ class Shape:
     top_k: int
     hidden_size: int
     width: int  # of an expert
+    in_8_bits: bool = False
 
     @classmethod
-    def of(cls, down: torch.Tensor, expert_ids: torch.Tensor) -> Shape:
-        num_experts, hidden_size, width = down.shape
+    def of(cls, experts: ExpertWeights, expert_ids: torch.Tensor) -> Shape:
         num_tokens, top_k = expert_ids.shape
-        return cls(triton.next_power_of_2(num_tokens), num_experts, top_k, hidden_size, width)
+        tokens = next_power_of_2(num_tokens)
+        return cls(tokens, experts.num_experts, top_k, experts.hidden_size, experts.width, experts.in_8_bits)
 
     @property
     def is_few(self) -> bool:
@@ -100,7 +102,9 @@ def grouped_options(shape: Shape, device: torch.device) -> GroupedOptions:
 
 
 def tuning_key(kernels: str, shape: Shape) -> dict[str, int | str]:
-    return {"kernels": kernels, **asdict(shape)}
+    numbers = asdict(shape)
+    in_8_bits = numbers.pop("in_8_bits")
+    return {"kernels": f"{kernels}, 8 bits" if in_8_bits else kernels, **numbers}
 
 
 def _default_grouped(shape: Shape) -> GroupedOptions:
@@ -108,7 +112,10 @@ def _default_grouped(shape: Shape) -> GroupedOptions:
     rows_per_expert = shape.num_tokens * shape.top_k / shape.num_experts
     for block_rows in (16, 32):
         if rows_per_expert <= block_rows * 0.75:
-            few_rows = ProductOptions(block_columns=128, block_depth=128, warps=4, stages=3)
+            few_rows = ProductOptions(block_columns=128, block_depth=128, warps=4, stages=5 if shape.in_8_bits else 3)
             return GroupedOptions(block_rows, few_rows, few_rows)
+    if shape.in_8_bits:
+        wide = ProductOptions(block_columns=128, block_depth=128, warps=8, stages=3)
+        return GroupedOptions(128 if rows_per_expert > 48 else 64, wide, wide)
     many_rows = ProductOptions(block_columns=256, block_depth=64, warps=8, stages=4)
     return GroupedOptions(128 if rows_per_expert > 48 else 64, many_rows, many_rows)

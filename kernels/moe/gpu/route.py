@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton.kernels.moe.rule import RoutingRule
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.sizes import cdiv, next_power_of_2
 
 LOWEST = tl.constexpr(float("-inf"))
 
@@ -24,9 +25,9 @@ def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tens
     if num_tokens == 0:
         return expert_ids, weights
     group_size = num_experts // rule.num_groups
-    padded = triton.next_power_of_2(rule.num_groups) * triton.next_power_of_2(group_size)
+    padded = next_power_of_2(rule.num_groups) * next_power_of_2(group_size)
     block_tokens = max(1, 512 // padded) if num_tokens > 512 else 1
-    _route[(triton.cdiv(num_tokens, block_tokens),)](
+    _route[(cdiv(num_tokens, block_tokens),)](
         logits,
         bias,
         slots,
@@ -42,9 +43,9 @@ def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tens
         TOP_K=rule.top_k,
         SIGMOID=rule.scoring == "sigmoid",
         RENORMALIZE=rule.renormalize,
-        GROUPS_PADDED=triton.next_power_of_2(rule.num_groups),
-        MEMBERS=triton.next_power_of_2(group_size),
-        PLACES=triton.next_power_of_2(rule.top_k),
+        GROUPS_PADDED=next_power_of_2(rule.num_groups),
+        MEMBERS=next_power_of_2(group_size),
+        PLACES=next_power_of_2(rule.top_k),
         BLOCK_TOKENS=block_tokens,
         num_warps=1,
         **launch_options(),

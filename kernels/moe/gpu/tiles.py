@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.sizes import cdiv, next_power_of_2
 
 CHUNK_TOKENS = 1024  # that one program looks at: more are counted first, chunk by chunk
 
@@ -50,14 +51,14 @@ def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> Tiles:
     order = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
     table = torch.empty((most_tiles(num_tokens * top_k, num_experts, block_rows), 3), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
-    block_tokens = min(CHUNK_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
-    num_chunks = triton.cdiv(num_tokens, block_tokens)
+    block_tokens = min(CHUNK_TOKENS, max(16, next_power_of_2(num_tokens)))
+    num_chunks = cdiv(num_tokens, block_tokens)
     meta = {
         "TOP_K": top_k,
-        "PLACES": triton.next_power_of_2(top_k),
-        "EXPERTS": triton.next_power_of_2(num_experts),
+        "PLACES": next_power_of_2(top_k),
+        "EXPERTS": next_power_of_2(num_experts),
         "BLOCK_TOKENS": block_tokens,
-        "num_warps": max(1, min(8, block_tokens * triton.next_power_of_2(top_k) // 256)),
+        "num_warps": max(1, min(8, block_tokens * next_power_of_2(top_k) // 256)),
         **launch_options(),
     }
     counts = None
@@ -74,7 +75,7 @@ def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> Tiles:
         num_experts,
         num_chunks,
         BLOCK_ROWS=block_rows,
-        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNKS=next_power_of_2(num_chunks),
         **meta,
     )
     return Tiles(order, table, count, block_rows)

@@ -1,0 +1,86 @@
+"""What the experts of a layer are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .activation import SILU, GatedActivation
+
+BLOCK = 128  # rows and columns of a matrix in 8 bits that share a scale
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Gated feed-forward layers of one shape: `down(activation(gate(x), up(x)))`, E of them, F wide.
+
+    Gates and ups are row by row next to each other: row 2 i of an expert's `gate_up` is row i of its gate, row 2 i + 1
+    row i of its up matrix. Weights in 8 bits (float8_e4m3fn) come with scales, by which they are multiplied before
+    anything else: one for each 128 x 128 values of a gate, an up or a down matrix. Scales of gates and ups are row by
+    row next to each other as well. Raises `ValueError` for shapes that do not fit each other.
+    """
+
+    gate_up: Tensor  # [E, 2 F, H]
+    down: Tensor  # [E, H, F]
+    gate_up_bias: Tensor | None = None  # [E, 2 F]
+    down_bias: Tensor | None = None  # [E, H]
+    activation: GatedActivation = SILU
+    gate_up_scale: Tensor | None = None  # float32 [E, 2 ceil(F / 128), ceil(H / 128)]
+    down_scale: Tensor | None = None  # float32 [E, ceil(H / 128), ceil(F / 128)]
+
+    def __post_init__(self) -> None:
+        num_experts, twice_width, hidden_size = self.gate_up.shape
+        if self.down.shape != (num_experts, hidden_size, twice_width // 2) or twice_width % 2:
+            raise ValueError(
+                f"gate_up {list(self.gate_up.shape)} and down {list(self.down.shape)} do not fit: "
+                "give [E, 2 F, H] and [E, H, F]"
+            )
+        for name, bias, weight in (
+            ("gate_up_bias", self.gate_up_bias, self.gate_up),
+            ("down_bias", self.down_bias, self.down),
+        ):
+            if bias is not None and bias.shape != weight.shape[:2]:
+                raise ValueError(f"{name} is {list(bias.shape)}: give {list(weight.shape[:2])}")
+
+        if (self.gate_up_scale is None) == self.in_8_bits or (self.down_scale is None) == self.in_8_bits:
+            raise ValueError(f"weights in {self.down.dtype}: give scales for float8_e4m3fn, and for nothing else")
+        if self.gate_up_scale is not None and self.down_scale is not None:
+            width_blocks, hidden_blocks = -(-self.width // BLOCK), -(-self.hidden_size // BLOCK)
+            expected = (num_experts, 2 * width_blocks, hidden_blocks), (num_experts, hidden_blocks, width_blocks)
+            given = tuple(self.gate_up_scale.shape), tuple(self.down_scale.shape)
+            if given != expected:
+                raise ValueError(f"scales are {given[0]} and {given[1]}: give {expected[0]} and {expected[1]}")
+
+    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """An expert's `gate_up` [2 F, H] and `down` [H, F], multiplied out."""
+        gate_up, down = self.gate_up[expert], self.down[expert]
+        if self.gate_up_scale is None or self.down_scale is None:
+            return gate_up.to(dtype), down.to(dtype)
+        pairs = self.gate_up_scale[expert].unflatten(0, (-1, 2)).transpose(0, 1)  # of gates, of ups
+        gate_scales, up_scales = (_spelt_out(scales, self.width, self.hidden_size) for scales in pairs)
+        scales = torch.stack([gate_scales, up_scales], dim=1).flatten(0, 1)
+        down_scales = _spelt_out(self.down_scale[expert], self.hidden_size, self.width)
+        return (gate_up.float() * scales).to(dtype), (down.float() * down_scales).to(dtype)
+
+    @property
+    def in_8_bits(self) -> bool:
+        return self.down.dtype == torch.float8_e4m3fn
+
+    @property
+    def num_experts(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.down.shape[2]
+
+
+def _spelt_out(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Of blocks to of values."""
+    return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
