@@ -1,0 +1,23 @@
+"""Where the experts of each token lie, when they are spread over ranks and busy ones have replicas."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import reference
+from .table import ExpertTable
+
+__all__ = ["ExpertTable", "locate"]
+
+
+def locate(expert_ids: Tensor, table: ExpertTable, *, places: range, counted: range) -> Tensor:
+    """Of expert ids [T, K] int32 (-1: none), which of the `places` each has there: [T, K] int32.
+
+    The result counts from the start of `places`; -1 where the expert lies outside of them. Token t goes to replica
+    t % (how many the expert has), so equal ids give equal places on every rank. Tokens `counted` add to `table.loads`.
+    """
+    if not expert_ids.is_cuda:
+        return reference.locate(expert_ids, table, places, counted)
+    from . import gpu
+
+    return gpu.locate(expert_ids, table, places, counted)

@@ -1,0 +1,19 @@
+"""The definition, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .table import ExpertTable
+
+
+def locate(expert_ids: Tensor, table: ExpertTable, places: range, counted: range) -> Tensor:
+    """See `baton.kernels.locate.locate`."""
+    ids = expert_ids.clamp(min=0).long()
+    tokens = torch.arange(len(expert_ids), device=expert_ids.device)[:, None]
+    place = table.places[ids, tokens % table.counts[ids]] - places.start
+    own = expert_ids[counted.start : counted.stop].flatten()
+    own = own[own >= 0].long()
+    table.loads.index_add_(0, own, torch.ones_like(own))
+    return place.masked_fill((expert_ids < 0) | (place < 0) | (place >= len(places)), -1)
