@@ -172,11 +172,20 @@ def kernels(
 
 
 @bench_app.command()
-def kv(json_file: JsonFile = None) -> None:
-    """KV transfer between two processes, beside raw NIXL moving the same bytes."""
+def kv(
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks that hold the blocks, each its KV heads.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Ranks that read them.")] = 1,
+    device: Annotated[str, typer.Option(help="'cpu' or 'cuda'.")] = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """KV transfer between two groups of processes, beside raw NIXL moving the same bytes."""
+    from baton.engine.core.layout import UnevenHeads
     from baton.kv_transfer.bench import run, table
 
-    result = run()
+    try:
+        result = run(device, prefill_tp, decode_tp)
+    except UnevenHeads as error:
+        fail(str(error))
     typer.echo(table(result))
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")

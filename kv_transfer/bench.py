@@ -1,8 +1,8 @@
-"""How fast prompts' blocks move from one process to another, beside raw NIXL moving the same bytes.
+"""How fast prompts' blocks move from one group of processes to another, beside raw NIXL moving the same bytes.
 
-Both sides of the comparison use the same memory and the same descriptors, one a run of blocks, in turns. The connector
-is timed from `receive` to `Received`: claim, grant, read, commit, and two threads woken. Raw NIXL is timed while it
-prepares, posts and polls one transfer.
+Both sides of the comparison use the same memory and the same descriptors (`descriptors.py`), in turns. The connector is
+timed from `receive` to `Received`: claim, grant, reads of all ranks, commit, and two threads woken in each. Raw NIXL is
+timed on every rank while it prepares, posts and polls one transfer a rank of the other side; the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,15 +23,19 @@ import numpy as np
 from baton.engine.core.connector import Received
 from baton.engine.core.layout import KVLayout, KVRegion
 
-from .connector import PeerInfo, TransferConnector, TransferSettings
+from .connector import PeerInfo, TransferConnector
+from .crew import CrewSocket
+from .crew_member import CrewMember
 from .curve import ClusterKey
-from .descriptors import block_ranges
+from .descriptors import Cut, block_ranges, cut, shares
 from .errors import TransferError
 
 DEFAULT_LAYOUT = KVLayout(
     model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16"
 )  # 1.8 MB a block
 ANSWER_TIMEOUT_S = 60.0
+
+Prompt = tuple[list[int], list[int]]  # the holder's blocks, the reader's
 
 
 class BenchFailed(TransferError):
@@ -43,7 +47,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     num_tokens: int
     in_flight: int  # prompts handed off at the same time
-    num_bytes: int  # of all of them
+    num_bytes: int  # of all of them, on all ranks of the reader
     descriptors: int
     gb_per_s: float
     raw_gb_per_s: float
@@ -58,41 +62,45 @@ def measure(
     repeats: int = 15,
     run_blocks: int = 1,
     device: str = "cpu",
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Moves blocks between two processes. `run_blocks`: how many blocks lie next to each other on both sides.
+    """Moves blocks between two groups. `run_blocks`: how many blocks lie next to each other on both sides.
 
-    On "cuda" the holder uses GPU 0 and the reader GPU 1, where there are two. Raises `BenchFailed`.
+    On "cuda" the holder's ranks take the first GPUs and the reader's the next ones, from the first again where there
+    are too few. Raises `BenchFailed`, and `UnevenHeads` for sizes over which the heads cannot be shared out.
     """
     largest = max(-(-length // layout.block_size) for length in num_tokens) * max(in_flight)
     num_blocks = -(-largest // run_blocks) * run_blocks
-    key = ClusterKey.generate()
-    spawn = multiprocessing.get_context("spawn")
-    pipe, theirs = spawn.Pipe()
-    holder = spawn.Process(target=_hold, args=(theirs, key, layout, num_blocks, device), daemon=True)
-    holder.start()
-    reader = None
-    try:
-        reader = _Reader(pipe, key, layout, num_blocks, device)
+    holder = _Seat(
+        side="holder",
+        layout=layout,
+        num_blocks=num_blocks,
+        device=device,
+        first_device=0,
+        key=ClusterKey.generate(),
+        size=prefill_tp,
+    )
+    reader = dataclasses.replace(holder, side="reader", first_device=prefill_tp, size=decode_tp)
+    with _Ranks() as ranks:
+        bench = _Bench(ranks.start(holder), ranks.start(reader))
         rng = random.Random(seed)
-        rows = [reader.row(length, width, repeats, run_blocks, rng) for length in num_tokens for width in in_flight]
+        rows = [bench.row(length, width, repeats, run_blocks, rng) for length in num_tokens for width in in_flight]
         return {
             "device": device,
             "block_bytes": layout.block_bytes,
+            "prefill_tp": prefill_tp,
+            "decode_tp": decode_tp,
             "run_blocks": run_blocks,
             "repeats": repeats,
             "rows": [msgspec.to_builtins(row) for row in rows],
         }
-    finally:
-        if reader is not None:
-            reader.connector.close()
-        holder.kill()
-        holder.join()
 
 
-def run(device: str = "cpu") -> dict[str, Any]:
+def run(device: str = "cpu", prefill_tp: int = 1, decode_tp: int = 1) -> dict[str, Any]:
     """`measure` with its defaults: what `baton bench kv` prints."""
-    return measure(device=device)
+    return measure(device=device, prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -129,9 +137,9 @@ class _Memory:
         """NIXL's memory type and device number."""
         return ("DRAM", 0) if self.device == "cpu" else ("VRAM", int(self.device.partition(":")[2]))
 
-    def block(self, index: int, block_bytes: int) -> bytes:
-        piece = self.owner[index * block_bytes : (index + 1) * block_bytes]
-        return (piece if self.device == "cpu" else piece.cpu().numpy()).tobytes()
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        piece = self.owner[offset : offset + num_bytes]
+        return bytes((piece if self.device == "cpu" else piece.cpu().numpy()).tobytes())
 
 
 def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
@@ -144,58 +152,245 @@ def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
     return agent
 
 
-def _hold(pipe: Connection, key: ClusterKey, layout: KVLayout, num_blocks: int, device: str) -> None:
-    """The holder's process: offers what the reader asks for, and helps raw NIXL along."""
-    num_bytes = num_blocks * layout.block_bytes
-    memory = _Memory.allocate(num_bytes, device, 0, seed=1)
-    region = KVRegion(memory.address, num_blocks, memory.device, layout)
-    connector = TransferConnector(region, engine_id="holder", epoch=1, host="127.0.0.1", key=key)
-    raw = _raw_agent("raw holder", memory, num_bytes)
-    pipe.send((connector.address, raw.get_agent_metadata(), memory.address, memory.nixl))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Seat:
+    """Which rank of which side a process is."""
+
+    side: str
+    layout: KVLayout
+    num_blocks: int
+    device: str
+    first_device: int
+    key: ClusterKey
+    size: int
+    rank: int = 0
+    leader: str = ""  # where rank 0's `CrewSocket` is
+
+    @property
+    def heads(self) -> range:
+        return self.layout.heads_of(self.rank, self.size)
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self.heads) * self.layout.head_bytes
+
+
+class _Raw(msgspec.Struct, frozen=True):
+    """What raw NIXL must know of another agent."""
+
+    metadata: bytes
+    address: int
+    nixl: tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What a rank of the reader takes from one rank of the holder."""
+
+    peer: Any  # NIXL's name for it
+    raw: _Raw
+    piece: Cut
+
+
+class _Rank:
+    """One rank of either side, in its own process: memory, its part in the transfers, and an agent for raw NIXL."""
+
+    def __init__(self, seat: _Seat, tell_address: Callable[[str], None]) -> None:
+        num_bytes = seat.num_blocks * seat.block_bytes
+        self._seat = seat
+        self._memory = _Memory.allocate(num_bytes, seat.device, seat.first_device + seat.rank, seed=seat.first_device)
+        region = KVRegion(
+            self._memory.address, seat.num_blocks, self._memory.device, seat.layout, seat.heads.start, len(seat.heads)
+        )
+        if seat.rank == 0:
+            self._lead(region, tell_address)
+        else:
+            self._member = CrewMember(region, rank=seat.rank, leader=seat.leader, engine_id=seat.side, key=seat.key)
+        self._raw = _raw_agent(f"raw {seat.side} {seat.rank}", self._memory, num_bytes)
+        self._sources: list[_Source] = []
+
+    def _lead(self, region: KVRegion, tell_address: Callable[[str], None]) -> None:
+        seat, crew = self._seat, None
+        if seat.size > 1:
+            crew = CrewSocket(seat.size, "127.0.0.1", seat.key)
+            tell_address(crew.address)
+        self._news = threading.Event()
+        self._connector = TransferConnector(
+            region, engine_id=seat.side, epoch=1, host="127.0.0.1", key=seat.key, wake=self._news.set, crew=crew
+        )
+
+    def idle(self) -> None:
+        """Raw NIXL needs the CPU of whoever is read, over some lanes."""
+        self._raw.get_new_notifs()
+        if self._seat.rank == 0:
+            self._connector.poll()
+
+    def address(self) -> str:
+        return self._connector.address
+
+    def raw(self) -> _Raw:
+        return _Raw(self._raw.get_agent_metadata(), self._memory.address, self._memory.nixl)
+
+    def meet(self, holders: Sequence[_Raw], kept: Sequence[range], address: str) -> None:
+        seat = self._seat
+        for share in shares(seat.rank, seat.heads, kept):
+            holder = holders[share.holder_rank]
+            piece = cut(share.heads, kept[share.holder_rank], seat.heads, seat.layout.head_bytes)
+            self._sources.append(_Source(self._raw.add_remote_agent(holder.metadata), holder, piece))
+        if seat.rank == 0:
+            self._connector.peers_changed([PeerInfo("holder", 1, address, seat.layout.fingerprint)])
+
+    def offer(self, prompts: Sequence[list[int]]) -> list[bytes]:
+        size = self._seat.layout.block_size
+        return [self._connector.offer("bench", 0, blocks, len(blocks) * size).ticket for blocks in prompts]
+
+    def receive(self, tickets: Sequence[bytes], targets: Sequence[list[int]]) -> float:
+        """Seconds until all blocks are here."""
+        begin = time.perf_counter()
+        waiting = {
+            self._connector.receive("bench", 0, ticket, 0, target)
+            for ticket, target in zip(tickets, targets, strict=True)
+        }
+        while waiting:
+            if not self._news.wait(ANSWER_TIMEOUT_S):
+                raise BenchFailed(f"nothing was received within {ANSWER_TIMEOUT_S:g} s")
+            self._news.clear()
+            for event in self._connector.poll():
+                if not isinstance(event, Received):
+                    raise BenchFailed(f"a hand-off failed: {event}")
+                waiting.remove(event.transfer_id)
+        return time.perf_counter() - begin
+
+    def receive_raw(self, prompts: Sequence[Prompt]) -> float:
+        """Seconds until this rank's share of all blocks is here."""
+        ranges = [(source, block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources]
+        begin = time.perf_counter()
+        running = [self._post_raw(source, np.asarray(pieces, dtype=np.int64)) for source, pieces in ranges]
+        for handle, state in running:
+            while state == "PROC":
+                state = self._raw.check_xfer_state(handle)
+            if state != "DONE":
+                raise BenchFailed(f"raw NIXL says {state}")
+        return time.perf_counter() - begin
+
+    def num_descriptors(self, prompts: Sequence[Prompt]) -> int:
+        return sum(len(block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources)
+
+    def heads_of(self, block: int) -> dict[int, bytes]:
+        """What the block holds of each head of this rank."""
+        seat = self._seat
+        held = self._memory.read(block * seat.block_bytes, seat.block_bytes)
+        size = seat.layout.head_bytes
+        return {head: held[place * size : (place + 1) * size] for place, head in enumerate(seat.heads)}
+
+    def _post_raw(self, source: _Source, pieces: np.ndarray) -> tuple[Any, str]:
+        kind, device = self._memory.nixl
+        remote_kind, remote_device = source.raw.nixl
+        local, remote = np.empty(pieces.shape, dtype=np.uint64), np.empty(pieces.shape, dtype=np.uint64)
+        remote[:, 0], remote[:, 1], remote[:, 2] = pieces[:, 0] + source.raw.address, pieces[:, 2], remote_device
+        local[:, 0], local[:, 1], local[:, 2] = pieces[:, 1] + self._memory.address, pieces[:, 2], device
+        ours, theirs = self._raw.get_xfer_descs(local, kind), self._raw.get_xfer_descs(remote, remote_kind)
+        handle = self._raw.initialize_xfer("READ", ours, theirs, source.peer)
+        return handle, self._raw.transfer(handle)
+
+
+def _serve(pipe: Connection, seat: _Seat) -> None:
+    rank = _Rank(seat, pipe.send)
+    pipe.send("ready")
     while True:
         while not pipe.poll(0.001):
-            raw.get_new_notifs()
-            connector.poll()
-        order, value = pipe.recv()
-        if order == "offer":
-            offers = [connector.offer("bench", 0, blocks, len(blocks) * layout.block_size) for blocks in value]
-            pipe.send([offer.ticket for offer in offers])
+            rank.idle()
+        method, arguments = pipe.recv()
+        pipe.send(getattr(rank, method)(*arguments))
+
+
+class _RankProcess:
+    """A `_Rank` elsewhere: `order` and `answer` are the two halves of a call."""
+
+    def __init__(self, seat: _Seat) -> None:
+        self.seat = seat
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(theirs, seat), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        self.order(method, *arguments)
+        return self.answer()
+
+    def order(self, method: str, *arguments: object) -> None:
+        self._pipe.send((method, arguments))
+
+    def answer(self) -> Any:
+        if not self._pipe.poll(ANSWER_TIMEOUT_S):
+            raise BenchFailed(f"rank {self.seat.rank} of the {self.seat.side} did not answer in {ANSWER_TIMEOUT_S:g} s")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise BenchFailed(f"rank {self.seat.rank} of the {self.seat.side} has ended") from None
+
+
+class _Ranks:
+    """All processes of a measurement; none outlives it."""
+
+    def __init__(self) -> None:
+        self._running: list[_RankProcess] = []
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._running:
+            rank.process.kill()
+            rank.process.join()
+
+    def start(self, seat: _Seat) -> list[_RankProcess]:
+        """A group, in the order of its ranks. Raises `UnevenHeads`."""
+        seat.layout.heads_of(0, seat.size)
+        leader = self._start(seat)
+        if seat.size == 1:
+            group = [leader]
         else:
-            pipe.send(memory.block(value, layout.block_bytes))
+            address = leader.answer()
+            others = [dataclasses.replace(seat, rank=rank, leader=address) for rank in range(1, seat.size)]
+            group = [leader, *map(self._start, others)]
+        for rank in group:
+            rank.answer()  # it is ready
+        return group
+
+    def _start(self, seat: _Seat) -> _RankProcess:
+        self._running.append(_RankProcess(seat))
+        return self._running[-1]
 
 
-class _Reader:
-    """The reader's half, in the calling process."""
+class _Bench:
+    """Two groups that have met."""
 
-    def __init__(self, pipe: Connection, key: ClusterKey, layout: KVLayout, num_blocks: int, device: str) -> None:
-        num_bytes = num_blocks * layout.block_bytes
-        self._pipe, self._layout, self._num_blocks = pipe, layout, num_blocks
-        self._memory = _Memory.allocate(num_bytes, device, 1, seed=2)
-        self._news = threading.Event()
-        region = KVRegion(self._memory.address, num_blocks, self._memory.device, layout)
-        settings = TransferSettings()
-        self.connector = TransferConnector(
-            region, engine_id="reader", epoch=2, host="127.0.0.1", key=key, settings=settings, wake=self._news.set
-        )
-        address, metadata, self._remote, self._remote_nixl = self._answer()
-        self._raw = _raw_agent("raw reader", self._memory, num_bytes)
-        self._raw_peer = self._raw.add_remote_agent(metadata)
-        self.connector.peers_changed([PeerInfo("holder", 1, address, layout.fingerprint)])
+    def __init__(self, holders: list[_RankProcess], readers: list[_RankProcess]) -> None:
+        self._holders, self._readers = holders, readers
+        self._layout = holders[0].seat.layout
+        raw = [holder.call("raw") for holder in holders]
+        kept = [holder.seat.heads for holder in holders]
+        for reader in readers:
+            reader.call("meet", raw, kept, holders[0].call("address"))
 
     def row(self, num_tokens: int, in_flight: int, repeats: int, run_blocks: int, rng: random.Random) -> Row:
         count = -(-num_tokens // self._layout.block_size)
-        ours, raw, descriptors = [], [], 0
+        ours: list[float] = []
+        raw: list[float] = []
+        descriptors = 0
         for number in range(repeats + 2):  # the first two warm up
             prompts = [
-                (self._blocks(count, run_blocks, rng, part), self._blocks(count, run_blocks, rng, part))
+                (_blocks(count, run_blocks, rng, part), _blocks(count, run_blocks, rng, part))
                 for part in range(in_flight)
             ]
-            descriptors = sum(len(block_ranges(*prompt, self._layout.block_bytes)) for prompt in prompts)
+            descriptors = sum(reader.call("num_descriptors", prompts) for reader in self._readers)
             turns = [lambda p=prompts: raw.append(self._time_raw(p)), lambda p=prompts: ours.append(self._time_ours(p))]
             for turn in turns if number % 2 else turns[::-1]:
                 turn()
         ours, raw = ours[2:], raw[2:]
-        num_bytes = count * in_flight * self._layout.block_bytes
+        num_bytes = count * in_flight * sum(reader.seat.block_bytes for reader in self._readers)
         return Row(
             num_tokens=num_tokens,
             in_flight=in_flight,
@@ -206,62 +401,31 @@ class _Reader:
             ratio=statistics.median(theirs / mine for theirs, mine in zip(raw, ours, strict=True)),
         )
 
-    def _blocks(self, count: int, run_blocks: int, rng: random.Random, part: int) -> list[int]:
-        """Blocks of one prompt: runs of neighbours in random order, in a part of the memory of its own."""
-        runs = list(range(-(-count // run_blocks)))
-        rng.shuffle(runs)
-        blocks = [run * run_blocks + offset for run in runs for offset in range(run_blocks)]
-        return [part * count + block for block in blocks if block < count]
-
-    def _time_ours(self, prompts: list[tuple[list[int], list[int]]]) -> float:
-        self._pipe.send(("offer", [source for source, _ in prompts]))
-        tickets = self._answer()
-        waiting = set()
-        begin = time.perf_counter()
-        for ticket, (_, target) in zip(tickets, prompts, strict=True):
-            waiting.add(self.connector.receive("bench", 0, ticket, 0, target))
-        while waiting:
-            if not self._news.wait(ANSWER_TIMEOUT_S):
-                raise BenchFailed(f"nothing was received within {ANSWER_TIMEOUT_S:g} s")
-            self._news.clear()
-            for event in self.connector.poll():
-                if not isinstance(event, Received):
-                    raise BenchFailed(f"a hand-off failed: {event}")
-                waiting.remove(event.transfer_id)
-        seconds = time.perf_counter() - begin
+    def _time_ours(self, prompts: list[Prompt]) -> float:
+        tickets = self._holders[0].call("offer", [source for source, _ in prompts])
+        seconds: float = self._readers[0].call("receive", tickets, [target for _, target in prompts])
         self._compare(prompts[-1][0][-1], prompts[-1][1][-1])
         return seconds
 
-    def _time_raw(self, prompts: list[tuple[list[int], list[int]]]) -> float:
-        ranges = [block_ranges(source, target, self._layout.block_bytes) for source, target in prompts]
-        begin = time.perf_counter()
-        running = [self._post_raw(np.asarray(pieces, dtype=np.int64)) for pieces in ranges]
-        for handle, state in running:
-            while state == "PROC":
-                state = self._raw.check_xfer_state(handle)
-            if state != "DONE":
-                raise BenchFailed(f"raw NIXL says {state}")
-        return time.perf_counter() - begin
-
-    def _post_raw(self, pieces: np.ndarray) -> tuple[Any, str]:
-        kind, device = self._memory.nixl
-        remote_kind, remote_device = self._remote_nixl
-        local, remote = np.empty(pieces.shape, dtype=np.uint64), np.empty(pieces.shape, dtype=np.uint64)
-        remote[:, 0], remote[:, 1], remote[:, 2] = pieces[:, 0] + self._remote, pieces[:, 2], remote_device
-        local[:, 0], local[:, 1], local[:, 2] = pieces[:, 1] + self._memory.address, pieces[:, 2], device
-        ours, theirs = self._raw.get_xfer_descs(local, kind), self._raw.get_xfer_descs(remote, remote_kind)
-        handle = self._raw.initialize_xfer("READ", ours, theirs, self._raw_peer)
-        return handle, self._raw.transfer(handle)
+    def _time_raw(self, prompts: list[Prompt]) -> float:
+        for reader in self._readers:
+            reader.order("receive_raw", prompts)
+        return max(reader.answer() for reader in self._readers)
 
     def _compare(self, source: int, target: int) -> None:
-        self._pipe.send(("block", source))
-        if self._answer() != self._memory.block(target, self._layout.block_bytes):
-            raise BenchFailed(f"block {target} holds something else than the holder's block {source}")
+        kept = [holder.call("heads_of", source) for holder in self._holders]
+        for reader in self._readers:
+            for head, found in reader.call("heads_of", target).items():
+                if found not in [heads[head] for heads in kept if head in heads]:
+                    raise BenchFailed(f"block {target} holds something else than the holder's block {source}")
 
-    def _answer(self) -> Any:
-        if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise BenchFailed(f"the holder's process did not answer within {ANSWER_TIMEOUT_S:g} s")
-        return self._pipe.recv()
+
+def _blocks(count: int, run_blocks: int, rng: random.Random, part: int) -> list[int]:
+    """Blocks of one prompt: runs of neighbours in random order, in a part of the memory of its own."""
+    runs = list(range(-(-count // run_blocks)))
+    rng.shuffle(runs)
+    blocks = [run * run_blocks + offset for run in runs for offset in range(run_blocks)]
+    return [part * count + block for block in blocks if block < count]
 
 
 if __name__ == "__main__":

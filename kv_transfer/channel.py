@@ -1,6 +1,7 @@
 """The control channel: small messages between engines.
 
     reader's DEALER, one a peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
+    other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`crew.py`)
 
 Whoever reads connects; answers go back over the connection on which the question came. Messages may be lost when a
 connection breaks: the state machines ask again. A peer that restarts at the same address gets a new connection (its
@@ -53,23 +54,24 @@ class Channel(Protocol):
 class ZmqChannel:
     """A `Channel` over TCP. `wait` and `wake` let the thread that uses it sleep."""
 
-    def __init__(self, host: str, key: ClusterKey | None, port: int = 0) -> None:
-        """Binds `host` at once; port 0 is a free one. Without a key anyone who reaches the port may talk: for tests."""
+    def __init__(self, host: str | None, key: ClusterKey | None, port: int = 0) -> None:
+        """Binds `host` at once (None: it only connects); port 0 is a free one.
+
+        Without a key anyone who reaches the port may talk: for tests.
+        """
         self._key = key
         self._context = zmq.Context()
-        self._server = self._socket(zmq.ROUTER, host)
-        self._server.router_mandatory = True  # a reply to a peer that left is an error, not silence
-        if key is not None:
-            key.secure_server(self._server)
-        bracketed = f"[{host}]" if ":" in host else host
-        self._server.bind(f"tcp://{bracketed}:{port or '*'}")
-        self.address = self._server.getsockopt_string(zmq.LAST_ENDPOINT)
         self._numbers = itertools.count(1)
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        self._poller.register(self._server, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
+        self._server: zmq.Socket[bytes] | None = None
+        self.address = ""
+        if host is not None:
+            self._server = self._bind(host, port)
+            self.address = self._server.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._poller.register(self._server, zmq.POLLIN)
 
     def connect(self, address: str) -> Route:
         dealer = self._dial(address)
@@ -86,6 +88,7 @@ class ZmqChannel:
     def send(self, route: Route, data: bytes) -> bool:
         try:
             if isinstance(route, bytes):
+                assert self._server is not None, "a message came over it"
                 self._server.send_multipart([route, data], zmq.NOBLOCK)
             else:
                 self._dealers[route].send(data, zmq.NOBLOCK)
@@ -97,11 +100,16 @@ class ZmqChannel:
 
     def receive(self) -> list[tuple[Route, bytes]]:
         arrived: list[tuple[Route, bytes]] = []
-        for identity, *frames in _drain(self._server):
-            arrived.append((identity, b"".join(frames)))
+        if self._server is not None:
+            arrived += ((identity, b"".join(frames)) for identity, *frames in _drain(self._server))
         for number, dealer in self._dealers.items():
             arrived += ((number, b"".join(frames)) for frames in _drain(dealer))
         return arrived
+
+    def watch(self, other: ZmqChannel) -> None:
+        """From now on `wait` also returns when a message has come to where `other` is bound."""
+        assert other._server is not None, "only what is bound can be watched"
+        self._poller.register(other._server, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Returns when a message is there, after `wake`, or after the timeout; below 1 ms it sleeps through.
@@ -122,9 +130,19 @@ class ZmqChannel:
     def close(self) -> None:
         for route in list(self._dealers):
             self.disconnect(route)
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         self._context.term()
         os.close(self._wakeup)
+
+    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+        server = self._socket(zmq.ROUTER, host)
+        server.router_mandatory = True  # a reply to a peer that left is an error, not silence
+        if self._key is not None:
+            self._key.secure_server(server)
+        bracketed = f"[{host}]" if ":" in host else host
+        server.bind(f"tcp://{bracketed}:{port or '*'}")
+        return server
 
     def _dial(self, address: str) -> zmq.Socket[bytes]:
         if not address.startswith("tcp://"):

@@ -1,13 +1,13 @@
 """The engine's `KVConnector`: hand-offs over NIXL, in a thread of their own.
 
 step loop ──calls──> queue ──> transfer thread: sockets, NIXL agent, state machines ──events──> poll()
-                                                                                   └──> wake()
+                                  │                                                └──> wake()
+                                  └──orders──> other ranks' CrewMember
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import logging
 import threading
@@ -19,19 +19,19 @@ from baton.engine.core.connector import ConnectorEvent, Offer, TransferId
 from baton.engine.core.layout import KVRegion
 
 from .channel import ZmqChannel
+from .crew import Crew, CrewSocket
 from .curve import ClusterKey
-from .errors import TransferThreadDied, TransportError
+from .errors import RankLost, TransferThreadDied, TransportError
 from .handoff import Handoff, TransferStats
 from .messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
+from .rank_reader import RankReader
 from .settings import PeerInfo, TransferSettings
-from .transports import Transport
-from .transports.nixl import NixlTransport
+from .transports.opening import START_TIMEOUT_S, open_transport
 
 __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0  # for reads that still run, ours and those of our memory
 
 
@@ -52,8 +52,13 @@ class TransferConnector:
         key: ClusterKey | None,
         settings: TransferSettings | None = None,
         wake: Callable[[], None] = lambda: None,
+        crew: CrewSocket | None = None,
     ) -> None:
-        """`host`: the address of this machine that peers reach. Without a `key` anyone may talk: for tests only."""
+        """`host`: the address of this machine that peers reach. Without a `key` anyone may talk: for tests only.
+
+        `crew`: where the other ranks of a tensor-parallel group join, of which this is rank 0; it is closed with the
+        connector. They must all be there before this returns, or it raises `TransportError`.
+        """
         self._me = EngineKey(engine_id, epoch)
         self._region = region
         self._settings = settings or TransferSettings()
@@ -66,7 +71,10 @@ class TransferConnector:
         self._failure: Exception | None = None
         self._closing = threading.Event()
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
+        self._crew_socket = crew
         self._channel = ZmqChannel(host, key)
+        if crew is not None:
+            self._channel.watch(crew.channel)
         self.address = self._channel.address  # this engine's `kv_address`
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="baton-transfer", daemon=True)
@@ -139,6 +147,8 @@ class TransferConnector:
             self._channel.wake()
         self._thread.join()
         self._channel.close()
+        if self._crew_socket is not None:
+            self._crew_socket.close()
 
     def _enqueue(self, command: Callable[[Handoff], None]) -> None:
         with self._gate:
@@ -151,10 +161,8 @@ class TransferConnector:
 
     def _run(self, started: Future[None]) -> None:
         try:
-            transport = self._make_transport()
-            handoff = Handoff(
-                self._me, self._region, self._channel, transport, self._settings, time.monotonic, self._tell
-            )
+            crew = self._make_crew()
+            handoff = Handoff(self._me, self._channel, crew, self._settings, time.monotonic, self._tell)
         except Exception as error:
             started.set_exception(error)
             return
@@ -163,10 +171,13 @@ class TransferConnector:
             while not self._closing.is_set():
                 self._channel.wait(self._round(handoff))
             self._wind_up(handoff)
+        except RankLost as error:
+            logger.error("KV transfers of %s stopped: %s", self._me.engine_id, error)
+            self._die(handoff, error)
         except Exception as error:
             logger.exception("the transfer thread of %s died", self._me.engine_id)
             self._die(handoff, error)
-        transport.close()
+        crew.close()
 
     def _round(self, handoff: Handoff) -> float:
         self._run_commands(handoff)
@@ -198,13 +209,13 @@ class TransferConnector:
         self._failure = error
         self._wake()
 
-    def _make_transport(self) -> Transport:
-        makers = {
-            "nixl": functools.partial(
-                NixlTransport, self._region, f"{self._me.engine_id}:{self._me.epoch}", self._settings.backends
-            )
-        }
-        maker = makers.get(self._settings.transport)
-        if maker is None:
-            raise TransportError(f"no transport {self._settings.transport!r}; there is: {', '.join(makers)}")
-        return maker()
+    def _make_crew(self) -> Crew:
+        transport = open_transport(self._settings, self._region, f"{self._me.engine_id}:{self._me.epoch}")
+        reader = RankReader(0, self._region, transport)
+        if self._crew_socket is None:
+            return Crew(reader)
+        try:
+            return self._crew_socket.gather(reader, time.monotonic)
+        except TransportError:
+            reader.close()
+            raise

@@ -1,44 +1,92 @@
-"""From block ids to byte ranges.
+"""From block ids to byte ranges, between any two ways of sharing out KV heads over ranks.
 
-    holder's blocks   7  8  9  3        one range where both sides ascend together:
-    our blocks        2  3  4  5        [7..9] -> [2..4], [3] -> [5]
+    holder, 2 ranks   [0 1] [2 3]        a reader's rank takes each of its heads from a rank that has it;
+    reader, 4 ranks   [0][1][2][3]       heads of one rank that are neighbours there go together
 
-A block is one contiguous range for all layers and heads (`engine/core/layout.py`): whole blocks need nothing else.
+    holder's blocks   7  8  9  3         where both sides keep the same heads, one range for as many blocks
+    our blocks        2  3  4  5         as ascend together: [7..9] -> [2..4], [3] -> [5]
+
+A rank's share of a block is one contiguous range for all layers (`engine/core/layout.py`), and so is any run of heads
+in it. Heads that are less than the share of either side leave gaps between blocks: one range a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from .errors import TransportError
 from .transports import ByteRange
 
 
-def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], block_bytes: int) -> list[ByteRange]:
-    """One range for each stretch of blocks that are neighbours on both sides, in order."""
+class Share(NamedTuple):
+    """What one rank of the reader takes from one rank of the holder."""
+
+    holder_rank: int
+    heads: range  # of the model
+
+
+class Cut(NamedTuple):
+    """Some heads of a block: where they lie in the holder's share of it and in ours, in bytes."""
+
+    num_bytes: int
+    remote_offset: int
+    remote_block: int  # bytes from one block to the next
+    local_offset: int
+    local_block: int
+
+    @property
+    def whole(self) -> bool:
+        """Nothing lies between these heads of one block and of the next."""
+        return self.num_bytes == self.remote_block == self.local_block
+
+
+def shares(rank: int, heads: range, holders: Sequence[range]) -> list[Share]:
+    """From which ranks of the holder, which keep these heads each, rank `rank` of the reader takes its own `heads`.
+
+    Every head once. Readers take turns at ranks that keep the same head. Raises `TransportError` for a head that nobody
+    keeps.
+    """
+    found: list[Share] = []
+    for head in heads:
+        having = [number for number, kept in enumerate(holders) if head in kept]
+        if not having:
+            raise TransportError(f"KV head {head} is on none of the holder's {len(holders)} ranks")
+        source = having[rank % len(having)]
+        if found and found[-1].holder_rank == source:
+            found[-1] = Share(source, range(found[-1].heads.start, head + 1))
+        else:
+            found.append(Share(source, range(head, head + 1)))
+    return found
+
+
+def cut(heads: range, remote: range, local: range, head_bytes: int) -> Cut:
+    """`heads`, out of blocks of which the holder's rank keeps the heads `remote` and ours the heads `local`."""
+    return Cut(
+        num_bytes=len(heads) * head_bytes,
+        remote_offset=(heads.start - remote.start) * head_bytes,
+        remote_block=len(remote) * head_bytes,
+        local_offset=(heads.start - local.start) * head_bytes,
+        local_block=len(local) * head_bytes,
+    )
+
+
+def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piece: Cut) -> list[ByteRange]:
+    """As few ranges as possible, in order: one for each stretch of whole blocks that are neighbours on both sides."""
     ranges: list[ByteRange] = []
     start = 0
     for index in range(1, len(source_blocks) + 1):
-        if index == len(source_blocks) or not _neighbours(source_blocks, local_blocks, index):
-            num_bytes = (index - start) * block_bytes
-            ranges.append(ByteRange(source_blocks[start] * block_bytes, local_blocks[start] * block_bytes, num_bytes))
-            start = index
+        if piece.whole and index < len(source_blocks) and _neighbours(source_blocks, local_blocks, index):
+            continue
+        ranges.append(
+            ByteRange(
+                source_blocks[start] * piece.remote_block + piece.remote_offset,
+                local_blocks[start] * piece.local_block + piece.local_offset,
+                (index - start) * piece.num_bytes,
+            )
+        )
+        start = index
     return ranges
-
-
-def batches(ranges: Sequence[ByteRange], max_bytes: int) -> Iterator[list[ByteRange]]:
-    """The same ranges in batches of at most `max_bytes`; a longer range is cut."""
-    batch: list[ByteRange] = []
-    room = max_bytes
-    for remote, local, left in ranges:
-        while left:
-            piece = min(left, room)
-            batch.append(ByteRange(remote, local, piece))
-            remote, local, left, room = remote + piece, local + piece, left - piece, room - piece
-            if room == 0:
-                yield batch
-                batch, room = [], max_bytes
-    if batch:
-        yield batch
 
 
 def _neighbours(source_blocks: Sequence[int], local_blocks: Sequence[int], index: int) -> bool:

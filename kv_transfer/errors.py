@@ -15,6 +15,10 @@ class TransportError(TransferError):
     """The transport refused: memory that cannot be registered, a peer that cannot be reached, a read that failed."""
 
 
+class RankLost(TransferError):
+    """Another rank of our group ended, or does not answer: what it was to read will not come, and the group is over."""
+
+
 class TransferThreadDied(TransferError):
     """The transfer thread met an error of our own making (its cause is chained): the process should be replaced."""
 

@@ -1,4 +1,4 @@
-"""One engine's side of all its hand-offs: the state machines, wired to a channel and a transport.
+"""One engine's side of all its hand-offs: the state machines, wired to a channel and to the ranks that read.
 
     engine's calls ─┐                                   ┌─> messages to peers
     messages ───────┼─> LeaseTable, ReceiveTable ─> actions ─> reads of peers' memory
@@ -23,11 +23,10 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
-from baton.engine.core.layout import KVRegion
 
 from .actions import Action, Emit, SendToHolder, SendToReader, StartRead, StopRead
 from .channel import Channel, Route
-from .descriptors import block_ranges
+from .crew import Crew
 from .errors import MalformedMessage, TransportError
 from .leases import LeaseTable
 from .messages import (
@@ -48,18 +47,14 @@ from .messages import (
     decode,
     encode,
 )
+from .pacing import POLL_IDLE_S, pause_s
 from .peers import Myself, Peers, PeerStatus
 from .pulls import PullEvent, PullOutcome, Pulls
 from .receives import ReceiveTable
 from .settings import PeerInfo, TransferSettings
-from .transports import Transport
 
 logger = logging.getLogger(__name__)
 
-POLL_READS_S = 1e-4  # while reads run: their state is only known by asking ...
-POLL_READS_SHARE = 0.1  # ... and sooner while they are young: at intervals of this share of their age
-POLL_SERVING_S = 1e-3  # while someone may read us: some lanes need our CPU
-POLL_IDLE_S = 60.0
 SERVE_AFTER_HELLO_S = 2.0  # a peer that greets reads a little at once
 MAX_READER_ROUTES = 4096
 
@@ -83,14 +78,16 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handoff:
-    """Offers, receives and peers of one engine. One thread calls it; `emit` gets events in their order."""
+    """Offers, receives and peers of one engine. One thread calls it; `emit` gets events in their order.
+
+    `crew` moves the blocks, on all ranks of the engine's group. Calls raise `RankLost` when one of those is gone.
+    """
 
     def __init__(
         self,
         me: EngineKey,
-        region: KVRegion,
         channel: Channel,
-        transport: Transport,
+        crew: Crew,
         settings: TransferSettings,
         clock: Callable[[], float],
         emit: Callable[[ConnectorEvent], None],
@@ -98,15 +95,13 @@ class Handoff:
         self.me = me
         self.leases = LeaseTable(me, settings.lease_s)
         self.receives = ReceiveTable(me, settings.patience)
-        self._layout = region.layout
-        self._num_blocks = region.num_blocks
-        self._fingerprint = region.layout.fingerprint
+        self._fingerprint = crew.layout.fingerprint
         self._channel = channel
-        self._transport = transport
+        self._crew = crew
         self._clock = clock
         self._emit_event = emit
-        self._peers = Peers(Myself(me, self._fingerprint), channel, transport, settings.retry_s)
-        self._pulls = Pulls(transport, settings.batch_bytes, settings.reads_in_flight)
+        self._peers = Peers(Myself(me, self._fingerprint), channel, crew, settings.retry_s)
+        self._pulls = Pulls(crew, settings.batch_bytes, settings.reads_in_flight)
         self._reader_routes: dict[EngineKey, Route] = {}
         self._started_at: dict[TransferId, float] = {}
         self._serve_until = 0.0
@@ -157,6 +152,7 @@ class Handoff:
 
     def pump(self) -> float:
         """One round of everything. Returns after how many seconds to call again, unless a message or a call comes."""
+        self._crew.pump()
         for event in self._pulls.poll():  # first: the engine's last calls may have asked for reads
             self._on_pull(event)
         arrived = self._channel.receive()
@@ -169,7 +165,7 @@ class Handoff:
         self._perform(self.receives.tick(now))
         self._peers.forget_idle(self.receives.waits_for)
         if self._serving(now):
-            self._transport.progress()
+            self._crew.progress()
         return self._pause(now)
 
     def abandon(self, reason: str) -> None:
@@ -179,7 +175,7 @@ class Handoff:
 
     @property
     def any_access(self) -> bool:
-        """The transport may still write into our blocks, or a peer with our promise may still read them."""
+        """A rank's transport may still write into our blocks, or a peer with our promise may still read them."""
         return len(self._pulls) > 0 or self.leases.any_granted
 
     def stats(self) -> TransferStats:
@@ -190,8 +186,8 @@ class Handoff:
             blocks_held=self.leases.num_blocks,
             receives_active=len(self.receives),
             blocks_quarantined=self.receives.num_quarantined_blocks,
-            bytes_read=self._pulls.num_bytes,
-            descriptors_read=self._pulls.num_descriptors,
+            bytes_read=self._crew.num_bytes,
+            descriptors_read=self._crew.num_descriptors,
             receive_seconds=self._receive_seconds,
             messages_stale=self.leases.stale_messages + self.receives.stale_messages + self._stale_greetings,
             messages_malformed=self._malformed,
@@ -227,15 +223,15 @@ class Handoff:
             self._send(route, Unwelcome(hello.to, hello.sender, reason))
             return
         self._serve_until = max(self._serve_until, now + SERVE_AFTER_HELLO_S)
-        self._send(route, Welcome(self.me, hello.sender, self._transport.metadata()))
+        self._send(route, Welcome(self.me, hello.sender, self._crew.metadata()))
 
     def _objection(self, hello: Hello) -> str:
         if hello.to != self.me:
             return f"engine {hello.to.engine_id} (epoch {hello.to.epoch}) is gone; here is {self.me.engine_id}"
         if hello.fingerprint != self._fingerprint:
             return f"its KV layout is {self._fingerprint}, the reader's is {hello.fingerprint}"
-        if hello.transport != self._transport.name:
-            return f"its transport is {self._transport.name}, the reader's is {hello.transport}"
+        if hello.transport != self._crew.transport_name:
+            return f"its transport is {self._crew.transport_name}, the reader's is {hello.transport}"
         return ""
 
     def _on_unwelcome(self, route: Route, message: Unwelcome) -> None:
@@ -286,8 +282,7 @@ class Handoff:
         peer = self._peers.get(known.ticket.lease.holder)
         assert peer is not None, "a read starts when its peer is ready"
         assert peer.memory is not None, "a read starts when its peer is ready"
-        ranges = block_ranges(known.source_blocks, known.block_ids, self._layout.block_bytes)
-        self._pulls.start(receive, peer.memory, ranges)
+        self._pulls.start(receive, peer.memory, known.source_blocks, known.block_ids)
         self._read_started_at = self._clock()
 
     def _send(self, route: Route | None, message: Message) -> None:
@@ -306,17 +301,19 @@ class Handoff:
         """Raises `MalformedMessage` for a ticket that this engine cannot use for these blocks."""
         if ticket.fingerprint != self._fingerprint:
             raise MalformedMessage(f"the ticket's KV layout is {ticket.fingerprint}, this engine's {self._fingerprint}")
-        if ticket.transport != self._transport.name:
-            raise MalformedMessage(f"the ticket is for transport {ticket.transport}, here is {self._transport.name}")
-        ticket.check_block_size(self._layout.block_size)
+        if ticket.transport != self._crew.transport_name:
+            raise MalformedMessage(
+                f"the ticket is for transport {ticket.transport}, here is {self._crew.transport_name}"
+            )
+        ticket.check_block_size(self._crew.layout.block_size)
         wanted = ticket.num_blocks - first_block
         if first_block < 0 or wanted != len(block_ids):
             raise MalformedMessage(
                 f"the ticket offers {ticket.num_blocks} blocks; from block {first_block} on that is {wanted},"
                 f" but {len(block_ids)} are to be filled"
             )
-        if any(not 0 <= block < self._num_blocks for block in block_ids):
-            raise MalformedMessage(f"a block to be filled is outside this engine's {self._num_blocks}")
+        if any(not 0 <= block < self._crew.num_blocks for block in block_ids):
+            raise MalformedMessage(f"a block to be filled is outside this engine's {self._crew.num_blocks}")
         return ticket
 
     def _refuse(self, receive: TransferId, reason: str) -> None:
@@ -328,11 +325,13 @@ class Handoff:
         return now < self._serve_until or self.leases.any_granted
 
     def _pause(self, now: float) -> float:
-        if self._pulls:
-            return min(POLL_READS_S, POLL_READS_SHARE * (now - self._read_started_at))
-        if self._peers.any_warming:
-            return POLL_READS_S
-        if self._serving(now):
-            return POLL_SERVING_S
+        soon = pause_s(
+            now,
+            self._read_started_at if self._pulls else None,
+            warming=self._peers.any_warming,
+            serving=self._serving(now),
+        )
+        if soon is not None:
+            return soon
         due = (self.leases.next_expiry, self.receives.next_deadline, self._peers.next_greeting)
         return max(0.0, min((at - now for at in due if at is not None), default=POLL_IDLE_S))

@@ -32,12 +32,13 @@ T = TypeVar("T")
 TICKET_VERSION = 1
 MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
 MAX_METADATA_BYTES = 1 << 20
+MAX_REASON_CHARS = 4096
 
 Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Seconds = Annotated[float, Meta(gt=0, le=86400.0)]
-Reason = Annotated[str, Meta(max_length=4096)]
+Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 class EngineKey(msgspec.Struct, frozen=True, array_like=True):

@@ -14,10 +14,11 @@ import logging
 from collections.abc import Callable, Collection
 
 from .channel import Channel, Route
+from .crew import Crew
 from .errors import TransferError, TransportError
 from .messages import EngineKey, Hello, Unwelcome, Welcome, encode
 from .settings import PeerInfo
-from .transports import PeerHandle, PeerState, Transport
+from .transports import PeerHandle, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,10 @@ class Myself:
 class Peers:
     """All peers of one engine. Times are seconds on the caller's clock."""
 
-    def __init__(self, me: Myself, channel: Channel, transport: Transport, retry_s: float) -> None:
+    def __init__(self, me: Myself, channel: Channel, crew: Crew, retry_s: float) -> None:
         self._me = me
         self._channel = channel
-        self._transport = transport
+        self._crew = crew
         self._retry_s = retry_s
         self._peers: dict[EngineKey, Peer] = {}
         self._retired: dict[PeerHandle, EngineKey] = {}  # forgotten by the transport once no read of it is left
@@ -113,7 +114,7 @@ class Peers:
         peer = self._peers.get(key)
         if peer is None or peer.memory is None:
             return
-        if self._transport.peer_state(peer.memory) is PeerState.BROKEN:
+        if self._crew.peer_state(peer.memory) is PeerState.BROKEN:
             self._retire(peer)
             peer.status, peer.greet_at = PeerStatus.GREETING, now
 
@@ -123,7 +124,7 @@ class Peers:
         if peer is None:
             return False
         try:
-            peer.memory = self._transport.add_peer(message.metadata)
+            peer.memory = self._crew.add_peer(message.metadata)
         except TransferError as error:
             logger.warning("cannot reach the memory of %s: %s", peer.key.engine_id, error)
             self._again_later(peer, now)
@@ -143,7 +144,7 @@ class Peers:
         """Lets go of memories that have no `reads` left, greets and warms. Returns the peers that became ready."""
         for memory in [memory for memory in self._retired if not reads(memory)]:
             del self._retired[memory]
-            self._transport.remove_peer(memory)
+            self._crew.remove_peer(memory)
         ready = []
         for peer in self._peers.values():
             if self._may_be_greeted(peer) and now >= peer.greet_at:
@@ -172,7 +173,7 @@ class Peers:
         return peer if expected and message.to == self._me.key else None
 
     def _greet(self, peer: Peer, now: float) -> None:
-        hello = Hello(self._me.key, peer.key, self._me.fingerprint, self._transport.name)
+        hello = Hello(self._me.key, peer.key, self._me.fingerprint, self._crew.transport_name)
         self._channel.send(peer.route, encode(hello))
         self._again_later(peer, now)
 
@@ -182,7 +183,7 @@ class Peers:
 
     def _warm(self, peer: Peer, now: float) -> bool:
         assert peer.memory is not None
-        state = self._transport.peer_state(peer.memory)
+        state = self._crew.peer_state(peer.memory)
         if state is PeerState.CONNECTED:
             peer.status, peer.greet_pause_s = PeerStatus.READY, self._retry_s
             logger.info("connected to %s at %s", peer.key.engine_id, peer.address)

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
 
-from .descriptors import batches
-from .errors import TransportError
-from .transports import ByteRange, PeerHandle, ReadHandle, ReadState, Transport
+from .crew import Crew
+from .transports import PeerHandle, ReadHandle, ReadState
 
 
 class PullOutcome(enum.Enum):
@@ -27,26 +26,29 @@ class PullEvent(NamedTuple):
     reason: str = ""
 
 
+class _Batch(NamedTuple):
+    source_blocks: Sequence[int]
+    blocks: Sequence[int]
+
+
 @dataclasses.dataclass(slots=True)
 class _Pull:
     receive: TransferId
     peer: PeerHandle
-    waiting: collections.deque[list[ByteRange]]
+    waiting: collections.deque[_Batch]
     running: list[ReadHandle] = dataclasses.field(default_factory=list)
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
     ended_early: bool = False  # stopped or failed: no further batch
 
 
 class Pulls:
-    """The transport's reads on behalf of receives."""
+    """The crew's reads on behalf of receives, of `batch_bytes` a rank at most where that holds a block."""
 
-    def __init__(self, transport: Transport, batch_bytes: int, reads_in_flight: int) -> None:
-        self._transport = transport
-        self._batch_bytes = batch_bytes
+    def __init__(self, crew: Crew, batch_bytes: int, reads_in_flight: int) -> None:
+        self._crew = crew
+        self._batch_blocks = max(1, batch_bytes // crew.block_bytes)
         self._reads_in_flight = reads_in_flight
         self._pulls: dict[TransferId, _Pull] = {}
-        self.num_bytes = 0  # asked of the transport since the start
-        self.num_descriptors = 0
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -54,8 +56,10 @@ class Pulls:
     def uses(self, peer: PeerHandle) -> bool:
         return any(pull.peer == peer for pull in self._pulls.values())
 
-    def start(self, receive: TransferId, peer: PeerHandle, ranges: Sequence[ByteRange]) -> None:
-        waiting = collections.deque(batches(ranges, self._batch_bytes))
+    def start(self, receive: TransferId, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        size = self._batch_blocks
+        starts = range(0, len(blocks), size)
+        waiting = collections.deque(_Batch(source_blocks[at : at + size], blocks[at : at + size]) for at in starts)
         self._pulls[receive] = _Pull(receive, peer, waiting)
 
     def stop(self, receive: TransferId) -> None:
@@ -71,12 +75,13 @@ class Pulls:
 
     def _advance(self, pull: _Pull) -> list[PullEvent]:
         events: list[PullEvent] = []
-        reason = "" if pull.ended_early else self._start_batches(pull)
-        reason = self._settle(pull) or reason
+        if not pull.ended_early:
+            self._start_batches(pull)
+        reason = self._settle(pull)
         if reason and not pull.ended_early:
             pull.ended_early = True
             events.append(PullEvent(pull.receive, PullOutcome.FAILED, reason))
-        pull.releasing = [read for read in pull.releasing if not self._transport.release(read)]
+        pull.releasing = [read for read in pull.releasing if not self._crew.release(read)]
         if not pull.running and not pull.releasing and (pull.ended_early or not pull.waiting):
             del self._pulls[pull.receive]
             outcome = PullOutcome.RELEASED if pull.ended_early else PullOutcome.FINISHED
@@ -87,22 +92,16 @@ class Pulls:
         """Moves ended reads to `releasing`. Returns why one failed, or nothing."""
         reason = ""
         for read in list(pull.running):
-            state = self._transport.poll(read)
+            state = self._crew.poll(read)
             if state is ReadState.RUNNING:
                 continue
             pull.running.remove(read)
             pull.releasing.append(read)
             if state is ReadState.FAILED:
-                reason = "the transport lost the connection to the peer's memory"
+                reason = self._crew.reason(read)
         return reason
 
-    def _start_batches(self, pull: _Pull) -> str:
+    def _start_batches(self, pull: _Pull) -> None:
         while pull.waiting and len(pull.running) < self._reads_in_flight:
             batch = pull.waiting.popleft()
-            try:
-                pull.running.append(self._transport.read(pull.peer, batch))
-            except TransportError as error:
-                return str(error)
-            self.num_bytes += sum(piece.num_bytes for piece in batch)
-            self.num_descriptors += len(batch)
-        return ""
+            pull.running.append(self._crew.read(pull.peer, batch.source_blocks, batch.blocks))

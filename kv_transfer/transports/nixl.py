@@ -95,7 +95,7 @@ class NixlTransport:
             raise TransportError(f"NIXL has no backend {', '.join(missing)} here; available: {available}")
         self._backends = list(backends)
         self._address = region.address
-        self._num_bytes = region.num_blocks * region.layout.block_bytes
+        self._num_bytes = region.num_bytes
         self._scratch = _scratch(region.device)
         self._registered = [
             self._register(region.address, self._num_bytes),

@@ -1,13 +1,16 @@
-"""An engine's transfer half in a process of its own: memory, a connector over NIXL, and a pipe for orders."""
+"""An engine's transfer half in processes of its own, one a rank: memory, NIXL, and a pipe for orders."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import multiprocessing
 import multiprocessing.connection
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
@@ -15,35 +18,83 @@ import numpy as np
 from baton.engine.core.connector import ConnectorEvent, Offer
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
+from baton.kv_transfer.crew import CrewSocket
+from baton.kv_transfer.crew_member import CrewMember
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.errors import TransferThreadDied
 
 START_S = 60.0
+SPAWNING = multiprocessing.get_context("spawn")
+FORKING = multiprocessing.get_context("forkserver")  # quick: the large imports are made once, for all processes
+FORKING.set_forkserver_preload(["torch", "numpy", "baton.engine.build", "baton.kv_transfer.connector"])
+DEFAULT_SETTINGS = TransferSettings()
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Which part of an engine a process is."""
+
+    name: str
+    layout: KVLayout
+    key: ClusterKey
+    epoch: int = 1
+    num_blocks: int = 32
+    settings: TransferSettings = DEFAULT_SETTINGS
+    rank: int = 0
+    size: int = 1
+    leader: str = ""  # the address of rank 0's `CrewSocket`
+    environ: tuple[tuple[str, str], ...] = ()
 
 
 class Child:
-    """What runs in the process. Every public method is an order."""
+    """What runs in each process. Every public method is an order."""
 
-    def __init__(
-        self, name: str, epoch: int, key: ClusterKey, layout: KVLayout, num_blocks: int, settings: TransferSettings
-    ) -> None:
-        self.memory = np.zeros((num_blocks, layout.block_bytes), dtype=np.uint8)
-        self.layout = layout
-        self.news = threading.Event()
-        region = KVRegion(self.memory.ctypes.data, num_blocks, "cpu", layout)
-        self.connector = TransferConnector(
-            region, engine_id=name, epoch=epoch, host="127.0.0.1", key=key, settings=settings, wake=self.news.set
+    def __init__(self, seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
+        self.layout, self.heads = seat.layout, seat.layout.heads_of(seat.rank, seat.size)
+        self.memory = np.zeros((seat.num_blocks, len(self.heads), self.layout.head_bytes), dtype=np.uint8)
+        region = KVRegion(
+            self.memory.ctypes.data, seat.num_blocks, "cpu", self.layout, self.heads.start, len(self.heads)
         )
-        self.info = PeerInfo(name, epoch, self.connector.address, layout.fingerprint)
+        self.info: PeerInfo | None = None
+        if seat.rank == 0:
+            self._lead(seat, region, pipe)
+        else:
+            self.member = CrewMember(
+                region,
+                rank=seat.rank,
+                leader=seat.leader,
+                engine_id=seat.name,
+                key=seat.key,
+                settings=seat.settings,
+            )
 
-    def who(self) -> PeerInfo:
-        return self.info
+    def _lead(self, seat: Seat, region: KVRegion, pipe: multiprocessing.connection.Connection) -> None:
+        crew = None
+        if seat.size > 1:
+            crew = CrewSocket(seat.size, "127.0.0.1", seat.key)
+            pipe.send(crew.address)
+        self.news = threading.Event()
+        self.connector = TransferConnector(
+            region,
+            engine_id=seat.name,
+            epoch=seat.epoch,
+            host="127.0.0.1",
+            key=seat.key,
+            settings=seat.settings,
+            wake=self.news.set,
+            crew=crew,
+        )
+        self.info = PeerInfo(seat.name, seat.epoch, self.connector.address, self.layout.fingerprint)
 
     def fill(self, seed: int) -> None:
+        """The same bytes for a head, wherever it is."""
+        shape = (len(self.memory), self.layout.num_kv_heads, self.layout.head_bytes)
         rng = np.random.default_rng(seed)
-        self.memory[:] = rng.integers(0, 256, self.memory.shape, dtype=np.uint8)
+        self.memory[:] = rng.integers(0, 256, shape, dtype=np.uint8)[:, self.heads.start : self.heads.stop]
 
-    def content(self, blocks: Sequence[int]) -> bytes:
-        return self.memory[list(blocks)].tobytes()
+    def share(self, blocks: Sequence[int]) -> tuple[range, np.ndarray]:
+        """This rank's heads, and what the blocks hold of them: [block, head, byte]."""
+        return self.heads, self.memory[list(blocks)]
 
     def offer(self, request_id: str, blocks: Sequence[int]) -> Offer:
         return self.connector.offer(request_id, 0, blocks, len(blocks) * self.layout.block_size)
@@ -72,13 +123,25 @@ class Child:
             found += self.connector.poll()
         return found
 
+    def last_words(self, timeout_s: float) -> tuple[list[ConnectorEvent], str]:
+        """What is told until the transfer thread has died, and why it did; no reason where it lives on."""
+        deadline, found = time.monotonic() + timeout_s, []
+        while time.monotonic() < deadline:
+            try:
+                found += self.connector.poll()
+            except TransferThreadDied as error:
+                return found, str(error)
+            time.sleep(0.01)
+        return found, ""
+
     def close(self) -> None:
-        self.connector.close()
+        (self.member if self.info is None else self.connector).close()
 
 
-def _serve(orders: multiprocessing.connection.Connection, *arguments: Any) -> None:
-    child = Child(*arguments)
-    orders.send(child.who())
+def _serve(orders: multiprocessing.connection.Connection, seat: Seat) -> None:
+    os.environ.update(seat.environ)  # UCX reads them when a transport is made
+    child = Child(seat, orders)
+    orders.send(child.info)
     while True:
         method, values = orders.recv()
         orders.send(getattr(child, method)(*values))
@@ -86,35 +149,80 @@ def _serve(orders: multiprocessing.connection.Connection, *arguments: Any) -> No
             return
 
 
-class EngineProcess:
-    """Orders by name: `engine.offer("r", [1, 2])`. Killed on exit, whatever happened."""
+class RankProcess:
+    """Orders by name: `rank.offer("r", [1, 2])`."""
 
-    def __init__(self, name: str, key: ClusterKey, layout: KVLayout, **options: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        settings = options.get("settings", TransferSettings())
-        arguments = (theirs, name, options.get("epoch", 1), key, layout, options.get("num_blocks", 32), settings)
-        self.process = spawn.Process(target=_serve, args=arguments, daemon=True)
+    def __init__(self, seat: Seat, context: BaseContext = SPAWNING) -> None:
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, seat), daemon=True)
         self.process.start()
+        theirs.close()
 
-    @functools.cached_property
-    def info(self) -> PeerInfo:
-        """Waits until the process is up, so that several may start at once."""
-        return self._answer(START_S)
+    def answer(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"the engine process did not answer within {timeout_s} s")
+        return self._pipe.recv()
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        def order(*values: Any) -> Any:
-            assert self.info
-            self._pipe.send((method, values))
-            return self._answer(30.0)
-
-        return order
+    def order(self, method: str, *values: Any) -> Any:
+        self._pipe.send((method, values))
+        return self.answer(30.0)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join(10)
 
-    def _answer(self, timeout_s: float) -> Any:
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError(f"the engine process did not answer within {timeout_s} s")
-        return self._pipe.recv()
+
+class EngineProcess:
+    """Orders to rank 0 by name: `engine.offer("r", [1, 2])`. Killed on exit, whatever happened."""
+
+    def __init__(
+        self,
+        name: str,
+        key: ClusterKey,
+        layout: KVLayout,
+        *,
+        size: int = 1,
+        context: BaseContext = SPAWNING,
+        **options: Any,
+    ) -> None:
+        self.layout, self.size = layout, size
+        seat = Seat(name, layout, key, size=size, **options)
+        self.ranks = [RankProcess(seat, context)]
+        if size > 1:
+            leader = self.ranks[0].answer(START_S)
+            for rank in range(1, size):
+                self.ranks.append(RankProcess(dataclasses.replace(seat, rank=rank, leader=leader), context))
+
+    @functools.cached_property
+    def info(self) -> PeerInfo:
+        """Waits until the processes are up, so that several may start at once."""
+        info, *_ = [rank.answer(START_S) for rank in self.ranks]
+        return info
+
+    def fill(self, seed: int) -> None:
+        assert self.info
+        for rank in self.ranks:
+            rank.order("fill", seed)
+
+    def content(self, blocks: Sequence[int]) -> bytes:
+        """Of all heads. Ranks that keep the same head must agree."""
+        assert self.info
+        heads: dict[int, np.ndarray] = {}
+        for rank in self.ranks:
+            kept, share = rank.order("share", blocks)
+            for place, head in enumerate(kept):
+                assert np.array_equal(heads.setdefault(head, share[:, place]), share[:, place]), (
+                    f"copies of head {head}"
+                )
+        return np.stack([heads[head] for head in sorted(heads)], axis=1).tobytes()
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def order(*values: Any) -> Any:
+            assert self.info
+            return self.ranks[0].order(method, *values)
+
+        return order
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()

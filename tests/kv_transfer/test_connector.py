@@ -242,7 +242,7 @@ def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
 @pytest.fixture
 def connector() -> Iterator[TransferConnector]:
     memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
-    region = KVRegion(memory.ctypes.data, 8, "cpu", SMALL)
+    region = KVRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
     connector = TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None, settings=QUICK)
     yield connector
     connector.close()
@@ -308,8 +308,8 @@ def test_the_engine_is_woken_once_for_each_event(connector: TransferConnector, m
 def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[ZmqChannel] = []
     monkeypatch.setattr(ZmqChannel, "close", lambda channel: closed.append(channel))
-    monkeypatch.setattr(TransferConnector, "_make_transport", lambda self: 1 / 0)
-    region = KVRegion(4096, 8, "cpu", SMALL)
+    monkeypatch.setattr(TransferConnector, "_make_crew", lambda self: 1 / 0)
+    region = KVRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
     with pytest.raises(ZeroDivisionError):
         TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
     assert len(closed) == 1
@@ -335,6 +335,6 @@ def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
 
 
 def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> None:
-    region = KVRegion(4096, 8, "tpu:0", SMALL)
+    region = KVRegion(4096, 8, "tpu:0", SMALL, 0, SMALL.num_kv_heads)
     with pytest.raises(TransportError, match="'cpu' and 'cuda:N'"):
         TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)

@@ -1,47 +1,134 @@
-"""Blocks become as few byte ranges as both sides allow, and batches of them lose nothing."""
+"""Blocks become as few byte ranges as both sides allow, and every head of every block goes where it belongs."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv_transfer.descriptors import batches, block_ranges
+from baton.engine.core.layout import KVLayout, UnevenHeads
+from baton.kv_transfer.descriptors import Cut, Share, block_ranges, cut, shares
+from baton.kv_transfer.errors import TransportError
 from baton.kv_transfer.transports import ByteRange
+
+WHOLE = Cut(num_bytes=100, remote_offset=0, remote_block=100, local_offset=0, local_block=100)
+
+
+def a_layout(num_heads: int) -> KVLayout:
+    return KVLayout(
+        model="any", num_layers=1, num_kv_heads=num_heads, head_dim=1, dtype="float8_e4m3fn", num_planes=1, block_size=3
+    )
+
+
+def kept_by(size: int, num_heads: int) -> list[range]:
+    return [a_layout(num_heads).heads_of(rank, size) for rank in range(size)]
 
 
 def test_neighbours_on_both_sides_are_one_range() -> None:
-    assert block_ranges([7, 8, 9, 3], [2, 3, 4, 5], 100) == [ByteRange(700, 200, 300), ByteRange(300, 500, 100)]
+    assert block_ranges([7, 8, 9, 3], [2, 3, 4, 5], WHOLE) == [ByteRange(700, 200, 300), ByteRange(300, 500, 100)]
 
 
 def test_neighbours_on_one_side_only_are_two() -> None:
-    assert len(block_ranges([1, 2], [5, 9], 100)) == len(block_ranges([5, 9], [1, 2], 100)) == 2
+    assert len(block_ranges([1, 2], [5, 9], WHOLE)) == len(block_ranges([5, 9], [1, 2], WHOLE)) == 2
 
 
 def test_descending_blocks_are_not_a_run() -> None:
-    assert len(block_ranges([3, 2, 1], [3, 2, 1], 100)) == 3
+    assert len(block_ranges([3, 2, 1], [3, 2, 1], WHOLE)) == 3
 
 
 def test_no_blocks_are_no_ranges() -> None:
-    assert block_ranges([], [], 100) == []
+    assert block_ranges([], [], WHOLE) == []
 
 
-def test_a_long_range_is_cut_into_batches() -> None:
-    assert list(batches([ByteRange(0, 50, 250)], 100)) == [
-        [ByteRange(0, 50, 100)],
-        [ByteRange(100, 150, 100)],
-        [ByteRange(200, 250, 50)],
+@pytest.mark.parametrize(("remote", "local"), [(range(4), range(2, 4)), (range(2, 4), range(4)), (range(4), range(4))])
+def test_a_part_of_either_sides_share_is_one_range_a_block(remote: range, local: range) -> None:
+    part = cut(range(2, 4), remote, local, 10)
+    assert part.num_bytes == 20
+    ranges = block_ranges([0, 1, 2], [0, 1, 2], part)
+    assert [piece.num_bytes for piece in ranges] == [20, 20, 20]
+    assert [piece.remote for piece in ranges] == [(2 - remote.start) * 10 + len(remote) * 10 * b for b in range(3)]
+    assert [piece.local for piece in ranges] == [(2 - local.start) * 10 + len(local) * 10 * b for b in range(3)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_groups_of_one_size_pair_rank_by_rank(size: int) -> None:
+    kept = kept_by(size, 8)
+    assert [shares(rank, kept[rank], kept) for rank in range(size)] == [[Share(r, kept[r])] for r in range(size)]
+
+
+def test_heads_that_are_neighbours_on_a_rank_go_together() -> None:
+    assert shares(0, range(8), kept_by(2, 8)) == [Share(0, range(4)), Share(1, range(4, 8))]
+    assert shares(1, range(4, 8), kept_by(4, 8)) == [Share(2, range(4, 6)), Share(3, range(6, 8))]
+    assert shares(3, range(6, 8), kept_by(2, 8)) == [Share(1, range(6, 8))]
+
+
+def test_readers_take_turns_at_ranks_that_keep_the_same_head() -> None:
+    latents = kept_by(4, 1)
+    assert [shares(rank, range(1), latents)[0].holder_rank for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [shares(rank, kept_by(8, 2)[rank], kept_by(4, 2))[0].holder_rank for rank in range(8)] == [
+        *(0, 1, 0, 1),
+        *(2, 3, 2, 3),
     ]
 
 
+def test_a_head_that_nobody_keeps_is_named() -> None:
+    with pytest.raises(TransportError, match="KV head 2 is on none of the holder's 1 ranks"):
+        shares(0, range(4), [range(2)])
+
+
+@pytest.mark.parametrize(("heads", "size"), [(8, 3), (2, 3), (6, 4), (5, 2)])
+def test_heads_that_do_not_divide_are_refused(heads: int, size: int) -> None:
+    with pytest.raises(UnevenHeads, match=f"{heads} KV heads cannot be shared out over {size} ranks"):
+        a_layout(heads).heads_of(0, size)
+
+
+@st.composite
+def two_groups(draw: st.DrawFn) -> tuple[int, int, int]:
+    """KV heads of a model, and two numbers of ranks over which they can be shared out."""
+    heads = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12)))
+    sizes = [size for size in range(1, 17) if heads % size == 0 or size % heads == 0]
+    return heads, draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
+
+
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=30),
-    st.integers(1, 9),
-    st.integers(1, 60),
+    two_groups(),
+    st.lists(st.integers(0, 11), max_size=12),
+    st.permutations(range(12)),
 )
-def test_every_byte_goes_where_its_block_goes(pairs: list[tuple[int, int]], block_bytes: int, max_bytes: int) -> None:
-    source, target = [remote for remote, _ in pairs], [local for _, local in pairs]
-    expected = [(r * block_bytes + i, to * block_bytes + i) for r, to in pairs for i in range(block_bytes)]
-    cut = list(batches(block_ranges(source, target, block_bytes), max_bytes))
-    moved = [(p.remote + i, p.local + i) for batch in cut for p in batch for i in range(p.num_bytes)]
-    assert moved == expected
-    assert all(0 < sum(piece.num_bytes for piece in batch) <= max_bytes for batch in cut)
+def test_every_byte_of_every_rank_is_written_once_and_from_the_right_place(
+    groups: tuple[int, int, int], source: list[int], targets: list[int]
+) -> None:
+    num_heads, holder_size, reader_size = groups
+    head_bytes = a_layout(num_heads).head_bytes
+    target = targets[: len(source)]
+    holders, readers = kept_by(holder_size, num_heads), kept_by(reader_size, num_heads)
+    for rank, heads in enumerate(readers):
+        written: dict[int, tuple[int, int, int]] = {}  # offset at the reader: block, head and byte at the holder
+        for share in shares(rank, heads, holders):
+            remote = holders[share.holder_rank]
+            for piece in block_ranges(source, target, cut(share.heads, remote, heads, head_bytes)):
+                assert piece.num_bytes > 0
+                for at in range(piece.num_bytes):
+                    block, inside = divmod(piece.remote + at, len(remote) * head_bytes)
+                    assert piece.local + at not in written
+                    written[piece.local + at] = block, remote[inside // head_bytes], inside % head_bytes
+        assert written == {
+            (to * len(heads) + place) * head_bytes + byte: (block, head, byte)
+            for block, to in zip(source, target, strict=True)
+            for place, head in enumerate(heads)
+            for byte in range(head_bytes)
+        }
+
+
+@given(two_groups(), st.integers(1, 12))
+def test_there_is_one_range_a_rank_for_a_run_and_else_one_a_block(groups: tuple[int, int, int], count: int) -> None:
+    num_heads, holder_size, reader_size = groups
+    holders, readers = kept_by(holder_size, num_heads), kept_by(reader_size, num_heads)
+    blocks = list(range(count))
+    for rank, heads in enumerate(readers):
+        found = shares(rank, heads, holders)
+        assert len(found) == len({head // len(holders[0]) for head in heads})
+        for share in found:
+            remote = holders[share.holder_rank]
+            whole = share.heads == remote == heads
+            assert len(block_ranges(blocks, blocks, cut(share.heads, remote, heads, 8))) == (1 if whole else count)

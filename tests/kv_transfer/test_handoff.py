@@ -8,10 +8,13 @@ import pytest
 
 from baton.engine.core.connector import BlocksReleased, ConnectorEvent, OfferEnded, OfferOutcome, ReceiveFailed
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.crew import Crew
 from baton.kv_transfer.fake_channel import FakeNetwork
-from baton.kv_transfer.handoff import POLL_SERVING_S, Handoff
+from baton.kv_transfer.handoff import Handoff
 from baton.kv_transfer.messages import EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.pacing import POLL_SERVING_S
 from baton.kv_transfer.peers import MAX_GREET_PAUSE_S
+from baton.kv_transfer.rank_reader import RankReader
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 from baton.kv_transfer.transports.fake import FakeFabric
 from baton.kv_transfer.virtual import VirtualClock
@@ -33,8 +36,9 @@ class Engines:
     def engine(self, name: str, layout: KVLayout) -> Handoff:
         transport = self.fabric.attach(name, bytearray(4 * layout.block_bytes))
         channel = self.network.bind(f"tcp://{name}")
-        region = KVRegion(0, 4, "cpu", layout)
-        return Handoff(EngineKey(name, 1), region, channel, transport, SETTINGS, self.clock, self.events.append)
+        region = KVRegion(0, 4, "cpu", layout, 0, layout.num_kv_heads)
+        crew = Crew(RankReader(0, region, transport))
+        return Handoff(EngineKey(name, 1), channel, crew, SETTINGS, self.clock, self.events.append)
 
     def pass_time(self, rounds: int = 20) -> None:
         for _ in range(rounds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,7 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from simulation import LEASE_S, Engine, Violation, World
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
+from baton.kv_transfer import rank_reader
 from baton.kv_transfer.actions import Emit
+from baton.kv_transfer.crew import Crew
+from baton.kv_transfer.crew_member import Follower
+from baton.kv_transfer.descriptors import Share, cut
 from baton.kv_transfer.leases import LeaseTable
 from baton.kv_transfer.receives import ReceiveTable
 
@@ -20,13 +25,17 @@ logging.getLogger("baton.kv_transfer").setLevel(logging.ERROR)  # thousands of r
 PREFILL, DECODE = st.sampled_from(("P0", "P1")), st.sampled_from(("D0", "D1"))
 ANY_ENGINE = st.sampled_from(("P0", "P1", "D0", "D1"))
 
+# Ranks of P0, P1, D0, D1, and how many KV heads they share: halves, quarters, copies of heads, latents.
+ALONE = ((1, 1, 1, 1), 1)
+GROUPS = (((1, 2, 2, 4), 4), ((4, 2, 2, 1), 4), ((2, 4, 4, 2), 2), ((2, 1, 4, 2), 1), ((2, 3, 3, 1), 6))
+
 
 class HandoffMachine(RuleBasedStateMachine):
     """Hypothesis chooses what happens, and with which dice the fakes play."""
 
-    @initialize(seed=st.integers(0, 2**32))
-    def begin(self, seed: int) -> None:
-        self.world = World(seed)
+    @initialize(seed=st.integers(0, 2**32), groups=st.sampled_from((ALONE, *GROUPS)))
+    def begin(self, seed: int, groups: tuple[tuple[int, int, int, int], int]) -> None:
+        self.world = World(seed, *groups)
 
     @rule(prefill=PREFILL, decode=DECODE, num_blocks=st.integers(1, 8), cached=st.integers(0, 8))
     def hand_off(self, prefill: str, decode: str, num_blocks: int, cached: int) -> None:
@@ -61,6 +70,16 @@ class HandoffMachine(RuleBasedStateMachine):
     def stall(self, name: str, seconds: float) -> None:
         self.world.pass_time(seconds, stalled=self.world.engines[name])
 
+    @rule(name=ANY_ENGINE, rank=st.integers(1, 3))
+    def lose_a_rank(self, name: str, rank: int) -> None:
+        ranks = self.world.engines[name].ranks
+        if rank < len(ranks):
+            ranks[rank].die(self.world)
+
+    @rule(name=ANY_ENGINE, rank=st.integers(1, 3), seconds=st.sampled_from((2.0, LEASE_S)))
+    def stall_a_rank(self, name: str, rank: int, seconds: float) -> None:
+        self.world.pass_time(seconds, stalled=self.world.engines[name], rank=rank)
+
     @rule(name=ANY_ENGINE)
     def restart_unnoticed(self, name: str) -> None:
         self.world.restart(name)
@@ -94,28 +113,33 @@ def take_steps(world: World, steps: int) -> None:
         world.step()
 
 
-def simulate(seeds: range, steps: int = 60) -> None:
+def simulate(seeds: range, sizes: tuple[int, int, int, int], num_heads: int, steps: int = 60) -> None:
     for seed in seeds:
-        world = World(seed)
+        world = World(seed, sizes, num_heads)
         take_steps(world, steps)
         world.come_to_rest()
 
 
-def test_nothing_is_lost_or_mixed_up_in_random_runs() -> None:
-    simulate(range(15))
+@pytest.mark.parametrize(("sizes", "num_heads"), [ALONE, *GROUPS])
+def test_nothing_is_lost_or_mixed_up_in_random_runs(sizes: tuple[int, int, int, int], num_heads: int) -> None:
+    simulate(range(15), sizes, num_heads)
 
 
-def test_the_runs_reach_every_end_of_a_hand_off() -> None:
+@pytest.mark.parametrize(("sizes", "num_heads"), [ALONE, *GROUPS])
+def test_the_runs_reach_every_end_of_a_hand_off(sizes: tuple[int, int, int, int], num_heads: int) -> None:
     """Otherwise the tests above would prove little."""
     offers: set[str] = set()
     receives: set[str] = set()
+    ranks_missed = 0
     for seed in range(40):
-        world = World(seed)
+        world = World(seed, sizes, num_heads)
         for _ in range(60):
             world.step()
             for engine in world.engines.values():
                 offers |= engine.handoff.stats().offers.keys()
                 receives |= engine.handoff.stats().receives.keys()
+        ranks_missed += world.ranks_missed
+    assert (ranks_missed > 0) == (max(sizes) > 1)
     assert offers == {outcome.value for outcome in OfferOutcome}
     assert receives >= {"received", "refused", "withdrawn", "expired", "failed", "lost", "cancelled"}
 
@@ -205,7 +229,53 @@ BUGS = [
 def test_a_planted_bug_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation):
-        simulate(range(200))
+        simulate(range(200), *ALONE)
+
+
+# ---------------------------------------------------------------------- planted bugs of groups
+
+
+def commit_when_rank_0_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Crew, "poll", lambda self, read: self._own.poll(read))
+
+
+def release_what_only_rank_0_has_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Crew, "release", lambda self, read: self._own.release(read))
+
+
+def report_a_read_as_released_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Follower._report
+    at_once = lambda self, read, state, reason, *, released: report(self, read, state, reason, released=True)  # noqa: E731
+    monkeypatch.setattr(Follower, "_report", at_once)
+
+
+def take_the_holders_first_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        rank_reader, "cut", lambda heads, remote, local, size: cut(heads, remote, local, size)._replace(remote_offset=0)
+    )
+
+
+def read_as_if_both_sides_had_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def same_rank(rank: int, heads: range, holders: Sequence[range]) -> list[Share]:
+        return [Share(rank % len(holders), heads)]
+
+    monkeypatch.setattr(rank_reader, "shares", same_rank)
+
+
+GROUP_BUGS = [
+    commit_when_rank_0_is_done,
+    release_what_only_rank_0_has_let_go,
+    report_a_read_as_released_when_it_failed,
+    take_the_holders_first_heads,
+    read_as_if_both_sides_had_as_many_ranks,
+]
+
+
+@pytest.mark.parametrize("plant", GROUP_BUGS, ids=lambda bug: bug.__name__)
+def test_a_bug_planted_in_a_group_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation):
+        simulate(range(100), *GROUPS[0])
 
 
 def test_corruption_in_transit_is_caught() -> None:
@@ -220,4 +290,4 @@ def test_a_block_written_after_it_was_freed_is_caught() -> None:
     world = World(0)
     engine: Engine = world.engines["D0"]
     with pytest.raises(Violation, match="written after it was freed"):
-        world.fabric.on_write(engine.agent, 0, 8)
+        world.fabric.on_write(engine.ranks[0].agent, 0, 8)

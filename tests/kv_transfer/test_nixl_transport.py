@@ -22,7 +22,7 @@ End = tuple[NixlTransport, np.ndarray]
 
 def an_end(name: str) -> End:
     memory = np.full((NUM_BLOCKS, LAYOUT.block_bytes), ord(name[0]), dtype=np.uint8)
-    return NixlTransport(KVRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT), name), memory
+    return NixlTransport(KVRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads), name), memory
 
 
 @pytest.fixture
@@ -97,4 +97,6 @@ def test_metadata_that_are_none_are_refused(metadata: bytes, ends: tuple[End, En
 def test_a_backend_that_is_missing_is_named() -> None:
     memory = np.zeros(LAYOUT.block_bytes, dtype=np.uint8)
     with pytest.raises(TransportError, match=r"no backend CARRIER_PIGEON here; available: .*UCX"):
-        NixlTransport(KVRegion(memory.ctypes.data, 1, "cpu", LAYOUT), "agent", ["UCX", "CARRIER_PIGEON"])
+        NixlTransport(
+            KVRegion(memory.ctypes.data, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads), "agent", ["UCX", "CARRIER_PIGEON"]
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.core.layout import KVLayout
+from baton.engine.core.layout import KVLayout, UnevenHeads
 from baton.kv_transfer.bench import measure, table
 
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
@@ -18,3 +18,18 @@ def test_it_measures_the_connector_beside_raw_nixl() -> None:
     assert short["descriptors"] == 2  # two prompts of one run of two blocks each
     assert all(row["gb_per_s"] > 0 and row["raw_gb_per_s"] > 0 and row["ratio"] > 0 for row in result["rows"])
     assert len(table(result).splitlines()) == 3
+
+
+@pytest.mark.timeout(90)
+def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
+    (row,) = measure(LAYOUT, num_tokens=(64,), in_flight=(1,), repeats=2, run_blocks=4, prefill_tp=1, decode_tp=2)[
+        "rows"
+    ]
+    assert row["num_bytes"] == 4 * LAYOUT.block_bytes
+    assert row["descriptors"] == 2 * 4  # half of each block for each rank of the reader
+    assert row["gb_per_s"] > 0
+
+
+def test_sizes_over_which_heads_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(UnevenHeads, match="2 KV heads cannot be shared out over 3 ranks"):
+        measure(LAYOUT, prefill_tp=3)

@@ -1,0 +1,310 @@
+"""All ranks of one group as one reader of blocks.
+
+    Handoff ──> Crew ──┬──> RankReader                       rank 0's own
+                       ├──> RemoteRank ──orders, reports──   rank 1: CrewMember ──> RankReader
+                       └──> ...
+
+Rank 0 keeps the protocol with other engines. A block has the same id on every rank; each rank reads its own heads of
+it. A peer is connected, a read is done, when it is so on every rank; it is broken, failed, when it is so on any; a read
+is released, and its blocks can be used again, when nothing can write on any rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+from baton.engine.core.layout import UnevenHeads
+
+from .channel import Channel, Route, ZmqChannel
+from .crew_messages import (
+    AddPeer,
+    Attend,
+    Farewell,
+    Join,
+    Order,
+    PeerReport,
+    ReadReport,
+    RemovePeer,
+    Report,
+    StartRead,
+    decode_report,
+    encode,
+)
+from .curve import ClusterKey
+from .errors import MalformedMessage, RankLost, TransportError
+from .rank_reader import RankMemory, RankReader, group_metadata, worst
+from .transports import PeerHandle, PeerState, ReadHandle, ReadState
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 50.0
+ATTEND_EVERY_S = 0.5
+ATTEND_FOR_S = 2 * ATTEND_EVERY_S
+MAX_UNANSWERED = 20  # a rank that leaves so many `Attend`s in a row without a word is lost
+
+
+class RemoteRank:
+    """A rank of the group that is another process, used like a `RankReader`.
+
+    Orders go out at once; answers are what it has reported so far. Calls raise `RankLost` once it cannot be reached.
+    """
+
+    def __init__(
+        self, rank: int, memory: RankMemory, route: Route, channel: Channel, clock: Callable[[], float]
+    ) -> None:
+        self.rank = rank
+        self.memory = memory
+        self.route = route
+        self.num_bytes = 0
+        self.num_descriptors = 0
+        self._channel = channel
+        self._clock = clock
+        self._peers: dict[PeerHandle, PeerState] = {}
+        self._reads: dict[ReadHandle, ReadReport] = {}
+        self._attend_at = 0.0
+        self._unanswered = 0
+
+    def add_peer(self, peer: PeerHandle, metadata: bytes) -> None:
+        self._peers[peer] = PeerState.CONNECTING
+        self._send(AddPeer(peer, metadata))
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        return self._peers[peer]
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        del self._peers[peer]
+        self._send(RemovePeer(peer))
+
+    def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        self._reads[read] = ReadReport(read, ReadState.RUNNING, "", False, 0, 0)
+        self._send(StartRead(read, peer, list(source_blocks), list(blocks)))
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        return self._reads[read].state
+
+    def reason(self, read: ReadHandle) -> str:
+        return f"rank {self.rank}: {self._reads[read].reason}"
+
+    def release(self, read: ReadHandle) -> bool:
+        if not self._reads[read].released:
+            return False
+        del self._reads[read]
+        return True
+
+    def progress(self) -> None:
+        if self._clock() < self._attend_at:
+            return
+        if self._unanswered == MAX_UNANSWERED:
+            raise RankLost(f"rank {self.rank} has not answered for {MAX_UNANSWERED * ATTEND_EVERY_S:g} s")
+        self._unanswered += 1
+        self._attend_at = self._clock() + ATTEND_EVERY_S
+        self._send(Attend(ATTEND_FOR_S))
+
+    def watch(self) -> None:
+        """Sees to it that whatever it owes us an answer for ends: with the answer, or with `RankLost`."""
+        if self._reads or PeerState.CONNECTING in self._peers.values():
+            self.progress()
+
+    def on_report(self, report: Report) -> None:
+        self._unanswered = 0
+        match report:
+            case PeerReport():
+                if report.peer in self._peers:  # it may be removed meanwhile
+                    self._peers[report.peer] = report.state
+                if report.reason:
+                    logger.warning("rank %d cannot reach a peer's memory: %s", self.rank, report.reason)
+            case ReadReport():
+                if report.read not in self._reads:
+                    raise RankLost(f"rank {self.rank} reports of a read that it was not asked for")
+                self._reads[report.read] = report
+                self.num_bytes, self.num_descriptors = report.num_bytes, report.num_descriptors
+            case Farewell():
+                raise RankLost(f"rank {self.rank} cannot go on: {report.reason}")
+
+    def _send(self, order: Order) -> None:
+        if not self._channel.send(self.route, encode(order)):
+            raise RankLost(f"the connection to rank {self.rank} is broken")
+
+
+Rank = RankReader | RemoteRank
+
+
+class Crew:
+    """Reads blocks on all ranks of a group. One thread uses it; calls return at once.
+
+    `others`, ranks 1, 2, ..., are reached over `channel`. Where there are none, no call raises `RankLost`; where there
+    are, any may, and the group is at its end.
+    """
+
+    def __init__(self, own: RankReader, others: Sequence[RemoteRank] = (), channel: Channel | None = None) -> None:
+        self.layout = own.region.layout
+        self.num_blocks = own.region.num_blocks
+        self.block_bytes = own.region.block_bytes  # of each rank
+        self.transport_name = own.transport_name
+        self._own = own
+        self._others = others
+        self._channel = channel
+        self._ranks: tuple[Rank, ...] = (own, *others)
+        self._handles = itertools.count(1)
+        self._releasing: dict[ReadHandle, list[Rank]] = {}  # ranks on which it may still write
+
+    @property
+    def num_bytes(self) -> int:
+        """Read by all ranks since the start."""
+        return sum(rank.num_bytes for rank in self._ranks)
+
+    @property
+    def num_descriptors(self) -> int:
+        return sum(rank.num_descriptors for rank in self._ranks)
+
+    def metadata(self) -> bytes:
+        """What a peer's `add_peer` needs to read our blocks."""
+        return group_metadata([self._own.memory, *(rank.memory for rank in self._others)])
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        """Begins to connect to another group.
+
+        Raises `MalformedMessage` or `TransportError` for metadata that make no sense.
+        """
+        peer = next(self._handles)
+        for rank in self._ranks:  # our own comes first: what it refuses, no other gets to see
+            rank.add_peer(peer, metadata)
+        return peer
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        return worst(rank.peer_state(peer) for rank in self._ranks)
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        """Forgets a peer of which no read is left."""
+        for rank in self._ranks:
+            rank.remove_peer(peer)
+
+    def read(self, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> ReadHandle:
+        """Begins to read the peer's `source_blocks` into our `blocks`, of the same number."""
+        read = next(self._handles)
+        for rank in reversed(self._ranks):  # the others have a way to go, and our own may copy before it returns
+            rank.read(read, peer, source_blocks, blocks)
+        return read
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        return worst(rank.poll(read) for rank in self._ranks)
+
+    def reason(self, read: ReadHandle) -> str:
+        """Why it is FAILED."""
+        return next(rank.reason(read) for rank in self._ranks if rank.poll(read) is ReadState.FAILED)
+
+    def release(self, read: ReadHandle) -> bool:
+        """For a read that is DONE or FAILED. True: forgotten, and nothing can write on any rank any more."""
+        left = [rank for rank in self._releasing.get(read, self._ranks) if not rank.release(read)]
+        if left:
+            self._releasing[read] = left
+            return False
+        self._releasing.pop(read, None)
+        return True
+
+    def progress(self) -> None:
+        """Serves peers that read our blocks over lanes that need our CPU, on every rank."""
+        for rank in self._ranks:
+            rank.progress()
+
+    def pump(self) -> None:
+        """Takes in what the other ranks have reported."""
+        if self._channel is None:
+            return
+        by_route = {rank.route: rank for rank in self._others}
+        for route, data in self._channel.receive():
+            rank = by_route.get(route)
+            if rank is None:
+                logger.warning("dropped: %d bytes of someone who is not of this group", len(data))
+                continue
+            try:
+                rank.on_report(decode_report(data))
+            except MalformedMessage as error:
+                raise RankLost(f"rank {rank.rank} sends nonsense: {error}") from error
+        for rank in self._others:
+            rank.watch()
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def gather(
+    own: RankReader,
+    size: int,
+    channel: Channel,
+    *,
+    clock: Callable[[], float],
+    wait: Callable[[float], None],
+    timeout_s: float = JOIN_TIMEOUT_S,
+) -> Crew:
+    """The crew of a group of `size` ranks, once all of them have joined. `wait(seconds)` may return early.
+
+    Raises `TransportError` for ranks that do not come in time or do not fit.
+    """
+    found: dict[int, RemoteRank] = {}
+    deadline = clock() + timeout_s
+    while missing := [rank for rank in range(1, size) if rank not in found]:
+        if clock() >= deadline:
+            raise TransportError(f"of {size} ranks these did not join within {timeout_s:g} s: {missing}")
+        wait(deadline - clock())
+        for route, data in channel.receive():
+            join = _join_in(data)
+            if join is not None:
+                _check(join, own, size, found)
+                found[join.rank] = RemoteRank(join.rank, join.memory, route, channel, clock)
+    _check_heads(own.rank, own.region.heads, own, size)
+    return Crew(own, [found[rank] for rank in sorted(found)], channel)
+
+
+def _join_in(data: bytes) -> Join | None:
+    """None: whoever sent this is not of the group, or leaves it already and will be missed."""
+    try:
+        report = decode_report(data)
+    except MalformedMessage as error:
+        logger.warning("dropped: %s", error)
+        return None
+    return report if isinstance(report, Join) else None
+
+
+def _check(join: Join, own: RankReader, size: int, found: dict[int, RemoteRank]) -> None:
+    """Raises `TransportError` where a rank does not fit to rank 0."""
+    if join.rank >= size or join.rank in found:
+        raise TransportError(f"rank {join.rank} joined a group of {size} ranks that has no place for it")
+    ours = (own.region.layout.fingerprint, own.region.num_blocks, own.transport_name)
+    theirs = (join.fingerprint, join.num_blocks, join.transport)
+    if ours != theirs:
+        raise TransportError(
+            f"rank {join.rank} keeps other blocks (layout, number, transport) {theirs} than rank 0 {ours}"
+        )
+    _check_heads(join.rank, join.memory.heads, own, size)
+
+
+def _check_heads(rank: int, heads: range, own: RankReader, size: int) -> None:
+    try:
+        expected = own.region.layout.heads_of(rank, size)
+    except UnevenHeads as error:
+        raise TransportError(str(error)) from error
+    if heads != expected:
+        raise TransportError(f"rank {rank} of {size} keeps {heads} of the KV heads, and should keep {expected}")
+
+
+class CrewSocket:
+    """Where the other ranks of a group reach rank 0's transfers.
+
+    Bound when made, so that `address` can be told to them before anything else is there. Who makes it hands it on to
+    `TransferConnector`, which closes it. Without a `key` anyone may join: for tests only.
+    """
+
+    def __init__(self, size: int, host: str, key: ClusterKey | None) -> None:
+        self.size = size
+        self.channel = ZmqChannel(host, key)
+        self.address = self.channel.address
+
+    def gather(self, own: RankReader, clock: Callable[[], float]) -> Crew:
+        """Raises `TransportError`; see `gather`."""
+        return gather(own, self.size, self.channel, clock=clock, wait=self.channel.wait)
+
+    def close(self) -> None:
+        self.channel.close()

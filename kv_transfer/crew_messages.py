@@ -1,0 +1,104 @@
+"""What the ranks of one group say to each other about reads. Rank 0 orders, the others carry out and report.
+
+    rank 0                              another rank
+      <------------------------------ Join        here is my share of the blocks
+      AddPeer, RemovePeer ----------->
+      <------------------------------ PeerReport  whenever its state is another
+      StartRead --------------------->
+      <------------------------------ ReadReport  when it has ended; once more if only then it could be released
+      Attend ------------------------>            peers may be reading you; and are you there?
+      <------------------------------ Present
+      <------------------------------ Farewell    I cannot go on, and why
+
+A connection keeps the order and loses nothing while it lasts; one that breaks is the end of the group. Bytes come from
+other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .messages import MAX_BLOCKS, MAX_METADATA_BYTES, Id, Name, Reason, decode_as
+from .rank_reader import MAX_RANKS, RankMemory
+from .transports import PeerState, ReadState
+
+Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
+Blocks = Annotated[list[Id], Meta(min_length=1, max_length=MAX_BLOCKS)]
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    rank: Annotated[int, Meta(ge=1, lt=MAX_RANKS)]
+    fingerprint: Name
+    num_blocks: Id
+    transport: Name
+    memory: RankMemory
+
+
+class PeerReport(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    peer: Id
+    state: PeerState
+    reason: Reason = ""  # why it is broken, where that is known
+
+
+class ReadReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    read: Id
+    state: ReadState
+    reason: Reason
+    released: bool  # nothing can write any more
+    num_bytes: Id  # of all reads of this rank since its start
+    num_descriptors: Id
+
+
+class Present(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The answer to `Attend`."""
+
+
+class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    reason: Reason
+
+
+class AddPeer(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    peer: Id
+    metadata: Metadata  # of all ranks of the peer
+
+
+class RemovePeer(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    peer: Id
+
+
+class StartRead(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    read: Id
+    peer: Id
+    source_blocks: Blocks
+    blocks: Blocks
+
+
+class Attend(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Make progress for those who read your memory, for this long."""
+
+    seconds: Annotated[float, Meta(ge=0, le=3600.0)]
+
+
+Report = Join | PeerReport | ReadReport | Present | Farewell
+Order = AddPeer | RemovePeer | StartRead | Attend
+
+_encoder = msgspec.msgpack.Encoder()
+_report_decoder = msgspec.msgpack.Decoder(Report)
+_order_decoder = msgspec.msgpack.Decoder(Order)
+
+
+def encode(message: Report | Order) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_report(data: bytes) -> Report:
+    """Raises `MalformedMessage` for bytes that are no report."""
+    return decode_as(_report_decoder, data, "report of a rank")
+
+
+def decode_order(data: bytes) -> Order:
+    """Raises `MalformedMessage` for bytes that are no order."""
+    return decode_as(_order_decoder, data, "order to a rank")

@@ -1,0 +1,163 @@
+"""One rank's part of an engine's reads: its own KV heads of blocks, from all the ranks of a holder that have them.
+
+A peer is a whole group of ranks, a read one list of blocks; to the transport below they are several agents and several
+lists of byte ranges. Handles are given out by the caller, so that all ranks of a group know a thing by one name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.engine.core.layout import KVRegion
+
+from .descriptors import Cut, block_ranges, cut, shares
+from .errors import TransportError
+from .messages import decode_as
+from .transports import PeerHandle, PeerState, ReadHandle, ReadState, Transport
+
+State = TypeVar("State", PeerState, ReadState)
+
+MAX_RANKS = 1024
+
+# From the best to the worst: a whole is what the worst of its parts is.
+_SEVERITY: tuple[PeerState | ReadState, ...] = (
+    *(PeerState.CONNECTED, PeerState.CONNECTING, PeerState.BROKEN),
+    *(ReadState.DONE, ReadState.RUNNING, ReadState.FAILED),
+)
+
+
+class RankMemory(msgspec.Struct, frozen=True, array_like=True):
+    """What others need to know of one rank to read its share of the blocks."""
+
+    first_head: Annotated[int, Meta(ge=0, lt=2**16)]
+    num_heads: Annotated[int, Meta(ge=1, lt=2**16)]
+    transport: bytes  # its transport's metadata
+
+    @property
+    def heads(self) -> range:
+        return range(self.first_head, self.first_head + self.num_heads)
+
+
+_group_decoder = msgspec.msgpack.Decoder(Annotated[list[RankMemory], Meta(min_length=1, max_length=MAX_RANKS)])
+_encoder = msgspec.msgpack.Encoder()
+
+
+def group_metadata(ranks: Sequence[RankMemory]) -> bytes:
+    """What a peer's `add_peer` needs to read a whole group."""
+    return _encoder.encode(ranks)
+
+
+def worst(states: Iterable[State]) -> State:
+    return max(states, key=_SEVERITY.index)
+
+
+@dataclasses.dataclass(slots=True)
+class _Source:
+    """One rank of a holder that has heads of ours."""
+
+    peer: PeerHandle
+    piece: Cut
+
+
+@dataclasses.dataclass(slots=True)
+class _Read:
+    parts: list[ReadHandle]  # of the transport, not yet released
+    state: ReadState = ReadState.RUNNING
+    reason: str = ""
+
+
+class RankReader:
+    """Reads blocks into `region` by means of `transport`, which knows the region."""
+
+    def __init__(self, rank: int, region: KVRegion, transport: Transport) -> None:
+        self.rank = rank
+        self.region = region
+        self._transport = transport
+        self._peers: dict[PeerHandle, list[_Source]] = {}
+        self._reads: dict[ReadHandle, _Read] = {}
+        self.num_bytes = 0  # asked of the transport since the start
+        self.num_descriptors = 0
+
+    @property
+    def transport_name(self) -> str:
+        return self._transport.name
+
+    @property
+    def memory(self) -> RankMemory:
+        return RankMemory(self.region.first_head, self.region.num_heads, self._transport.metadata())
+
+    def add_peer(self, peer: PeerHandle, metadata: bytes) -> None:
+        """Begins to connect to those ranks of a group that this one will read.
+
+        Raises `MalformedMessage` or `TransportError` for metadata that make no sense; nothing was begun then.
+        """
+        holders = decode_as(_group_decoder, metadata, "metadata of a group's ranks")
+        sources: list[_Source] = []
+        try:
+            for share in shares(self.rank, self.region.heads, [holder.heads for holder in holders]):
+                holder = holders[share.holder_rank]
+                piece = cut(share.heads, holder.heads, self.region.heads, self.region.layout.head_bytes)
+                sources.append(_Source(self._transport.add_peer(holder.transport), piece))
+        except Exception:
+            for source in sources:
+                self._transport.remove_peer(source.peer)
+            raise
+        self._peers[peer] = sources
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        return worst(self._transport.peer_state(source.peer) for source in self._peers[peer])
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        """Forgets a peer of which no read is left."""
+        for source in self._peers.pop(peer):
+            self._transport.remove_peer(source.peer)
+
+    def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Begins to read the peer's `source_blocks` into our `blocks`, of the same number."""
+        entry = self._reads[read] = _Read([])
+        for source in self._peers[peer]:
+            ranges = block_ranges(source_blocks, blocks, source.piece)
+            try:
+                entry.parts.append(self._transport.read(source.peer, ranges))
+            except TransportError as error:
+                entry.state, entry.reason = ReadState.FAILED, str(error)
+                return
+            self.num_bytes += len(blocks) * source.piece.num_bytes
+            self.num_descriptors += len(ranges)
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        entry = self._reads[read]
+        if entry.state is ReadState.RUNNING:
+            entry.state = worst(self._transport.poll(part) for part in entry.parts)
+            if entry.state is ReadState.FAILED:
+                entry.reason = "the transport lost the connection to the peer's memory"
+        return entry.state
+
+    def reason(self, read: ReadHandle) -> str:
+        """Why it is FAILED."""
+        return self._reads[read].reason
+
+    def release(self, read: ReadHandle) -> bool:
+        """For a read that is DONE or FAILED. True: forgotten, and nothing can write into our region any more."""
+        entry = self._reads[read]
+        entry.parts = [part for part in entry.parts if not self._let_go(part)]
+        if entry.parts:
+            return False
+        del self._reads[read]
+        return True
+
+    def progress(self) -> None:
+        """Serves peers that read our memory over lanes that need our CPU."""
+        self._transport.progress()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _let_go(self, part: ReadHandle) -> bool:
+        """Another part may have failed while this one runs on."""
+        return self._transport.poll(part) is not ReadState.RUNNING and self._transport.release(part)

@@ -1,0 +1,291 @@
+"""Ranks of one group over the fakes: how they come together, what they owe each other, and how they part."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.connector import TransferConnector
+from baton.kv_transfer.crew import ATTEND_EVERY_S, MAX_UNANSWERED, Crew, CrewSocket, gather
+from baton.kv_transfer.crew_member import CrewMember, Follower
+from baton.kv_transfer.crew_messages import Farewell, ReadReport, decode_order, decode_report, encode
+from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadDied, TransportError
+from baton.kv_transfer.fake_channel import FakeChannel, FakeNetwork
+from baton.kv_transfer.rank_reader import RankMemory, RankReader, group_metadata
+from baton.kv_transfer.transports import PeerState, ReadState
+from baton.kv_transfer.transports.fake import FakeFabric
+from baton.kv_transfer.virtual import VirtualClock
+
+LAYOUT = KVLayout(model="ours", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
+OTHER = KVLayout(model="theirs", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
+NUM_BLOCKS = 8
+SILENCE_S = ATTEND_EVERY_S * MAX_UNANSWERED
+
+
+class Group:
+    """Ranks 0 and 1, and the memory of someone else that they can read."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.wires = FakeNetwork(self.clock, random.Random(0))
+        self.fabric = FakeFabric(self.clock, random.Random(0))
+        self.wire = self.wires.bind("rank 0")
+        self.own = self.reader(0, range(2))
+        self.followers: list[Follower] = []
+        self.member_wire: FakeChannel | None = None
+
+    def reader(self, rank: int, heads: range, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> RankReader:
+        memory = bytearray(num_blocks * len(heads) * layout.head_bytes)
+        region = KVRegion(0, num_blocks, "cpu", layout, heads.start, len(heads))
+        return RankReader(rank, region, self.fabric.attach(f"{rank} {heads}", memory))
+
+    def join(self, reader: RankReader) -> Follower:
+        self.member_wire = self.wires.bind(f"member {len(self.followers)}")
+        follower = Follower(reader, self.member_wire, self.member_wire.connect("rank 0"), self.clock)
+        self.followers.append(follower)
+        return follower
+
+    def gather(self, size: int = 2) -> Crew:
+        return gather(
+            self.own, size, self.wire, clock=self.clock, wait=lambda _: self.clock.advance(0.1), timeout_s=2.0
+        )
+
+    def together(self) -> Crew:
+        self.join(self.reader(1, range(2, 4)))
+        return self.gather()
+
+    def a_peer(self) -> bytes:
+        """The metadata of a group of one."""
+        memory = bytearray(NUM_BLOCKS * LAYOUT.block_bytes)
+        return group_metadata([RankMemory(0, 4, self.fabric.attach("peer", memory).metadata())])
+
+    def pass_time(self, crew: Crew, seconds: float, *, following: bool = True) -> None:
+        for _ in range(round(seconds / 0.1)):
+            self.clock.advance(0.1)
+            crew.pump()
+            for follower in self.followers if following else ():
+                follower.pump()
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+def test_a_group_reads_once_all_its_ranks_do(group: Group) -> None:
+    crew = group.together()
+    peer = crew.add_peer(group.a_peer())
+    assert crew.peer_state(peer) is PeerState.CONNECTING
+    group.pass_time(crew, 0.5)
+    assert crew.peer_state(peer) is PeerState.CONNECTED
+    read = crew.read(peer, [1, 2, 3], [4, 5, 7])
+    group.clock.advance(0.1)
+    assert group.own.poll(read) is ReadState.DONE
+    assert crew.poll(read) is ReadState.RUNNING
+    group.pass_time(crew, 0.5)
+    assert crew.poll(read) is ReadState.DONE
+    assert crew.release(read)
+    assert crew.num_bytes == 3 * LAYOUT.block_bytes
+    assert crew.num_descriptors == 2 * 3
+
+
+def test_a_read_that_one_rank_refuses_fails_and_names_the_rank(group: Group) -> None:
+    """The peer's rank 1 has one block less than it should."""
+    crew = group.together()
+    halves = []
+    for first, blocks in ((0, NUM_BLOCKS), (2, NUM_BLOCKS - 1)):
+        memory = bytearray(blocks * LAYOUT.block_bytes // 2)
+        halves.append(RankMemory(first, 2, group.fabric.attach(f"half {first}", memory).metadata()))
+    peer = crew.add_peer(group_metadata(halves))
+    group.pass_time(crew, 0.5)
+    read = crew.read(peer, [NUM_BLOCKS - 1], [0])
+    group.pass_time(crew, 0.5)
+    assert crew.poll(read) is ReadState.FAILED
+    assert crew.reason(read).startswith("rank 1: ")
+    assert "is outside the" in crew.reason(read)
+    assert crew.release(read)
+
+
+def test_ranks_that_do_not_join_are_named(group: Group) -> None:
+    group.join(group.reader(1, range(1, 2)))
+    with pytest.raises(TransportError, match=r"of 4 ranks these did not join within 2 s: \[2, 3\]"):
+        group.gather(size=4)
+
+
+@pytest.mark.parametrize(
+    ("rank", "heads", "layout", "num_blocks", "complaint"),
+    [
+        (1, range(2, 4), OTHER, NUM_BLOCKS, "rank 1 keeps other blocks"),
+        (1, range(2, 4), LAYOUT, NUM_BLOCKS + 1, "rank 1 keeps other blocks"),
+        (1, range(0, 2), LAYOUT, NUM_BLOCKS, "rank 1 of 2 keeps .* and should keep"),
+        (2, range(2, 4), LAYOUT, NUM_BLOCKS, "rank 2 joined a group of 2 ranks that has no place for it"),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_refused(
+    rank: int, heads: range, layout: KVLayout, num_blocks: int, complaint: str, group: Group
+) -> None:
+    group.join(group.reader(rank, heads, layout, num_blocks))
+    with pytest.raises(TransportError, match=complaint):
+        group.gather()
+
+
+def test_heads_that_do_not_divide_are_refused(group: Group) -> None:
+    for rank in (1, 2):
+        group.join(group.reader(rank, range(2, 4)))
+    with pytest.raises(TransportError, match="4 KV heads cannot be shared out over 3 ranks"):
+        group.gather(size=3)
+
+
+def test_strangers_are_not_heard(group: Group) -> None:
+    stranger = group.wires.bind("stranger")
+    link = stranger.connect("rank 0")
+    stranger.send(link, b"\xc1 nonsense")
+    crew = group.together()
+    stranger.send(link, encode(Farewell("I am not of this group")))
+    stranger.send(link, b"\xc1 nonsense")
+    group.pass_time(crew, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (encode(Farewell("no memory")), "rank 1 cannot go on: no memory"),
+        (encode(ReadReport(77, ReadState.DONE, "", True, 0, 0)), "rank 1 reports of a read that it was not asked for"),
+        (b"\xc1 nonsense", "rank 1 sends nonsense"),
+    ],
+)
+def test_a_rank_that_ends_or_makes_no_sense_is_lost(message: bytes, complaint: str, group: Group) -> None:
+    crew = group.together()
+    assert group.member_wire is not None
+    group.member_wire.send(group.followers[0]._leader, message)
+    with pytest.raises(RankLost, match=complaint):
+        group.pass_time(crew, 0.5)
+
+
+def test_a_rank_that_owes_an_answer_and_falls_silent_is_lost(group: Group) -> None:
+    crew = group.together()
+    crew.add_peer(group.a_peer())
+    group.pass_time(crew, SILENCE_S - 1, following=False)
+    with pytest.raises(RankLost, match="rank 1 has not answered for 10 s"):
+        group.pass_time(crew, SILENCE_S, following=False)
+
+
+def test_a_rank_may_take_long_as_long_as_it_answers(group: Group) -> None:
+    crew = group.together()
+    peer = crew.add_peer(group.a_peer())
+    group.pass_time(crew, 0.5)
+    group.fabric.faults.read_s = (5 * SILENCE_S, 5 * SILENCE_S)
+    read = crew.read(peer, [1], [1])
+    group.pass_time(crew, 4 * SILENCE_S)
+    assert crew.poll(read) is ReadState.RUNNING
+    group.pass_time(crew, 2 * SILENCE_S)
+    assert crew.poll(read) is ReadState.DONE
+
+
+def test_a_leader_that_was_stopped_for_long_does_not_take_others_for_lost(group: Group) -> None:
+    crew = group.together()
+    crew.add_peer(group.a_peer())
+    group.pass_time(crew, 0.2, following=False)
+    group.clock.advance(10 * SILENCE_S)
+    group.pass_time(crew, 1)
+
+
+def test_ranks_without_reads_and_readers_say_nothing(group: Group) -> None:
+    crew = group.together()
+    group.pass_time(crew, 1)
+    before = group.wires.num_sent
+    group.pass_time(crew, 5 * SILENCE_S)
+    assert group.wires.num_sent == before
+
+
+def test_a_peer_that_another_rank_cannot_reach_is_broken(group: Group) -> None:
+    """Rank 1's heads are on a rank of the peer whose metadata are none."""
+    crew = group.together()
+    memory = bytearray(NUM_BLOCKS * LAYOUT.block_bytes // 2)
+    whole = RankMemory(0, 2, group.fabric.attach("half a peer", memory).metadata())
+    peer = crew.add_peer(group_metadata([whole, RankMemory(2, 2, b"\xc1")]))
+    group.pass_time(crew, 0.5)
+    assert crew.peer_state(peer) is PeerState.BROKEN
+    crew.remove_peer(peer)
+    group.pass_time(crew, 0.5)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xff" * 9, group_metadata([]), group_metadata([RankMemory(9, 1, b"")])])
+def test_metadata_that_are_none_are_refused(metadata: bytes, group: Group) -> None:
+    with pytest.raises((MalformedMessage, TransportError)):
+        group.together().add_peer(metadata)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_message_raise_nothing_else(data: bytes) -> None:
+    for decode in (decode_order, decode_report):
+        try:
+            decode(data)
+        except MalformedMessage:
+            continue
+
+
+# ---------------------------------------------------------------------- real sockets, two ranks in one process
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    return np.zeros((2, NUM_BLOCKS, LAYOUT.block_bytes // 2), dtype=np.uint8)
+
+
+def half(memory: np.ndarray, rank: int) -> KVRegion:
+    return KVRegion(memory[rank].ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 2 * rank, 2)
+
+
+@contextlib.contextmanager
+def a_member(memory: np.ndarray, socket: CrewSocket, key: ClusterKey) -> Iterator[CrewMember]:
+    member = CrewMember(half(memory, 1), rank=1, leader=socket.address, engine_id="group", key=key)
+    yield member
+    member.close()
+
+
+def a_leader(memory: np.ndarray, socket: CrewSocket, key: ClusterKey) -> TransferConnector:
+    region = half(memory, 0)
+    return TransferConnector(region, engine_id="group", epoch=1, host="127.0.0.1", key=key, crew=socket)
+
+
+def poll_until_it_raises(connector: TransferConnector) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        connector.poll()
+        time.sleep(0.01)
+
+
+def test_a_connector_is_ready_when_all_ranks_are_and_ends_when_one_cannot_go_on(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ClusterKey.generate()
+    socket = CrewSocket(2, "127.0.0.1", key)
+    with a_member(memory, socket, key) as member:
+        connector = a_leader(memory, socket, key)
+        monkeypatch.setattr(Follower, "pump", lambda self: 1 / 0)
+        member._channel.wake()
+        with pytest.raises(TransferThreadDied, match="rank 1 cannot go on: ZeroDivisionError"):
+            poll_until_it_raises(connector)
+        connector.close()
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_rank_with_another_clusters_key_does_not_join(memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gather.__kwdefaults__, "timeout_s", 1.0)
+    key = ClusterKey.generate()
+    socket = CrewSocket(2, "127.0.0.1", key)
+    refusal = pytest.raises(TransportError, match=r"did not join within 1 s: \[1\]")
+    with a_member(memory, socket, ClusterKey.generate()), refusal:
+        a_leader(memory, socket, key)
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
