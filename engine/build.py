@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from baton.kernels.compiler import start_compiler
 
-from .config import DTYPES, EngineConfig
+from .config import DTYPES, EngineConfig, InvalidEngineConfig
 from .core.connector import KVConnector
 from .core.engine import EngineCore, EngineCoreConfig
 from .core.layout import BLOCK_SIZE, KVLayout, KVRegion
+from .core.messages import ExpertReview
+from .core.step import Runner
 from .model_config import ModelConfig
+from .parallel.division import check_division
+from .parallel.member import ALONE_MEMBER, Member
+from .phases import Phases
+
+if TYPE_CHECKING:
+    from .parallel.membership import Membership
 
 logger = logging.getLogger(__name__)
 
@@ -26,23 +36,99 @@ class Engine:
     core: EngineCore
     model_config: ModelConfig
     layout: KVLayout
-    region: KVRegion  # valid as long as `core` lives
+    region: KVRegion  # this rank's; valid as long as `core` lives
     max_model_len: int  # tokens, prompt and output together
     num_blocks: int
     startup_s: dict[str, float]  # by phase, in order
+    close: Callable[[], None]  # ends the engine's group, and what it has not finished
 
 
-def build_engine(config: EngineConfig, connect: Callable[[KVRegion], KVConnector] | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, connect: Callable[[KVRegion], KVConnector] | None = None, member: Member = ALONE_MEMBER
+) -> Engine:
     """Loads the model, takes the memory for its KV blocks, and runs what it will run, so that requests find it warm.
 
     `connect` gets the memory of the blocks before the first step and returns who moves them; it is called on this
-    thread. Without it the engine neither offers nor receives blocks.
+    thread. Without it the engine neither offers nor receives blocks. Of a tensor-parallel group, `member` is the rank
+    that schedules; the others `follow`.
 
     Raises `InvalidEngineConfig` where the machine cannot serve the arguments, `ModelError` for a checkpoint that this
-    version cannot load.
+    version cannot load, `GroupFailed` where another member of the group does not come or fails.
     """
-    phases = _Phases()
+    assert member.tp_rank == 0, "ranks that do not schedule follow"
+    phases = Phases()
+    with _prepare(config, member, phases) as ready:
+        with phases("connect"):
+            connector = connect(ready.region) if connect else None
+        with phases("warm_up"):
+            runner = ready.make_runner()
+    core = EngineCore(
+        ready.core_config,
+        ready.membership.leading(runner),
+        connector,
+        late_compilations=ready.late_compilations,
+        expert_review=ready.expert_review,
+        lockstep=ready.membership.lockstep(review_experts_every=config.eplb_step_interval),
+    )
+    model_config, num_blocks = ready.model_config, ready.core_config.num_blocks
+    logger.info(
+        "%s is ready in %.2f s (%s) with %d KV blocks for %d tokens",
+        model_config.architecture,
+        phases.total,
+        phases,
+        num_blocks,
+        num_blocks * BLOCK_SIZE,
+        extra={"startup_s": phases.seconds},
+    )
+    return Engine(
+        core=core,
+        model_config=model_config,
+        layout=model_config.layout,
+        region=ready.region,
+        max_model_len=ready.core_config.max_model_len,
+        num_blocks=num_blocks,
+        startup_s=phases.seconds,
+        close=ready.membership.close,
+    )
+
+
+def follow(config: EngineConfig, member: Member, connect: Callable[[KVRegion], object] | None = None) -> None:
+    """Is one of the ranks of a tensor-parallel group that do not schedule, until the group ends.
+
+    `connect` gets the memory of this rank's share of the blocks; what it returns is kept for as long. Raises what
+    `build_engine` raises, and `GroupFailed` where the group ends before its time.
+    """
+    assert member.tp_rank > 0, "the rank that schedules is built"
+    phases = Phases()
+    with _prepare(config, member, phases) as ready:
+        with phases("connect"):
+            connected = connect(ready.region) if connect else None
+        with phases("warm_up"):
+            runner = ready.make_runner()
+        logger.info("rank %d is ready in %.2f s (%s)", member.rank, phases.total, phases)
+        ready.membership.follow(runner, depth=ready.core_config.depth)
+    ready.membership.close()
+    del connected
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A member whose model is loaded and whose blocks have their memory."""
+
+    membership: Membership
+    model_config: ModelConfig
+    core_config: EngineCoreConfig
+    region: KVRegion
+    make_runner: Callable[[], Runner]
+    late_compilations: Callable[[], int]
+    expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
+
+
+@contextmanager
+def _prepare(config: EngineConfig, member: Member, phases: Phases) -> Iterator[_Ready]:
+    """What fails in here or within, the other members of the group hear of."""
     with phases("config"):
+        _require_its_member(config, member)
         model_config = ModelConfig.from_folder(
             config.model,
             dtype=DTYPES[config.dtype] or "auto",
@@ -51,66 +137,66 @@ def build_engine(config: EngineConfig, connect: Callable[[KVRegion], KVConnector
             kv_cache_dtype=config.kv_cache_dtype,
             seed=config.seed,
         )
-        layout = _layout_of(model_config)
+        check_division(model_config, config)
+        heads = model_config.layout.heads_of(member.tp_rank, member.tensor_parallel_size)
+        own_layout = msgspec.structs.replace(model_config.layout, num_kv_heads=len(heads))  # of what lies on this rank
     with phases("imports"):
         # Here rather than at the top: torch loads with it, and whoever only names an `Engine` has no use for torch.
         # Processes that compile for a GPU import it at the same time.
-        compiler = None if config.device == "cpu" else start_compiler()
+        compiler = None if config.device == "cpu" or member.local_rank > 0 else start_compiler()
+        from .parallel.balance import ExpertBalancer, ReviewingRunner
+        from .parallel.membership import Membership
         from .worker.assembly import assembly_for, region_of
+        from .worker.workplace import Workplace, device_for
 
-        assembly = assembly_for(config, compiler)
-    for name, reason in config.ignored_on(assembly.device).items():
-        logger.warning("%s is ignored: %s", name, reason)
-    with phases("kernels"):
-        assembly.prepare_kernels()
-    with phases("weights"):
-        model = assembly.load_weights(model_config)
-    with phases("kv_cache"):
-        max_model_len, num_blocks = assembly.size_kv_cache(model, model_config, layout)
-        kv = assembly.allocate_kv(layout, num_blocks)
-        region = region_of(kv, layout)
-    with phases("connect"):
-        connector = connect(region) if connect else None
-    core_config = _core_config(config, model_config, max_model_len, num_blocks, config.depth_on(assembly.device))
-    with phases("warm_up"):
-        runner = assembly.make_runner(model, kv, model_config, core_config)
-    core = EngineCore(core_config, runner, connector, late_compilations=assembly.late_compilations)
-    phases.log(model_config.architecture, num_blocks)
-    return Engine(core, model_config, layout, region, max_model_len, num_blocks, phases.seconds)
+        device = device_for(config, member)
+    membership = Membership(
+        member,
+        config.expert_spread,
+        timeout_s=config.distributed_timeout_seconds,
+        peer_memory=not config.disable_custom_all_reduce,
+    )
+    with membership.telling():
+        with phases("join"):
+            membership.join(device)
+        groups = membership.groups
+        for name, reason in config.ignored_on(device.type).items():
+            logger.warning("%s is ignored: %s", name, reason)
+        with phases("kernels"):
+            assembly = assembly_for(config, Workplace(device, member, groups), phases, compiler)
+            assembly.prepare_kernels(model_config, own_layout)
+        with phases("weights"):
+            model = assembly.load_weights(model_config)
+        with phases("kv_cache"):
+            sizes = assembly.size_kv_cache(model, model_config, own_layout)
+            max_model_len, num_blocks = (-size for size in groups.widest.agree([-size for size in sizes]))
+            kv = assembly.allocate_kv(own_layout, num_blocks)
+        core_config = _core_config(config, model_config, max_model_len, num_blocks, config.depth_on(assembly.device))
+        balancer = ExpertBalancer.of(model, groups, moves=config.enable_eplb)
 
+        def make_runner() -> Runner:
+            runner = assembly.make_runner(model, kv, model_config, core_config)
+            groups.widest.agree([0])  # nobody serves before all can
+            return runner if balancer is None else ReviewingRunner(runner, balancer, assembly.in_order)
 
-class _Phases:
-    """Start-up is a feature: whoever makes a phase slower sees it in the log."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-
-    def log(self, what: str, num_blocks: int) -> None:
-        logger.info(
-            "%s is ready after %.2f s (%s) with %d KV blocks for %d tokens",
-            what,
-            sum(self.seconds.values()),
-            ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
-            num_blocks,
-            num_blocks * BLOCK_SIZE,
+        yield _Ready(
+            membership,
+            model_config,
+            core_config,
+            region_of(kv, model_config.layout, heads.start),
+            make_runner,
+            assembly.late_compilations,
+            None if balancer is None else lambda: balancer.last,
         )
 
 
-def _layout_of(model_config: ModelConfig) -> KVLayout:
-    return KVLayout(
-        model=model_config.identity,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.cache.num_kv_heads,
-        num_planes=model_config.cache.num_planes,
-        head_dim=model_config.cache.head_dim,
-        dtype=model_config.cache_dtype,
-    )
+def _require_its_member(config: EngineConfig, member: Member) -> None:
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        asked, given = getattr(config, name), getattr(member, name)
+        if asked != given:
+            raise InvalidEngineConfig(
+                name, f"is {asked}, but this process was started as a member of a group of {given}"
+            )
 
 
 def _core_config(

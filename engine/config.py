@@ -14,6 +14,7 @@ import msgspec
 
 from .core.layout import BLOCK_SIZE
 from .model_config import KV_CACHE_DTYPES, LOAD_FORMATS
+from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 
 DTYPES = {
     "auto": None,  # the checkpoint's own
@@ -66,7 +67,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
+    enable_expert_parallel: bool = False  # whole experts on each rank, rather than a stretch of every one
+    all2all_backend: str = "allgather_reducescatter"  # how tokens reach experts on other data-parallel ranks
+    enable_eplb: bool = False  # count how often experts are used, and place them anew by that
+    num_redundant_experts: int = 0  # copies of experts beyond the model's, for those that are used most
+    eplb_step_interval: int = 3000  # steps from one placement to the next
+    disable_custom_all_reduce: bool = False  # let NCCL do all sums of tensor-parallel ranks, small ones too
+    distributed_timeout_seconds: float = 60.0  # a rank that others wait for longer, within a step, is taken for dead
     device: str = "auto"
     num_threads: int | None = None  # of one engine on a CPU; by default OMP_NUM_THREADS, else every core it may run on
     seed: int = 0
@@ -100,12 +107,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._require_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         self._require_choice("load_format", LOAD_FORMATS)
         self._require_choice("device", DEVICES)
+        self._require_choice("all2all_backend", ALL2ALL_BACKENDS)
         self._require(
             "block_size",
             self.block_size == BLOCK_SIZE,
             f"must be {BLOCK_SIZE}: the layout of blocks is the wire format",
         )
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "eplb_step_interval",
+        ):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads"):
             value = getattr(self, name)
@@ -118,6 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"must be at least max_num_seqs ({self.max_num_seqs}): every running request needs a token a step",
         )
+        self._require("distributed_timeout_seconds", self.distributed_timeout_seconds > 0, "must be above 0")
         self._require("max_cudagraph_capture_size", self.max_cudagraph_capture_size >= 0, "must not be negative")
         self._require(
             "gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "must be above 0 and at most 1"
@@ -126,19 +141,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._require_what_this_version_serves()
 
     def _require_what_this_version_serves(self) -> None:
-        one_device = "must be 1: this version runs an engine on one device"
-        self._require("tensor_parallel_size", self.tensor_parallel_size == 1, one_device)
-        self._require("pipeline_parallel_size", self.pipeline_parallel_size == 1, one_device)
         self._require(
-            "data_parallel_size",
-            self.data_parallel_size == 1,
-            "must be 1 within an engine: ask for more replicas, each of which has its own scheduler and blocks",
+            "pipeline_parallel_size",
+            self.pipeline_parallel_size == 1,
+            "must be 1: layers are divided within (tensor_parallel_size), not dealt out",
         )
-        self._require(
-            "enable_expert_parallel",
-            not self.enable_expert_parallel,
-            "must be false: this version has no mixture-of-experts models",
-        )
+        self._require("num_redundant_experts", self.num_redundant_experts >= 0, "must not be negative")
+        for name, default in (("enable_eplb", False), ("num_redundant_experts", 0)):
+            self._require(
+                name,
+                self.enable_expert_parallel or getattr(self, name) == default,
+                "needs enable_expert_parallel: without it every rank has a stretch of every expert",
+            )
         self._require(
             "trust_remote_code", not self.trust_remote_code, "must be false: model code from checkpoints is never run"
         )
@@ -147,6 +161,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.enable_chunked_prefill,
             "must be true: the scheduler has one rule, and chunks are it",
         )
+
+    @property
+    def expert_spread(self) -> ExpertSpread | None:
+        if not self.enable_expert_parallel:
+            return None
+        return ExpertSpread(self.num_redundant_experts, self.all2all_backend)
+
+    @property
+    def world_size(self) -> int:
+        """Processes, each with a device, that are one group."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     def _require_choice(self, field: str, allowed: Any, reason: str = "") -> None:
         value = getattr(self, field)
@@ -165,9 +190,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Arguments that were given and change nothing on a "cpu" or "cuda", each with the reason: for a warning."""
         if device == "cuda":
             return {} if self.num_threads is None else {"num_threads": "it is for engines on a CPU"}
-        if self.gpu_memory_utilization == _DEFAULT_GPU_MEMORY_UTILIZATION:
-            return {}
-        return {"gpu_memory_utilization": "a CPU engine's KV cache is sized by kv_cache_memory_bytes"}
+        reasons = {}
+        if self.gpu_memory_utilization != _DEFAULT_GPU_MEMORY_UTILIZATION:
+            reasons["gpu_memory_utilization"] = "a CPU engine's KV cache is sized by kv_cache_memory_bytes"
+        if self.disable_custom_all_reduce:
+            reasons["disable_custom_all_reduce"] = "it is for engines on GPUs"
+        return reasons
 
     def depth_on(self, device: str) -> int:
         """Steps in flight. A CPU has computed a step when it has launched it, so a second one only adds latency."""

@@ -5,19 +5,25 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import msgspec
 
 from .build import Engine, build_engine
 from .completion import Continuation, logprob_dict
 from .config import EngineConfig
+from .core.engine import EngineFailed
 from .core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind
 from .core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
 from .outputs import RequestOutput
+from .parallel.errors import GroupFailed
+from .parallel.launch import LocalMembers
+from .parallel.member import ALONE_MEMBER
+from .parallel.offline import OfflineCore
 from .text import Tokenizer, bad_word_token_ids
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -40,7 +46,7 @@ class InvalidPrompt(ValueError):
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process, and in others that it starts: `tensor_parallel_size` x `data_parallel_size` in all.
 
     `engine_args` are those of `EngineConfig` (`dtype`, `load_format`, `max_model_len`, `max_num_seqs`, `seed`,
     `enable_prefix_caching`, ...). Uses every core of the process unless `num_threads` or OMP_NUM_THREADS say less.
@@ -49,15 +55,31 @@ class LLM:
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
             print(output.outputs[0].text)
 
-    Raises `InvalidEngineConfig`, `ModelError` or `TokenizerError`.
+    `close`, or the end of a `with` block or of this process, ends the other processes. Raises `InvalidEngineConfig`,
+    `ModelError`, `TokenizerError`, or `GroupFailed` where one of the other processes fails.
     """
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **engine_args: Any) -> None:
         config = EngineConfig.from_args({"model": str(model), "tokenizer": tokenizer, **engine_args})
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(tokenizer or model)
-        self.engine: Engine = build_engine(config)
+        with ExitStack() as stack:
+            members = stack.enter_context(closing(LocalMembers(config))) if config.world_size > 1 else None
+            self.engine: Engine = build_engine(config, member=ALONE_MEMBER if members is None else members.member)
+            stack.callback(self.engine.close)
+            self._core: OfflineCore = self.engine.core if members is None else members.spread(self.engine.core)
+            self._end = weakref.finalize(self, stack.pop_all().close)
         self._ids = itertools.count()
         self._random = random.Random(config.seed)  # seeds of requests that bring none: two runs of a script agree
+
+    def close(self) -> None:
+        """Ends the engine and its processes; nothing can be generated afterwards."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises `InvalidPrompt` with `skip_tokenizer_init`."""
@@ -172,7 +194,7 @@ class LLM:
         return prompt.get("prompt"), list(token_ids), prompt.get("cache_salt") or ""
 
     def _run(self, requests: Sequence[_Request], bar: _Bar | None) -> None:
-        core = self.engine.core
+        core = self._core
         running: dict[str, tuple[_Request, Continuation]] = {}
         try:
             for request in requests:
@@ -183,9 +205,19 @@ class LLM:
                 for step in core.step():
                     if step.request_id in running:  # else: one that a stop string ended while a step was under way
                         self._take(step, running, bar)
-        finally:
+        except (EngineFailed, GroupFailed):
+            raise  # nothing runs any more
+        except BaseException:
             for request_id in running:
                 core.abort(request_id)
+            self._finish_steps()
+            raise
+        self._finish_steps()
+
+    def _finish_steps(self) -> None:
+        """Requests are over before the last steps are, and other ranks may wait for this one to step with them."""
+        while self._core.has_work():
+            self._core.step()
 
     def _take(self, step: EngineOutput, running: dict[str, tuple[_Request, Continuation]], bar: _Bar | None) -> None:
         request, continuation = running[step.request_id]
@@ -202,7 +234,7 @@ class LLM:
         if continuation.output.finish_reason is not None:
             del running[step.request_id]
             if step.finish_reason is None:
-                self.engine.core.abort(step.request_id)  # a stop string ended it; the engine knows nothing of text
+                self._core.abort(step.request_id)  # a stop string ended it; the engine knows nothing of text
             request.finish(continuation)
         if bar is not None:
             bar.advance(len(step.token_ids), request.output)

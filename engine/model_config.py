@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from .core.layout import KVLayout
 from .models import MODELS
 from .models.errors import (
     InvalidModelConfig,
@@ -60,8 +61,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
     },
     "DeepseekV2ForCausalLM": {"use_sliding_window": False},
+    "DeepseekV3ForCausalLM": {"use_sliding_window": False, "num_nextn_predict_layers": 1},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "GptOssForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
+
+# Kinds of layers in turns, of architectures that have several and a config that does not name them layer by layer.
+_LAYERS_IN_TURNS = {"GptOssForCausalLM": ("sliding_attention", "full_attention")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +125,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope: Rope
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
+    num_draft_layers: int  # behind the last layer, for guessing further tokens: in the checkpoint, and never run
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
@@ -124,6 +145,19 @@ class ModelConfig:
         if self.latent is not None:
             return CacheShape(num_kv_heads=1, num_planes=1, head_dim=self.latent.rank + self.latent.rope_dim)
         return CacheShape(num_kv_heads=self.num_kv_heads, num_planes=2, head_dim=self.head_dim)
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the whole model's KV blocks."""
+        cache = self.cache
+        return KVLayout(
+            model=self.identity,
+            num_layers=self.num_layers,
+            num_kv_heads=cache.num_kv_heads,
+            num_planes=cache.num_planes,
+            head_dim=cache.head_dim,
+            dtype=self.cache_dtype,
+        )
 
     @property
     def rotary_dim(self) -> int:
@@ -159,6 +193,7 @@ class ModelConfig:
         keys = Keys("config.json", {**_DEFAULTS[architecture], **raw})
         _refuse_what_no_layer_computes(keys)
         checkpoint = None if load_format == "dummy" else Checkpoint.open(folder)
+        tensors = () if checkpoint is None else tuple(checkpoint.entries)
         latent = read_latent(architecture, keys)
         shape = _shape(keys, latent)
         positions = keys.integer("max_position_embeddings")
@@ -172,9 +207,9 @@ class ModelConfig:
             "mlp_bias": keys.flag("mlp_bias", False),
             "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
             "rope": rope,
-            "quantization": read_quantization(keys, () if checkpoint is None else checkpoint.entries),
-            "moe": read_experts(architecture, keys, shape["num_layers"]),
-            "layer_windows": _layer_windows(keys, shape["num_layers"]),
+            "quantization": read_quantization(keys, tensors),
+            "moe": read_experts(architecture, keys, shape["num_layers"], tensors),
+            "layer_windows": _layer_windows(keys, shape["num_layers"], _LAYERS_IN_TURNS.get(architecture)),
         }
         computed_dtype = _dtype(dtype, keys, checkpoint)
         in_8_bits = kv_cache_dtype != "auto"
@@ -185,6 +220,7 @@ class ModelConfig:
         return cls(
             folder=folder,
             **computed,
+            num_draft_layers=_num_draft_layers(keys),
             dtype=computed_dtype,
             cache_dtype="float8_e4m3fn" if in_8_bits else computed_dtype,
             cache_scales=in_8_bits and checkpoint is not None and checkpoint.has_cache_scales,
@@ -261,14 +297,19 @@ def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:
     }
 
 
-def _layer_windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """From `layer_types` where given; else layers from `max_window_layers` on slide, where the model slides at all."""
+def _layer_windows(keys: Keys, num_layers: int, in_turns: tuple[str, ...] | None) -> tuple[int | None, ...]:
+    """From `layer_types` where given, else `in_turns`; else layers from `max_window_layers` on slide.
+
+    All of that where the model slides at all.
+    """
     if not keys.flag("use_sliding_window", True) or keys.values.get("sliding_window") is None:
         return (None,) * num_layers
     window = keys.integer("sliding_window")
     first = keys.optional_integer("max_window_layers") or 0
     kinds = keys.values.get("layer_types")
-    if kinds is None:
+    if kinds is None and in_turns is not None:
+        kinds = [in_turns[layer % len(in_turns)] for layer in range(num_layers)]
+    elif kinds is None:
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
     if not isinstance(kinds, list):
         raise InvalidModelConfig(f"config.json: 'layer_types' must be a list, not {kinds!r}")
@@ -280,6 +321,13 @@ def _layer_windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
             f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _num_draft_layers(keys: Keys) -> int:
+    count = keys.optional_integer("num_nextn_predict_layers", keys.optional_integer("num_mtp_layers", 0)) or 0
+    if not 0 <= count <= _MAX_LAYERS:
+        raise InvalidModelConfig(f"config.json: num_nextn_predict_layers must be from 0 to {_MAX_LAYERS}, not {count}")
+    return count
 
 
 def _dtype(asked: str, keys: Keys, checkpoint: Checkpoint | None) -> str:

@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2")
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+)
 
 # Values under which the variants differ visibly within a hundred positions of a tiny model.
 ROPES: dict[str, dict[str, Any]] = {
@@ -59,6 +69,14 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+    "mixtral": {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 24},
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "swiglu_limit": 1.0,  # so far down that it is met
+    },
     "deepseek_v2": {
         "num_key_value_heads": 4,
         "q_lora_rank": None,
@@ -71,6 +89,21 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
     },
 }
 
@@ -91,7 +124,7 @@ def write_checkpoint(
     """
     model = make_model(architecture, dtype=dtype, seed=seed, rope=rope, **config)
     folder = Path(folder)
-    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     shard_bytes = size_bytes if shards == 1 else size_bytes // (shards + 1)
     model.save_pretrained(folder, max_shard_size=max(shard_bytes, 1))
     return folder
@@ -108,11 +141,12 @@ def make_model(
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+        for name, parameter in {**dict(model.named_parameters()), **buffers}.items():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 parameter.copy_(1.0 + 0.2 * noise)
-            elif parameter.dim() == 1:
+            elif parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:  # keeps activations near 1, so that attention is peaked enough for positions to matter
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))

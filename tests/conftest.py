@@ -4,10 +4,17 @@ One thread a process: several Ray workers and tests share few cores, and OpenMP 
 there is no GPU, Triton interprets kernels on CPU tensors.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from member_pool import MemberPool
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -24,3 +31,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[MemberPool]:
+    """Processes that are members of groups; see `member_pool`."""
+    from member_pool import MemberPool
+
+    pool = MemberPool()
+    yield pool
+    pool.close()

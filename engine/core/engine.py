@@ -21,7 +21,8 @@ import msgspec
 
 from .config import EngineCoreConfig, InvalidEngineCoreConfig
 from .connector import KVConnector
-from .messages import EngineOutput, EngineRequest, EngineStats
+from .lockstep import EMPTY_STEP, Lockstep
+from .messages import EngineOutput, EngineRequest, EngineStats, ExpertReview
 from .scheduler import Scheduler
 from .step import PendingStep, Runner
 
@@ -44,11 +45,19 @@ class EngineCore:
         connector: KVConnector | None = None,
         *,
         late_compilations: Callable[[], int] | None = None,
+        expert_review: Callable[[], ExpertReview] | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        """`late_compilations` counts for the statistics what was compiled since the runner was ready."""
+        """With a `lockstep` the engine is one of several that step together.
+
+        For the statistics, `late_compilations` counts what was compiled since the runner was ready, and `expert_review`
+        says how evenly experts are used.
+        """
         self.config = config
+        self._lockstep = lockstep
         self._runner = runner
         self._late_compilations = late_compilations
+        self._expert_review = expert_review
         self._scheduler = Scheduler(config, connector)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
@@ -61,15 +70,23 @@ class EngineCore:
         """Ends a request, which is answered with ABORT, or withdraws its offer. Unknown ids are ignored."""
         self._scheduler.abort(request_id)
 
+    def when_woken(self, call: Callable[[], None]) -> None:
+        """`call` tells whoever drives the loop, from another thread, that other ranks wait for this one to step."""
+        if self._lockstep is not None:
+            self._lockstep.when_woken(call)
+
     def has_work(self) -> bool:
-        """False: `step` would do nothing until a request, an abort or an event of the connector comes."""
-        return self._scheduler.has_work()
+        """False: `step` would do nothing until a request, an abort, an event of the connector or a wake comes."""
+        in_wave = self._lockstep is not None and self._lockstep.is_running and self._failure is None
+        return in_wave or bool(self._pending) or self._scheduler.has_work()
 
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
-        if self._late_compilations is None:
-            return stats
-        return msgspec.structs.replace(stats, num_late_compilations=self._late_compilations())
+        if self._late_compilations is not None:
+            stats = msgspec.structs.replace(stats, num_late_compilations=self._late_compilations())
+        if self._expert_review is not None:
+            stats = msgspec.structs.replace(stats, experts=self._expert_review())
+        return stats
 
     def step(self) -> list[EngineOutput]:
         """Starts the next step and returns what the oldest one brought, once `depth` of them are under way.
@@ -92,8 +109,12 @@ class EngineCore:
     def _advance(self) -> list[EngineOutput]:
         self._scheduler.poll_transfers()
         plan = self._scheduler.plan_step()
+        if self._lockstep is not None:
+            plan = self._lockstep.join(plan, has_pending=bool(self._pending))
         if plan is not None:
             self._pending.append(self._runner.launch(plan))
         if self._pending and (plan is None or len(self._pending) >= self.config.depth):
-            return self._scheduler.settle(self._pending.popleft().result())
+            result = self._pending.popleft().result()
+            if result.step != EMPTY_STEP:
+                return self._scheduler.settle(result)
         return self._scheduler.take_outputs()

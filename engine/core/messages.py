@@ -87,6 +87,13 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     scheduled_s: float = 0.0  # wall clock of the first step that ran this request, with the first output
 
 
+class ExpertReview(msgspec.Struct, frozen=True):
+    """How evenly the experts of a mixture are used that are spread over ranks; from all ranks of the group."""
+
+    imbalance: float = 0.0  # load of the busiest rank over the mean, in the last review; 0 before the first
+    num_moves: int = 0  # experts that were copied to other places, from the process's start
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine between two steps. Counters run from the process's start."""
 
@@ -104,3 +111,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
     num_late_compilations: int = 0  # kernels that were compiled although the engine was ready
+    experts: ExpertReview | None = None  # None: every rank has all of them

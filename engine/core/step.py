@@ -42,17 +42,51 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     )
 
 
+class StepSize(msgspec.Struct, frozen=True, array_like=True):
+    """How much one data-parallel rank runs in a step that all ranks run together."""
+
+    num_tokens: int
+    num_seqs: int
+    num_wanted: int  # tokens whose hidden states are read behind the last layer: to sample, or for logprobs of a prompt
+    all_hidden: bool = False  # a chunk asks for logprobs of its prompt
+
+
+PADDING = StepSize(1, 1, 1)  # what a rank runs that has nothing to do: one token that belongs to no request
+
+
+class GroupStep(msgspec.Struct, frozen=True, array_like=True):
+    """What the data-parallel ranks agreed on for a step of all of them (see `lockstep`)."""
+
+    sizes: list[StepSize]  # of each rank
+    reviews_experts: bool = False  # before the step, the loads of experts are added up, and experts may move
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Apply `freed_rows`, then `started_rows`, then run `chunks` (decodes come first)."""
+    """One step. Apply `freed_rows`, then `started_rows`, then run `chunks` (decodes come first).
+
+    Without chunks, but with a `group`, it is an *empty step*: its rank has nothing to do and runs `PADDING`, so that
+    its experts serve the tokens of the others.
+    """
 
     step: int
     freed_rows: list[int]
     started_rows: list[RowStart]
     chunks: list[Chunk]
+    group: GroupStep | None = None  # None: this rank runs by itself
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def size(self) -> StepSize:
+        """Of the chunks."""
+        return StepSize(
+            num_tokens=self.num_tokens,
+            num_seqs=len(self.chunks),
+            num_wanted=sum(chunk.num_tokens if chunk.prompt_logprobs else int(chunk.samples) for chunk in self.chunks),
+            all_hidden=any(chunk.prompt_logprobs for chunk in self.chunks),
+        )
 
 
 class ChunkResult(msgspec.Struct, frozen=True, array_like=True):

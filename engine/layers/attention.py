@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
+from baton.engine.parallel.groups import Group, ParallelGroups
 from baton.kernels.attention import AttentionBatch, paged_attention
 from baton.kernels.linear import RowNorm
 from baton.kernels.rope_kv import rope_and_cache
 
-from .base import Layer
+from .base import Layer, Parameter, Share
 from .fp8 import ScalarScale
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
@@ -25,12 +26,15 @@ class LayerContext:
     batch: AttentionBatch
     kv: Tensor  # [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]
     cos_sin: Tensor  # [max_model_len, head_dim] float32, see `layers.rotary`
+    rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
 
 
 class SelfAttention(Layer, abc.ABC):
     """What mixes the tokens of a sequence in a decoder layer."""
 
     window: int | None = None  # keys that a query sees, itself included; None: all before it
+    num_heads: int  # of queries, on this rank
+    num_kv_heads: int  # in this rank's cache
 
     @abc.abstractmethod
     def __call__(
@@ -44,7 +48,8 @@ class SelfAttention(Layer, abc.ABC):
     ) -> Tensor:
         """hidden [T, hidden_size], through `norm` first -> [T, hidden_size], or only the `wanted` tokens [R] of it.
 
-        With `add_to` the result is added to it in place, and it is returned. What later tokens need of all T tokens
+        With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
+        is returned is the sum. What later tokens need of all T tokens
         is in `context.kv` afterwards.
         """
         ...
@@ -53,11 +58,13 @@ class SelfAttention(Layer, abc.ABC):
 class Attention(SelfAttention):
     """Projections, rotation, the KV write and attention of one decoder layer.
 
-    A subclass that sets `q_norm` and `k_norm` has every query and key head normed before the rotation.
+    A subclass that sets `q_norm` and `k_norm` has every query and key head normed before the rotation; one that sets
+    `sinks`, one in float32 for each query head, has them take weight from the keys.
     """
 
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    sinks: Parameter | None = None
 
     def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool = False, output_bias: bool = False) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -71,8 +78,16 @@ class Attention(SelfAttention):
         self.window = config.layer_windows[layer]
         self.scale = dim**-0.5
         self.eps = config.rms_norm_eps
+        self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
         self._head_dim = dim
-        self._head_split = [heads, kv_heads, kv_heads]
+
+    def divide(self, groups: ParallelGroups) -> None:
+        """Heads go to the ranks in order; where there are fewer KV heads than ranks, several ranks hold one."""
+        heads, kv_heads = Share.part(self.num_heads, groups.tp), kv_head_share(self.num_kv_heads, groups.tp)
+        q, kv = heads.times(self._head_dim), kv_heads.times(self._head_dim)
+        self.qkv_proj.keep_parts({"q_proj": q, "k_proj": kv, "v_proj": kv})
+        self.o_proj.keep_columns(q, groups.tp)
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
 
     def __call__(
         self,
@@ -85,7 +100,7 @@ class Attention(SelfAttention):
     ) -> Tensor:
         batch, kv = context.batch, context.kv
         qkv = self.qkv_proj(hidden, norm=norm).unflatten(-1, (-1, self._head_dim))
-        q, k, v = qkv.split(self._head_split, dim=1)
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q_norm = None if self.q_norm is None else self.q_norm.weight.data
         k_norm = None if self.k_norm is None else self.k_norm.weight.data
         k_scale = None if self.k_scale is None else self.k_scale.data
@@ -105,6 +120,20 @@ class Attention(SelfAttention):
             v_scale=v_scale,
         )
         out = paged_attention(
-            q, kv, self.layer, batch, scale=self.scale, window=self.window, k_scale=k_scale, v_scale=v_scale
+            q,
+            kv,
+            self.layer,
+            batch,
+            scale=self.scale,
+            window=self.window,
+            sinks=None if self.sinks is None else self.sinks.data,
+            k_scale=k_scale,
+            v_scale=v_scale,
         ).flatten(1)
         return self.o_proj(out if wanted is None else out[wanted], add_to=add_to)
+
+
+def kv_head_share(num_kv_heads: int, group: Group) -> Share:
+    """The KV heads of a rank, which its query heads read."""
+    size = max(1, num_kv_heads // group.size)
+    return Share(group.rank * num_kv_heads // group.size, size, num_kv_heads)

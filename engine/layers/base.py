@@ -1,9 +1,12 @@
 """Layers, their parameters, and the slots that checkpoint tensors go into.
 
-    checkpoint tensor ──name──> Slot ──rows──> Parameter of a Layer ──finish()──> what the kernels read
+    checkpoint tensor ──name──> Slot ──share, rows──> Parameter of a Layer ──finish()──> what the kernels read
 
 A layer's attribute path is its name in the checkpoint (`model.layers.0.self_attn.q_norm.weight`). Where several
 checkpoint tensors share one parameter (q, k and v in one matrix), the layer says so by offering several slots.
+
+Models are made whole, and know nothing of ranks. `divide` then makes of each layer what one rank holds of it, before
+memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor.
 
 Layers are plain objects: inference needs neither autograd nor hooks, and a step makes hundreds of calls.
 """
@@ -11,24 +14,71 @@ Layers are plain objects: inference needs neither autograd nor hooks, and a step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baton.engine.models.errors import WeightsError
+from baton.engine.parallel.groups import Group, ParallelGroups
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of one dimension of a checkpoint's tensor."""
+
+    start: int
+    size: int
+    whole: int
+
+    @classmethod
+    def all(cls, whole: int) -> Share:
+        return cls(0, whole, whole)
+
+    @classmethod
+    def part(cls, whole: int, group: Group) -> Share:
+        """One of equal parts, in rank order."""
+        size, rest = divmod(whole, group.size)
+        assert not rest, f"{whole} does not divide by {group.size}: `check_division` comes before layers are divided"
+        return cls(group.rank * size, size, whole)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.end)
+
+    def times(self, width: int) -> Share:
+        """The same share where each element is `width` of them."""
+        return Share(self.start * width, self.size * width, self.whole * width)
 
 
 class Parameter:
     """A tensor that a checkpoint fills. Declared by its shape; memory comes with `allocate`, values with its slots."""
 
-    __slots__ = ("_data", "dtype", "shape", "typical")
+    __slots__ = ("_data", "dtype", "shares", "typical")
 
     def __init__(self, *shape: int, typical: float = 0.0, dtype: torch.dtype | None = None) -> None:
-        self.shape = shape
+        self.shares = tuple(Share.all(size) for size in shape)  # of each dimension
         self.typical = typical  # the value around which a trained model's lie: dummy weights are drawn around it
         self.dtype = dtype  # None: the model's
         self._data: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is held."""
+        return tuple(share.size for share in self.shares)
+
+    def keep(self, dimension: int, share: Share) -> None:
+        """Of this dimension only the share is held. Comes before `allocate`."""
+        before = self.shares[dimension].size
+        assert share.whole == before, f"a share of {share.whole}, where there are {before}"
+        shares = list(self.shares)
+        shares[dimension] = share
+        self.shares = tuple(shares)
 
     @property
     def data(self) -> Tensor:
@@ -42,25 +92,28 @@ class Parameter:
         """Gives the memory back, once a packed copy serves."""
         self._data = None
 
-    def slot(self, name: str, start: int = 0, rows: int | None = None) -> Slot:
-        """Where the checkpoint tensor `name` goes that belongs to `rows` rows of the layer's output (None: all)."""
+    def slot(self, name: str, start: int = 0, rows: Share | None = None) -> Slot:
+        """Where the checkpoint tensor `name` goes, of which `rows` lie here from row `start` on; None: all rows."""
         return Slot(name, self, start, rows)
 
 
 class Slot:
-    """Where one checkpoint tensor goes: `rows` rows of a parameter, from `start` on, every `step`-th.
+    """Where one checkpoint tensor goes: `rows` of it to rows of a parameter, from `start` on, every `step`-th.
 
-    With `item`, rows of that item of a stack [items, rows, ...].
+    With `item`, rows of that item of a stack [items, rows, ...]. A slot whose share is empty is for a tensor that lies
+    on other ranks: the checkpoint must have it, and nobody reads it here.
     """
 
-    __slots__ = ("item", "name", "parameter", "shape", "start", "step")
+    __slots__ = ("item", "name", "parameter", "shares", "start", "step")
+
+    takes_bytes = False  # whether the checkpoint's tensor is of uint8, which stand for something else
 
     def __init__(
         self,
         name: str,
         parameter: Parameter,
         start: int = 0,
-        rows: int | None = None,
+        rows: Share | None = None,
         *,
         step: int = 1,
         item: int | None = None,
@@ -70,12 +123,30 @@ class Slot:
         self.start = start
         self.step = step
         self.item = item
-        whole = parameter.shape if item is None else parameter.shape[1:]
-        self.shape = (whole[0] if rows is None else rows, *whole[1:])
+        held = parameter.shares if item is None else parameter.shares[1:]
+        self.shares = held if rows is None else (rows, *held[1:])  # of each dimension of the checkpoint's tensor
+
+    @classmethod
+    def elsewhere(cls, name: str, shape: Sequence[int], parameter: Parameter) -> Slot:
+        """For a checkpoint tensor of this shape that other ranks hold, in what is `parameter` there."""
+        slot = cls(name, parameter)
+        slot.shares = tuple(Share(0, 0, size) for size in shape)
+        return slot
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return tuple(share.whole for share in self.shares)
+
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        """Of what goes here."""
+        return tuple(share.size for share in self.shares)
 
     @property
     def num_elements(self) -> int:
-        return math.prod(self.shape)
+        """That go here."""
+        return math.prod(self.share_shape)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """In a model of this type."""
@@ -90,12 +161,30 @@ class Slot:
         """Whether a checkpoint tensor of this shape can go here."""
         return shape == self.shape
 
+    def index(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """What of a checkpoint tensor of this accepted shape goes here; () where all of it does."""
+        if self.share_shape == self.shape:
+            return ()
+        return tuple(share.slice for share in self.shares)
+
     def place(self, tensor: Tensor) -> None:
-        """Copies, converting type and device. Raises `WeightsError` for another shape."""
-        if not self.accepts(tuple(tensor.shape)):
-            raise WeightsError(f"{self.name} has shape {list(tensor.shape)}, must have {list(self.shape)}")
-        whole = self.parameter.data if self.item is None else self.parameter.data[self.item]
-        whole[self.start : self.start + self.shape[0] * self.step : self.step].copy_(tensor)
+        """Copies a checkpoint's tensor, or the share of it that goes here, converting type and device.
+
+        Raises `WeightsError` for another shape.
+        """
+        self._place(self._cut(tensor))
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        shape = tuple(tensor.shape)
+        if shape == self.share_shape:
+            return tensor
+        if not self.accepts(shape):
+            raise WeightsError(f"{self.name} has shape {list(shape)}, must have {list(self.shape)}")
+        return tensor[self.index(shape)]
+
+    def _place(self, share: Tensor) -> None:
+        target = self.parameter.data if self.item is None else self.parameter.data[self.item]
+        target[self.start : self.start + len(share) * self.step : self.step].copy_(share)
 
 
 class Layer:
@@ -121,6 +210,11 @@ class Layer:
             yield parameter.slot(join(path, name))
         for name, child in self.children():
             yield from child.slots(join(path, name))
+
+    def divide(self, groups: ParallelGroups) -> None:
+        """From now on, and before `allocate`, this layer is its rank's share of it. By default its children are."""
+        for _, child in self.children():
+            child.divide(groups)
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         for _, parameter in self.parameters():

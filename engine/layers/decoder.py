@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from baton.kernels.attention import AttentionBatch, prepare
 
 from .attention import Attention, LayerContext, SelfAttention
 from .base import Layer
-from .embedding import Embedding, TiedHead
-from .linear import Linear
+from .embedding import Embedding, Head, TiedHead
 from .mlp import FeedForward, GatedMLP
 from .norm import RMSNorm
 from .residual import ResidualStream
 from .rotary import cos_sin_table
+from .rows import RankRows, TokenRows
 
 
 class DecoderLayer(Layer):
@@ -41,13 +42,13 @@ class DecoderLayer(Layer):
     def __call__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
         """Adds to the stream; behind the attention only the `wanted` tokens [R] go on."""
         x, norm = stream.read(self.input_layernorm)
-        slots = context.batch.slots
+        rows = TokenRows(context.batch.slots, context.rows_of_ranks)
         if wanted is not None:
             stream.keep(wanted)
-            slots = slots[wanted]
+            rows = replace(rows, slots=rows.slots[wanted])
         stream.take(self.self_attn(x, context, wanted, norm=norm, add_to=stream.target))
         x, norm = stream.read(self.post_attention_layernorm)
-        stream.take(self.mlp(x, slots, norm=norm, add_to=stream.target))
+        stream.take(self.mlp(x, rows, norm=norm, add_to=stream.target))
 
 
 class Decoder(Layer):
@@ -58,13 +59,23 @@ class Decoder(Layer):
         self.layers = layers
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def __call__(self, token_ids: Tensor, context: LayerContext, wanted: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        context: LayerContext,
+        wanted: Tensor | None = None,
+        ranks: RankRows | None = None,
+    ) -> Tensor:
         hidden = self.embed_tokens(token_ids)
+        last = context
+        if ranks is not None:
+            context = replace(context, rows_of_ranks=ranks.tokens)
+            last = replace(context, rows_of_ranks=ranks.wanted)
         stream = ResidualStream(hidden, in_place=not hidden.is_cpu)
         for layer in self.layers[:-1]:
             layer(stream, context)
         # Of most prompt tokens only the KV is used: the last layer ends for them where that is written.
-        self.layers[-1](stream, context, wanted)
+        self.layers[-1](stream, last, wanted)
         return stream.normed(self.norm)
 
 
@@ -78,12 +89,22 @@ class CausalLM(Layer):
             for layer in range(config.num_layers)
         ]
         self.model = Decoder(config, layers)
-        self.lm_head: Linear | TiedHead
+        self.lm_head: Head | TiedHead
         if config.tie_word_embeddings:
             self.lm_head = TiedHead(self.model.embed_tokens)
         else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size)
+            self.lm_head = Head(config.hidden_size, config.vocab_size)
         self._cos_sin: Tensor | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries, on this rank."""
+        return self.model.layers[0].self_attn.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """In this rank's cache."""
+        return self.model.layers[0].self_attn.num_kv_heads
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
@@ -108,29 +129,43 @@ class CausalLM(Layer):
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
         """What the layers' attention shares in a step, worked out once before the first of them."""
-        config = self.config
-        return prepare(batch, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        return prepare(batch, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.config.head_dim)
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
         """Within, the model has one layer of each kind, and the last one: all kernels of a step, each once."""
         layers = self.model.layers
-        of_each_kind = {layer.kind: layer for layer in reversed(layers)}
-        self.model.layers = [*of_each_kind.values(), layers[-1]]
+        self.model.layers = [*self._one_of_each_kind(), layers[-1]]
         try:
             yield
         finally:
             self.model.layers = layers
 
+    def shorten(self) -> None:
+        """Drops for good the layers that `shortened` leaves out."""
+        self.model.layers = list(dict.fromkeys([*self._one_of_each_kind(), self.model.layers[-1]]))
+
+    def _one_of_each_kind(self) -> list[DecoderLayer]:
+        return list({layer.kind: layer for layer in reversed(self.model.layers)}.values())
+
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv: Tensor,
+        wanted: Tensor | None = None,
+        ranks: RankRows | None = None,
+    ) -> Tensor:
         """Hidden states [T, hidden] of token_ids [T] (an integer type), all sequences of the step one after another.
 
         Writes the KV of these tokens into kv [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. With
         `wanted` [R] int64, indices of tokens, gives [R, hidden] and saves the last layer's work on all others.
+        `ranks` says how many tokens the other data-parallel ranks run in this step, where they run it together; without
+        it, as many as this one.
         """
         assert self._cos_sin is not None, "allocate() comes before the first step"
-        return self.model(token_ids, LayerContext(self.prepare(batch), kv, self._cos_sin), wanted)
+        return self.model(token_ids, LayerContext(self.prepare(batch), kv, self._cos_sin), wanted, ranks)
 
     __call__ = forward
 
@@ -140,5 +175,5 @@ class CausalLM(Layer):
 
         Written to `out`, of the model's type, where one is given.
         """
-        logits = self.lm_head(hidden, out=out)
+        logits = self.lm_head.logits(hidden, out=out)
         return logits.float() if logits.is_cpu else logits

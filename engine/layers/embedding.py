@@ -1,13 +1,41 @@
-"""Token embedding and the head that turns hidden states into logits."""
+"""Token embedding and the head that turns hidden states into logits. Both are divided over ranks by the vocabulary."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
 from baton.kernels.linear import PackedWeight, linear, pack
 
-from .base import Layer, Parameter
+from .base import Layer, Parameter, Share
+from .linear import Linear
+
+_ALIGNMENT = 16  # rows of the vocabulary: products like widths that are a multiple of it
+
+
+class Vocabulary:
+    """Which rows of the vocabulary are this rank's: all have equal room, which the last ranks need not fill."""
+
+    def __init__(self, size: int, group: Group = ALONE) -> None:
+        self.size = size
+        self.group = group
+        self._room = size if group.size == 1 else -(-size // (group.size * _ALIGNMENT)) * _ALIGNMENT
+        self.share = self._share_of(group.rank)
+
+    def _share_of(self, rank: int) -> Share:
+        start = min(rank * self._room, self.size)
+        return Share(start, min(self._room, self.size - start), self.size)
+
+    def gather(self, logits: Tensor, out: Tensor | None) -> Tensor:
+        """[R, vocab] of every rank's [R, rows of its share], in `out` where that is given."""
+        group, missing = self.group, self._room - logits.shape[1]
+        if missing:
+            logits = functional.pad(logits, (0, missing))
+        parts = group.all_gather(logits).view(group.size, -1, self._room)
+        kept = [part[:, : self._share_of(rank).size] for rank, part in enumerate(parts)]
+        return torch.cat(kept, dim=1) if out is None else torch.cat(kept, dim=1, out=out)
 
 
 class Embedding(Layer):
@@ -15,9 +43,38 @@ class Embedding(Layer):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self.weight = Parameter(vocab_size, hidden_size)
+        self.vocabulary = Vocabulary(vocab_size)
+
+    def divide(self, groups: ParallelGroups) -> None:
+        self.vocabulary = Vocabulary(self.vocabulary.size, groups.tp)
+        self.weight.keep(0, self.vocabulary.share)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return functional.embedding(token_ids, self.weight.data)
+        group, share = self.vocabulary.group, self.vocabulary.share
+        if group.size == 1:
+            return functional.embedding(token_ids, self.weight.data)
+        if not share.size:
+            return group.all_reduce(self.weight.data.new_zeros(len(token_ids), self.weight.shape[1]))
+        elsewhere = (token_ids < share.start) | (token_ids >= share.end)
+        rows = functional.embedding((token_ids - share.start).masked_fill_(elsewhere, 0), self.weight.data)
+        return group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+
+class Head(Linear):
+    """Logits [R, vocab] of hidden states [R, hidden], by a weight of its own."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__(hidden_size, vocab_size)
+        self._vocabulary = Vocabulary(vocab_size)
+
+    def divide(self, groups: ParallelGroups) -> None:
+        self._vocabulary = Vocabulary(self._vocabulary.size, groups.tp)
+        self.keep_rows(self._vocabulary.share)
+
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if self._vocabulary.group.size == 1:
+            return self(hidden, out=out)
+        return self._vocabulary.gather(self(hidden), out)
 
 
 class TiedHead(Layer):
@@ -30,6 +87,9 @@ class TiedHead(Layer):
     def finish(self) -> None:
         self._packed = pack(self._shared[0].weight.data)
 
-    def __call__(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         assert self._packed is not None, "finish() comes before the first call"
-        return linear(hidden, self._packed, out=out)
+        vocabulary = self._shared[0].vocabulary
+        if vocabulary.group.size == 1:
+            return linear(hidden, self._packed, out=out)
+        return vocabulary.gather(linear(hidden, self._packed), out)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from baton.engine.models.errors import WeightsError
 from baton.engine.models.quantization import Quantization
 from baton.kernels.fp8 import BLOCK, dequantize
 
-from .base import Layer, Parameter, Slot, join
+from .base import Layer, Parameter, Share, Slot, join
+from .experts import Experts
 from .linear import Linear
+
+Kind = TypeVar("Kind", bound=Layer)
 
 E4M3 = torch.float8_e4m3fn
 
@@ -28,20 +32,30 @@ E4M3 = torch.float8_e4m3fn
 class BlockScales(Parameter):
     """One of each block of 128 x 128 of a weight [N, K]."""
 
-    def __init__(self, rows: int, depth: int) -> None:
-        super().__init__(-(-rows // BLOCK), depth // BLOCK, typical=1.0, dtype=torch.float32)
+    def __init__(self, rows: Share, columns: Share) -> None:
+        kept = _blocks_of(rows), _blocks_of(columns)
+        super().__init__(*(share.whole for share in kept), typical=1.0, dtype=torch.float32)
+        for dimension, share in enumerate(kept):
+            self.keep(dimension, share)
 
-    def slot(self, name: str, start: int = 0, rows: int | None = None) -> Slot:
-        return Slot(name, self, start // BLOCK, None if rows is None else -(-rows // BLOCK))
+    def slot(self, name: str, start: int = 0, rows: Share | None = None) -> Slot:
+        return Slot(name, self, start // BLOCK, None if rows is None else _blocks_of(rows))
+
+
+def _blocks_of(share: Share) -> Share:
+    """The blocks of 128 that a share of values is made of."""
+    first = share.start // BLOCK
+    return Share(first, -(-share.end // BLOCK) - first, -(-share.whole // BLOCK))
 
 
 class RowScales(Parameter):
     """One of each row of a weight."""
 
-    def __init__(self, rows: int) -> None:
-        super().__init__(rows, typical=1.0, dtype=torch.float32)
+    def __init__(self, rows: Share) -> None:
+        super().__init__(rows.whole, typical=1.0, dtype=torch.float32)
+        self.keep(0, rows)
 
-    def slot(self, name: str, start: int = 0, rows: int | None = None) -> Slot:
+    def slot(self, name: str, start: int = 0, rows: Share | None = None) -> Slot:
         return _RowScalesSlot(name, self, start, rows)
 
 
@@ -49,7 +63,7 @@ class ScalarScale(RowScales):
     """One of everything."""
 
     def __init__(self) -> None:
-        super().__init__(1)
+        super().__init__(Share.all(1))
 
 
 class _RowScalesSlot(Slot):
@@ -60,10 +74,16 @@ class _RowScalesSlot(Slot):
     def accepts(self, shape: tuple[int, ...]) -> bool:
         return shape in (self.shape, (*self.shape, 1), (1,), ())
 
+    def index(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        return super().index(shape)[:1] if shape and shape[0] == self.shape[0] else ()
+
     def place(self, tensor: Tensor) -> None:
+        if tuple(tensor.shape) in (self.share_shape, (*self.share_shape, 1)):
+            self._place(tensor.reshape(-1))
+            return
         if not self.accepts(tuple(tensor.shape)):
             raise WeightsError(f"{self.name} has shape {list(tensor.shape)}, must have {list(self.shape)} or one value")
-        super().place(tensor.reshape(-1).expand(self.shape))
+        self._place(tensor.reshape(-1).expand(self.shape)[self.shares[0].slice])
 
 
 @dataclass(frozen=True)
@@ -76,33 +96,62 @@ class Fp8Format:
     def scale_name(self) -> str:
         return self.quantization.scale_name
 
-    def parameters(self, rows: int, depth: int) -> tuple[Parameter, Parameter]:
-        """Of a weight [N, K] and its scales."""
-        scales = BlockScales(rows, depth) if self.quantization.in_blocks else RowScales(rows)
-        return Parameter(rows, depth, dtype=E4M3), scales
+    @property
+    def in_blocks(self) -> bool:
+        return self.quantization.in_blocks
+
+    def parameters(self, rows: Share, columns: Share) -> tuple[Parameter, Parameter]:
+        """Of the share of a weight [N, K] and of its scales."""
+        scales = BlockScales(rows, columns) if self.quantization.in_blocks else RowScales(rows)
+        weight = Parameter(rows.whole, columns.whole, dtype=E4M3)
+        weight.keep(0, rows)
+        weight.keep(1, columns)
+        return weight, scales
 
     def fits(self, depth: int, parts: list[int]) -> bool:
         """Whether layers of these numbers of rows can share a weight: no block may belong to two of them."""
         return not self.quantization.in_blocks or all(size % BLOCK == 0 for size in (depth, *parts[:-1]))
 
+    def divides(self, columns: Share, parts: list[Share]) -> bool:
+        """Whether no block belongs to two ranks."""
+        borders = [border for share in (columns, *parts) for border in (share.start, share.end) if border < share.whole]
+        return not self.quantization.in_blocks or all(border % BLOCK == 0 for border in borders)
+
 
 def keep_in_8_bits(model: Layer, quantization: Quantization, is_quantized: Callable[[str], bool]) -> None:
-    """Gives the linear layers of `model` that come in 8 bits the format for it, before anything is allocated.
+    """Gives the layers of `model` that come in 8 bits the format for it, before anything is allocated.
 
-    `is_quantized` tells by a layer's name in the checkpoint. Layers that were merged of both kinds stay plain.
+    `is_quantized` tells by a linear layer's name in the checkpoint. Layers that were merged of both kinds stay plain,
+    and so do experts that there are no kernels for. Raises `WeightsError` for a layer whose ranks would divide blocks.
     """
     chosen = Fp8Format(quantization)
     for path, layer in linear_layers(model):
-        parts = layer.parts_at(path)
-        if all(is_quantized(name) for name in parts) and chosen.fits(layer.in_features, list(parts.values())):
-            layer.take_format(chosen)
+        parts, columns = layer.parts_at(path), layer.weight.shares[1]
+        if not all(is_quantized(name) for name in parts):
+            continue
+        if not chosen.fits(columns.whole, [share.whole for share in parts.values()]):
+            continue
+        if not chosen.divides(columns, list(parts.values())):
+            raise WeightsError(
+                f"tensor_parallel_size: {path} has a scale for every {BLOCK} x {BLOCK} values, and so many ranks would "
+                "divide them; give fewer"
+            )
+        layer.take_format(chosen)
+    for path, experts in layers_of(Experts, model):
+        if experts.can_take(chosen) and all(is_quantized(name) for name in experts.parts_at(path)):
+            experts.take_format(chosen)
 
 
-def linear_layers(layer: Layer, path: str = "") -> list[tuple[str, Linear]]:
+def linear_layers(layer: Layer) -> list[tuple[str, Linear]]:
     """All below `layer`, by path."""
-    found = [(path, layer)] if isinstance(layer, Linear) else []
+    return layers_of(Linear, layer)
+
+
+def layers_of(kind: type[Kind], layer: Layer, path: str = "") -> list[tuple[str, Kind]]:
+    """All of a kind below `layer`, by path."""
+    found = [(path, layer)] if isinstance(layer, kind) else []
     for name, child in layer.children():
-        found += linear_layers(child, join(path, name))
+        found += layers_of(kind, child, join(path, name))
     return found
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.latent import LatentShape
 from baton.engine.models.rope import Rope, YarnRope
+from baton.engine.parallel.groups import ParallelGroups
 from baton.kernels.linear import RowNorm
 from baton.kernels.mla import UpProjection, latent_and_cache, mla_attention
 
 from .attention import LayerContext, SelfAttention
-from .base import Layer, Parameter
+from .base import Layer, Parameter, Share
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
 
@@ -32,6 +33,11 @@ class KeyValueUp(Layer):
         self.weight = Parameter(num_heads * (shape.nope_dim + shape.value_dim), shape.rank)
         self._num_heads = num_heads
         self._shape = shape
+
+    def keep_heads(self, share: Share) -> None:
+        """Only these heads are served here."""
+        self.weight.keep(0, share.times(self._shape.nope_dim + self._shape.value_dim))
+        self._num_heads = share.size
 
     def __call__(self) -> UpProjection:
         return UpProjection(self.weight.data, self._num_heads, self._shape.nope_dim, self._shape.value_dim)
@@ -57,7 +63,20 @@ class LatentAttention(SelfAttention):
         self.o_proj = Linear(heads * shape.value_dim, config.hidden_size, bias=bias)
         self.layer = layer
         self.scale = score_scale(shape, config.rope)
+        self.num_heads, self.num_kv_heads = heads, 1
         self._shape = shape
+
+    def divide(self, groups: ParallelGroups) -> None:
+        """Heads go to the ranks in order; the latents are everybody's."""
+        heads = Share.part(self.num_heads, groups.tp)
+        queries = heads.times(self._shape.head_dim)
+        if self.q_b_proj is None:
+            self.down_proj.keep_parts({"q_proj": queries})
+        else:
+            self.q_b_proj.keep_rows(queries)
+        self.kv_b_proj.keep_heads(heads)
+        self.o_proj.keep_columns(heads.times(self._shape.value_dim), groups.tp)
+        self.num_heads = heads.size
 
     def __call__(
         self,

@@ -7,10 +7,12 @@ import abc
 import torch
 from torch import Tensor
 
+from baton.engine.parallel.groups import Group, ParallelGroups
 from baton.kernels.linear import RowNorm
 
-from .base import Layer
+from .base import Layer, Share
 from .linear import Linear, MergedLinear
+from .rows import TokenRows
 
 CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level cache between the two products
 
@@ -20,12 +22,12 @@ class FeedForward(Layer, abc.ABC):
 
     @abc.abstractmethod
     def __call__(
-        self, hidden: Tensor, slots: Tensor, *, norm: RowNorm | None = None, add_to: Tensor | None = None
+        self, hidden: Tensor, rows: TokenRows, *, norm: RowNorm | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        """hidden [T, hidden_size], through `norm` first -> the same shape.
+        """hidden [T, hidden_size], which are the `rows`, through `norm` first -> the same shape.
 
-        With `add_to` the result is added to it in place, and it is returned. `slots` int64 [T]: -1 marks padding, whose
-        result is arbitrary.
+        With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
+        is returned is the sum. What padding gives is arbitrary.
         """
         ...
 
@@ -38,16 +40,25 @@ class GatedMLP(FeedForward):
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
+    def divide(self, groups: ParallelGroups) -> None:
+        self.divide_over(groups.tp)
+
+    def divide_over(self, group: Group, *, summed: bool = True) -> None:
+        """`summed=False`: the caller sums what the ranks give."""
+        share = Share.part(self.down_proj.in_features, group)
+        self.gate_up_proj.keep_parts({"gate_proj": share, "up_proj": share})
+        self.down_proj.keep_columns(share, group, summed=summed)
+
     def __call__(
         self,
         hidden: Tensor,
-        slots: Tensor | None = None,
+        rows: TokenRows | None = None,
         *,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
         if hidden.is_cpu and add_to is None and len(hidden) > CPU_SLICE:
-            return torch.cat([self._all_at_once(rows, norm, None) for rows in hidden.split(CPU_SLICE)])
+            return torch.cat([self._all_at_once(part, norm, None) for part in hidden.split(CPU_SLICE)])
         return self._all_at_once(hidden, norm, add_to)
 
     def _all_at_once(self, hidden: Tensor, norm: RowNorm | None, add_to: Tensor | None) -> Tensor:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import torch
 from torch import Tensor
 
 from baton.engine.models.experts import ExpertsConfig
+from baton.engine.parallel.dispatch import Dispatches
+from baton.engine.parallel.groups import ALONE, ExpertSpread, Group, ParallelGroups
+from baton.engine.parallel.placement import ExpertPlacement
 from baton.kernels.linear import RowNorm
-from baton.kernels.moe import RoutingRule, fused_experts, route, router_logits
+from baton.kernels.locate import ExpertTable
 
-from .base import Layer, Parameter, Slot, join
+from .base import Share
+from .experts import Experts, Router
 from .mlp import FeedForward, GatedMLP
+from .rows import TokenRows
 
 
 class MoE(FeedForward):
@@ -21,54 +25,88 @@ class MoE(FeedForward):
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
-        self.gate = Router(hidden_size, config.num_experts)
-        self.experts = Experts(hidden_size, config.intermediate_size, config.num_experts)
+        self.gate = Router(hidden_size, config)
+        self.experts = Experts(hidden_size, config)
         shared_size = config.shared_intermediate_size
         self.shared_experts = GatedMLP(hidden_size, shared_size) if shared_size else None
-        self.rule = RoutingRule(
-            config.top_k, config.scoring, config.renormalize, config.scale, config.num_groups, config.top_groups
-        )
+        self.spread: SpreadExperts | None = None  # None: every expert is here, or a stretch of its width
+        self._group: Group = ALONE  # over which results are summed
+
+    def divide(self, groups: ParallelGroups) -> None:
+        """Of the shared experts every rank has a stretch of the width; of the others as well, unless they are spread.
+
+        Then it has some of them whole.
+        """
+        self._group = groups.tp
+        if groups.spread is not None and groups.ep.size > 1:
+            self.spread = SpreadExperts(self.experts, groups, groups.spread)
+        else:
+            self.experts.keep_width(Share.part(self.experts.width.size, groups.tp))
+        if self.shared_experts is not None:
+            self.shared_experts.divide_over(groups.tp, summed=False)
+
+    def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().allocate(device, dtype)
+        if self.spread is not None:
+            self.spread.allocate(device)
 
     def __call__(
-        self, hidden: Tensor, slots: Tensor, *, norm: RowNorm | None = None, add_to: Tensor | None = None
+        self, hidden: Tensor, rows: TokenRows, *, norm: RowNorm | None = None, add_to: Tensor | None = None
     ) -> Tensor:
         if norm is not None:
             hidden = norm(hidden)
-        expert_ids, weights = route(self.gate(hidden), self.rule, slots=slots)
+        expert_ids, weights = self.gate(hidden, rows.slots)
         if self.shared_experts is not None:
             add_to = self.shared_experts(hidden, add_to=add_to)
-        return self.experts(hidden, expert_ids, weights, add_to)
+        elif self._group.rank > 0:
+            add_to = None
+        if self.spread is None:
+            return self._group.all_reduce(self.experts(hidden, expert_ids, weights, add_to))
+        return self._group.all_reduce(self.spread(hidden, expert_ids, weights, rows.of_ranks, add_to))
 
 
-class Router(Layer):
-    """How well each expert suits each token: [T, hidden_size] -> logits [T, num_experts] float32."""
+class SpreadExperts:
+    """Experts of which this rank holds some, and other ranks the others.
 
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
-        self.weight = Parameter(num_experts, hidden_size)
+    Which ones changes while serving: `placement`, `table` and the weights always say the same.
+    """
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return router_logits(hidden, self.weight.data)
+    def __init__(self, experts: Experts, groups: ParallelGroups, spread: ExpertSpread) -> None:
+        """Takes the experts that are not this rank's out of `experts`. Comes before memory is allocated."""
+        self.experts = experts
+        self.placement = ExpertPlacement.initial(experts.held.whole, spread.num_redundant, groups.ep.size)
+        self._dispatches = Dispatches.of(groups, self.placement, spread.backend)
+        self._table: ExpertTable | None = None
+        experts.keep_experts(self.placement.held[groups.ep.rank])
 
+    @property
+    def table(self) -> ExpertTable:
+        assert self._table is not None, "allocate() comes before the first step"
+        return self._table
 
-class Experts(Layer):
-    """Gated MLPs of one shape, stacked; gates and ups row by row next to each other, as `fused_experts` reads them."""
+    def allocate(self, device: torch.device | str) -> None:
+        placement = self.placement
+        self._table = ExpertTable.empty(placement.num_experts, placement.most_replicas, device)
+        self._table.write(placement.replicas())
 
-    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int) -> None:
-        self.gate_up = Parameter(num_experts, 2 * intermediate_size, hidden_size)
-        self.down = Parameter(num_experts, hidden_size, intermediate_size)
+    def place(self, placement: ExpertPlacement) -> None:
+        """The experts lie like that now: whoever calls has moved their weights."""
+        self.placement = placement
+        self.table.write(placement.replicas())
 
-    def __call__(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None) -> Tensor:
-        """What the experts of each token give, added to `add_to` in place where there is one.
-
-        hidden [T, hidden_size], expert_ids and weights [T, top_k] -> [T, hidden_size].
-        """
-        return fused_experts(hidden, self.gate_up.data, self.down.data, expert_ids, weights, add_to=add_to)
-
-    def slots(self, path: str = "") -> Iterator[Slot]:
-        num_experts, twice_size, _ = self.gate_up.shape
-        for expert in range(num_experts):
-            own = join(path, str(expert))
-            for start, name in enumerate(("gate_proj", "up_proj")):
-                rows = twice_size // 2
-                yield Slot(f"{own}.{name}.weight", self.gate_up, start, rows, step=2, item=expert)
-            yield Slot(f"{own}.down_proj.weight", self.down, item=expert)
+    def __call__(
+        self,
+        hidden: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        of_ranks: tuple[int, ...] | None,
+        add_to: Tensor | None,
+    ) -> Tensor:
+        """As `Experts`, but for the sum over the ranks that have the same tokens."""
+        dispatch = self._dispatches.captured if of_ranks is None else self._dispatches.eager
+        served = dispatch.prepare(hidden, expert_ids, weights, self.table, of_ranks)
+        if dispatch.is_local:
+            return self.experts(served.hidden, served.expert_ids, served.weights, add_to)
+        partial = self.experts(served.hidden, served.expert_ids, served.weights, None)
+        total = dispatch.finalize(partial, served)
+        return total if add_to is None else add_to.add_(total)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from baton.engine.parallel.groups import ALL_ALONE, ParallelGroups
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,7 +24,10 @@ MODELS: dict[str, tuple[str, str]] = {
     "Qwen2ForCausalLM": ("qwen2", "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "MixtralForCausalLM": ("mixtral", "MixtralForCausalLM"),
+    "GptOssForCausalLM": ("gpt_oss", "GptOssForCausalLM"),
 }
 
 
@@ -34,15 +39,35 @@ def model_class(architecture: str) -> type[CausalLM]:
 
 
 def load_model(
-    config: ModelConfig, *, device: torch.device | str = "cpu", progress: Progress | None = None
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    groups: ParallelGroups = ALL_ALONE,
 ) -> CausalLM:
     """The model of `config` on `device`, its weights loaded as `config.load_format` says and laid out for the kernels.
 
-    `progress` is called with (bytes done, bytes in all) after each tensor. Raises `WeightsError` where the checkpoint's
-    tensors are not exactly the model's parameters; that is known before any weight is read.
+    Of a group's rank, its share of the model. `progress` is called with (bytes done, bytes in all) after each tensor.
+    Raises `WeightsError` where the checkpoint's tensors are not exactly the model's parameters; that is known before
+    any weight is read.
     """
     from baton.engine.weights.loader import load_weights
 
     model = model_class(config.architecture)(config)
+    model.divide(groups)
     load_weights(model, device=device, progress=progress)
+    return model
+
+
+def sketch_model(config: ModelConfig, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE) -> CausalLM:
+    """A model that launches the kernels of that of `config` and means nothing: few layers, and weights never filled.
+
+    It takes no more memory than a few layers do, the embedding and the head. `groups`: one of some `sketches()`.
+    """
+    from baton.engine.weights.loader import allocate_unfilled
+
+    model = model_class(config.architecture)(config)
+    model.shorten()
+    model.divide(groups)
+    allocate_unfilled(model, device=device)
     return model

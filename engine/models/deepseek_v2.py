@@ -26,4 +26,4 @@ class DeepseekV2ForCausalLM(CausalLM):
         return GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
-        return mla.prepare(batch, num_heads=self.config.num_heads, head_dim=self.config.head_dim)
+        return mla.prepare(batch, num_heads=self.num_heads, head_dim=self.config.head_dim)

@@ -26,8 +26,10 @@ class LatentShape:
 
 def read_latent(architecture: str, keys: Keys) -> LatentShape | None:
     """None for an architecture without latents. Raises `ModelError`."""
-    if architecture != "DeepseekV2ForCausalLM":
+    if architecture not in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
         return None
+    if not keys.flag("rope_interleave", True):
+        raise UnsupportedModel("config.json: rope_interleave false is not supported: neighbouring dimensions turn")
     straight = keys.values.get("q_lora_rank", 1536) is None  # null says something else here than a key left out
     shape = LatentShape(
         rank=keys.integer("kv_lora_rank", 512),

@@ -55,6 +55,8 @@ def read_quantization(keys: Keys, tensors: Iterable[str] = ()) -> Quantization |
         return _read_fp8(described, tensors)
     if method == "compressed-tensors":
         return _read_compressed_tensors(described)
+    if method == "mxfp4":  # of experts only, which are multiplied out as they come (`layers.mxfp4`)
+        return None
     raise _unsupported(f"weights quantized by {method!r}")
 
 
@@ -92,6 +94,6 @@ def _is_named(layer: str, pattern: str) -> bool:
 
 def _unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"config.json: {what} are not supported; supported are plain weights, and E4M3 with scales of blocks of "
-        "128 x 128, of rows or of whole weights"
+        f"config.json: {what} are not supported; supported are plain weights, experts in MXFP4, and E4M3 with scales "
+        "of blocks of 128 x 128, of rows or of whole weights"
     )

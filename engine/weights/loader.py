@@ -34,21 +34,19 @@ _NAMED_IN_ERRORS = 8
 def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
     """Allocates the parameters on `device`, fills them as `model.config` says, and packs them for the kernels.
 
-    Holds no more than one tensor of the checkpoint beside the model. Weights in 8 bits stay so where the device has
-    kernels for them, and are multiplied out elsewhere. Raises `WeightsError`.
+    Holds no more than one tensor of the checkpoint beside the model, and of a divided one no more than a rank's share.
+    Weights in 8 bits stay so where the device has kernels for them, and are multiplied out elsewhere. Raises
+    `WeightsError`.
     """
     config = model.config
     device = torch.device(device)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
-    if config.quantization is not None and fp8.has_gpu_kernels(device):
-        covered = config.quantization.covers if checkpoint is None else checkpoint.has_8_bit_weight
-        keep_in_8_bits(model, config.quantization, covered)
+    checkpoint = _choose_formats(model, device)
     slots = {slot.name: slot for slot in model.slots()}
     stream: Iterator[tuple[Slot, Tensor]]
     if checkpoint is None:
         dummy = DummyWeights(config.seed, device, dtype)
-        stream = ((slot, dummy.tensor(slot)) for slot in slots.values())
+        stream = ((slot, dummy.tensor(slot)) for slot in slots.values() if slot.num_elements)
     else:
         scales = _scales_to_multiply_with(slots, checkpoint, config.quantization)
         unread = () if config.quantization is None else config.quantization.unread
@@ -66,6 +64,23 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
     model.finish()
 
 
+def allocate_unfilled(model: CausalLM, *, device: torch.device | str) -> None:
+    """As `load_weights`, but for the values, which are what the memory held: for steps that only launch kernels."""
+    _choose_formats(model, torch.device(device))
+    model.allocate(device, getattr(torch, model.config.dtype))
+    model.finish()
+
+
+def _choose_formats(model: CausalLM, device: torch.device) -> Checkpoint | None:
+    """Keeps weights in 8 bits where they can be. The checkpoint that says which are; None for dummy weights."""
+    config = model.config
+    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
+    if config.quantization is not None and fp8.has_gpu_kernels(device):
+        covered = config.quantization.covers if checkpoint is None else checkpoint.has_8_bit_weight
+        keep_in_8_bits(model, config.quantization, covered)
+    return checkpoint
+
+
 def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[str, ...]) -> None:
     """Raises `WeightsError`, naming all that is wrong, unless the checkpoint's tensors are exactly the slots.
 
@@ -81,8 +96,8 @@ def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[st
     ]
     mistyped = [
         f"{name} {entries[name].dtype}"
-        for name in slots
-        if name in entries and entries[name].dtype not in (*DTYPES, E4M3)
+        for name, slot in slots.items()
+        if name in entries and entries[name].dtype not in (("U8",) if slot.takes_bytes else (*DTYPES, E4M3))
     ]
     found = {
         "missing": missing,
@@ -136,10 +151,16 @@ def _read(
         for file, entries in checkpoint.by_file():
             with safe_open(file, framework="pt") as tensors:
                 for entry in entries:
-                    if entry.name not in slots:
+                    slot = slots.get(entry.name)
+                    if slot is None or not slot.num_elements:
                         continue
-                    tensor = tensors.get_tensor(entry.name)
                     scale = scales.get(entry.name)
                     if scale is not None:
-                        tensor = plain_weight(tensor, scale_files[scale.file].get_tensor(scale.name), in_blocks, dtype)
-                    yield slots[entry.name], tensor
+                        # Whole: a share of a weight may cut the blocks that its scales belong to.
+                        data = tensors.get_tensor(entry.name)
+                        scaled = scale_files[scale.file].get_tensor(scale.name)
+                        yield slot, plain_weight(data, scaled, in_blocks, dtype)
+                    elif index := slot.index(entry.shape):
+                        yield slot, tensors.get_slice(entry.name)[index]
+                    else:
+                        yield slot, tensors.get_tensor(entry.name)

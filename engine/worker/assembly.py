@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -11,16 +13,19 @@ import torch
 from baton.kernels import native
 from baton.kernels.compiler import Compiler
 
-from ..config import EngineConfig, InvalidEngineConfig
+from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
 from ..core.layout import KVLayout
 from ..core.step import Runner
+from ..layers.decoder import CausalLM
 from ..model_config import ModelConfig
 from ..models import load_model
+from ..phases import Phases
 from ..weights import loading_bar
 from .kv_cache import allocate_kv, cpu_budget, region_of, size_kv_cache
 from .runner import Model, ModelRunner
 from .warmup import warm_up
+from .workplace import Workplace
 
 __all__ = ["Assembly", "assembly_for", "region_of"]
 
@@ -32,14 +37,17 @@ class Assembly(Protocol):
 
     device: str  # "cpu" or "cuda"
 
-    def prepare_kernels(self) -> None:
-        """What can be done before the model is known."""
+    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
+        """What can be done before the weights are there."""
         ...
 
-    def load_weights(self, model_config: ModelConfig) -> Model: ...
+    def load_weights(self, model_config: ModelConfig) -> CausalLM: ...
 
     def size_kv_cache(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
-        """Tokens of the longest sequence, and how many blocks there are. Raises `InvalidEngineConfig`."""
+        """Tokens of the longest sequence, and how many blocks there are. `layout` is of what lies on this rank.
+
+        Raises `InvalidEngineConfig`.
+        """
         ...
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
@@ -52,6 +60,10 @@ class Assembly(Protocol):
         """A runner that is ready: nothing is compiled or first touched by a request."""
         ...
 
+    def in_order(self) -> AbstractContextManager[object]:
+        """Within, what is given to the device is done between the step before and the one after."""
+        ...
+
     def late_compilations(self) -> int:
         """How many kernels were compiled all the same."""
         ...
@@ -60,26 +72,31 @@ class Assembly(Protocol):
 class CpuAssembly:
     device = "cpu"
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, place: Workplace) -> None:
         self._config = config
+        self._place = place
 
-    def prepare_kernels(self) -> None:
-        """Sets how many threads an op uses (every core of this process, unless told otherwise); builds what lacks."""
+    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
+        """Sets how many threads an op uses, and builds what lacks.
+
+        Unless told otherwise, the members of a group on one machine share all cores of this process.
+        """
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
         elif "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._place.member.num_local))
         try:
             native.prepare()
         except native.NativeBuildError as error:
             logger.warning("no compiled kernels, so an engine many times slower: %s", error)
 
-    def load_weights(self, model_config: ModelConfig) -> Model:
+    def load_weights(self, model_config: ModelConfig) -> CausalLM:
         with loading_bar() as progress:
-            return load_model(model_config, progress=progress)
+            return load_model(model_config, progress=progress, groups=self._place.groups)
 
     def size_kv_cache(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
-        return size_kv_cache(self._config, model_config.max_model_len, layout, cpu_budget)
+        budget = functools.partial(cpu_budget, self._place.member.num_local)
+        return size_kv_cache(self._config, model_config.max_model_len, layout, budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         return allocate_kv(layout, num_blocks)
@@ -97,19 +114,17 @@ class CpuAssembly:
         warm_up(runner, num_blocks=core_config.num_blocks, max_model_len=core_config.max_model_len)
         return runner
 
+    def in_order(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def late_compilations(self) -> int:
         return 0
 
 
-def assembly_for(config: EngineConfig, compiler: Compiler | None = None) -> Assembly:
-    """That of the device that the arguments name; "auto" is a GPU where there is one.
-
-    `compiler` is for a GPU's kernels. Raises `InvalidEngineConfig`.
-    """
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return CpuAssembly(config)
-    if not torch.cuda.is_available():
-        raise InvalidEngineConfig("device", "is 'cuda', but torch finds no CUDA device here: give 'cpu' or 'auto'")
+def assembly_for(config: EngineConfig, place: Workplace, phases: Phases, compiler: Compiler | None = None) -> Assembly:
+    """That of the place's device. `phases` counts how long its parts take; `compiler` is for a GPU's kernels."""
+    if place.device.type == "cpu":
+        return CpuAssembly(config, place)
     from .cuda.assembly import CudaAssembly
 
-    return CudaAssembly(config, compiler)
+    return CudaAssembly(config, place, phases, compiler)

@@ -33,6 +33,23 @@ class StepInputs:
     ends: NDArray[np.int64]  # [num_chunks] tokens of each row whose KV exists after the step
 
     @classmethod
+    def padding(cls) -> StepInputs:
+        """Of an empty step (`core.step.PADDING`): one token of no sequence, whose KV goes nowhere."""
+        nothing = torch.zeros(1, dtype=torch.int32)
+        attention = AttentionBatch(
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=nothing,
+            block_tables=nothing[:, None],
+            positions=nothing.long(),
+            slots=torch.tensor([-1]),
+            max_query_len=1,
+            max_seq_len=1,
+            num_decodes=1,
+        )
+        none = np.zeros(0, np.int64)
+        return cls(nothing, attention, None, none, none, none)
+
+    @classmethod
     def gather(cls, chunks: Sequence[Chunk], rows: Rows, tables: BlockTables) -> StepInputs:
         num_chunks = len(chunks)
         row_ids = np.fromiter((chunk.row for chunk in chunks), np.int64, num_chunks)

@@ -70,14 +70,27 @@ def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=getattr(torch, layout.dtype)).view(layout.shape(num_blocks))
 
 
-def region_of(kv: torch.Tensor, layout: KVLayout) -> KVRegion:
-    """Where the blocks lie, for those who move them. Valid as long as `kv` lives."""
-    return KVRegion(address=kv.data_ptr(), num_blocks=kv.shape[0], device=str(kv.device), layout=layout)
+def region_of(kv: torch.Tensor, layout: KVLayout, first_head: int = 0) -> KVRegion:
+    """Where the blocks lie, for those who move them. Valid as long as `kv` lives.
+
+    `first_head`: of the model's KV heads, the first that `kv` holds.
+    """
+    return KVRegion(
+        address=kv.data_ptr(),
+        num_blocks=kv.shape[0],
+        device=str(kv.device),
+        layout=layout,
+        first_head=first_head,
+        num_heads=kv.shape[1],
+    )
 
 
-def cpu_budget() -> KVBudget:
-    """What a CPU engine takes for its blocks when nobody says: a bounded share of the memory that is free now."""
-    spare = min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES)
+def cpu_budget(num_members: int = 1) -> KVBudget:
+    """What one of an engine's members on a machine takes for its blocks when nobody says.
+
+    Together they take a bounded share of the memory that is free now.
+    """
+    spare = min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES) // num_members
     return KVBudget(spare, "kv_cache_memory_bytes")
 
 

@@ -17,7 +17,8 @@ from baton.kernels.sampling import SamplingRows, sample
 
 from ..core.layout import BLOCK_SIZE
 from ..core.messages import TokenLogprobs
-from ..core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
+from ..core.step import Chunk, ChunkResult, GroupStep, RowStart, StepPlan, StepResult
+from ..layers.rows import RankRows
 from .block_tables import BlockTables
 from .inputs import StepInputs
 from .logprobs import LogprobColumns, first_alternatives
@@ -28,9 +29,17 @@ class Model(Protocol):
     """What the runner needs of a model."""
 
     def forward(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: torch.Tensor, wanted: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: torch.Tensor,
+        wanted: torch.Tensor | None,
+        ranks: RankRows | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last norm of the `wanted` `[R]` int64 tokens (None: of all); writes the KV of all."""
+        """Hidden states after the last norm of the `wanted` `[R]` int64 tokens (None: of all); writes the KV of all.
+
+        `ranks`: how many rows the data-parallel ranks have that run this step together; None: as many as this one.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,6 +49,16 @@ class Model(Protocol):
     def shortened(self) -> AbstractContextManager[None]:
         """Within, a step runs each of the model's kernels, but not for every layer."""
         ...
+
+
+def rows_of_ranks(group: GroupStep | None) -> RankRows | None:
+    """Of each rank that runs a step together with this one."""
+    if group is None:
+        return None
+    return RankRows(
+        tokens=tuple(size.num_tokens for size in group.sizes),
+        wanted=tuple(size.num_wanted for size in group.sizes),
+    )
 
 
 @dataclass(frozen=True)
@@ -75,10 +94,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> FinishedStep:
         """Applies the plan's differences, runs its chunks, samples, and keeps the sampled tokens in their rows."""
         self._update_rows(plan)
+        ranks = rows_of_ranks(plan.group)
         if not plan.chunks:
+            if plan.group is not None:
+                padding = StepInputs.padding()
+                self.model.forward(padding.token_ids, padding.attention, self.kv, padding.wanted, ranks)
             return FinishedStep(StepResult(plan.step, []))
         inputs = StepInputs.gather(plan.chunks, self.rows, self.tables)
-        hidden = self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.wanted)
+        hidden = self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.wanted, ranks)
         prompt_logprobs = self._prompt_logprobs(plan.chunks, inputs, hidden)
         results = self._sample(plan.chunks, inputs, hidden)
         for index, logprobs in prompt_logprobs.items():

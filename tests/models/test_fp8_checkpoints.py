@@ -13,7 +13,8 @@ from paged import chunked_logprobs, random_tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.layers.fp8 import linear_layers
+from baton.engine.layers.experts import Experts
+from baton.engine.layers.fp8 import layers_of, linear_layers
 from baton.engine.model_config import ModelConfig, WeightsError
 from baton.engine.models import load_model
 from baton.engine.models.errors import UnsupportedModel
@@ -56,7 +57,7 @@ def write_fp8_checkpoint(folder: Path, form: str, architecture: str = "qwen3", *
     tensors = load_file(folder / "plain" / "model.safetensors")
     narrow, plain = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
-        if "proj" in name and name.endswith(".weight"):
+        if ("proj" in name or ".experts." in name) and name.endswith(".weight"):
             data, scale = quantized(tensor, form)
             narrow[name] = data
             narrow[f"{name}_scale_inv" if form == "blocks" else f"{name}_scale"] = scale
@@ -137,13 +138,68 @@ def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path) -> No
     assert (logprobs - expected).std() / expected.std() < 0.1
 
 
-def test_experts_in_8_bits_are_multiplied_out(tmp_path: Path) -> None:
+# Sizes that blocks divide, as far as they do in the original: its latents come with 64 rotated dimensions.
+DEEPSEEK_V3 = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "config"),
+    [("qwen3_moe", "rows", {}), ("mixtral", "whole", {}), ("deepseek_v3", "blocks", DEEPSEEK_V3)],
+)
+def test_experts_in_8_bits_are_multiplied_out(
+    tmp_path: Path, architecture: str, form: str, config: dict[str, Any]
+) -> None:
     in_8_bits, plain = (
         load_model(ModelConfig.from_folder(folder, dtype="float32"))
-        for folder in write_fp8_checkpoint(tmp_path, "rows", "qwen3_moe")
+        for folder in write_fp8_checkpoint(tmp_path, form, architecture, **config)
     )
     tokens = random_tokens(20)
     assert torch.equal(chunked_logprobs(in_8_bits, tokens, 20), chunked_logprobs(plain, tokens, 20))
+
+
+QWEN3_MOE = {"moe_intermediate_size": 128}
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.parametrize(
+    ("architecture", "form", "config"),
+    [
+        ("qwen3_moe", "blocks", QWEN3_MOE),
+        ("qwen3_moe", "compressed blocks", QWEN3_MOE),
+        ("deepseek_v3", "blocks", DEEPSEEK_V3),
+    ],
+)
+def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
+    tmp_path: Path, architecture: str, form: str, config: dict[str, Any]
+) -> None:
+    folder, plain_folder = write_fp8_checkpoint(tmp_path, form, architecture, **config)
+    kept, plain = (
+        [experts for _, experts in layers_of(Experts, load_model(ModelConfig.from_folder(which, dtype="float32")))]
+        for which in (folder, plain_folder)
+    )
+    assert len(kept) == len(plain) > 0
+    hidden = torch.randn(6, SHAPE["hidden_size"])
+    expert_ids, weights = torch.arange(6, dtype=torch.int32)[:, None], torch.rand(6, 1)
+    for narrow, wide in zip(kept, plain, strict=True):
+        assert narrow.gate_up.data.dtype == narrow.down.data.dtype == torch.float8_e4m3fn
+        assert wide.gate_up.data.dtype == torch.float32
+        result, expected = (experts(hidden, expert_ids, weights, None) for experts in (narrow, wide))
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(tmp_path: Path) -> None:
+    folder, _ = write_fp8_checkpoint(tmp_path, "rows", "qwen3_moe", **QWEN3_MOE)
+    for _, experts in layers_of(Experts, load_model(ModelConfig.from_folder(folder, dtype="float32"))):
+        assert experts.gate_up.data.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("as_if_kernels")

@@ -16,20 +16,26 @@ from baton.engine.models import load_model
 
 # Sizes for which a device has kernels of its own: those of the tiny models would be served in other ways.
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
 WIDER: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
-    "deepseek_v2": {
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 128,
-    },
+    "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
 }
 NEAR_TIE = 0.25  # of a logprob: about the largest error that rounding makes in models of this size
-OTHER_EXPERT = 1.5  # ... in a mixture, where rounding sends a token whose experts are nearly tied to another one
+MISROUTED = (
+    0.125  # of a mixture's tokens: rounding sends those whose experts are nearly tied to others, by any distance
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -71,9 +77,11 @@ def test_greedy_tokens_of_ragged_prompts_run_together_are_the_best_or_nearly_tie
         for sequence, logprobs in enumerate(run.step(list(enumerate(pending)))):
             pending[sequence] = [int(logprobs[-1].argmax())]
             outputs[sequence] += pending[sequence]
+    behind = []
     for prompt, tokens in zip(prompts, outputs, strict=True):
         logprobs = reference_logprobs(exact, tokens)[len(prompt) - 1 : -1]
         drawn = torch.tensor(tokens[len(prompt) :], device=logprobs.device)
         chosen = logprobs.gather(1, drawn[:, None])[:, 0]
-        largest = NEAR_TIE if ours.config.moe is None else OTHER_EXPERT
-        assert (logprobs.max(-1).values - chosen).max().item() < largest
+        behind.append(logprobs.max(-1).values - chosen)
+    off = (torch.cat(behind) > NEAR_TIE).float().mean().item()
+    assert off <= (0.0 if ours.config.moe is None else MISROUTED)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from baton.engine.layers.base import Layer, Parameter, Slot
+from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
 from baton.engine.layers.moe import MoE
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
+from baton.engine.layers.rows import TokenRows
 from baton.engine.models.errors import WeightsError
 from baton.engine.models.experts import ExpertsConfig
 
@@ -79,7 +80,7 @@ def test_a_mixture_is_its_shared_experts_and_the_weighted_sum_of_the_best_others
     best = scores.topk(2).indices
     every = torch.stack([expert(f"experts.{index}") for index in range(4)], dim=1)
     routed = (scores.gather(1, best)[..., None] * every.gather(1, best[..., None].expand(-1, -1, 32))).sum(1)
-    result = moe(x, torch.arange(7))
+    result = moe(x, TokenRows(torch.arange(7)))
     torch.testing.assert_close(result, expert("shared_experts") + 2.0 * routed, rtol=1e-4, atol=1e-4)
 
 
@@ -87,8 +88,8 @@ def test_padding_changes_nothing_for_other_tokens_and_stays_finite() -> None:
     moe = MoE(32, EXPERTS)
     filled(moe, "mlp")
     x = torch.randn(5, 32)
-    alone = moe(x[:3], torch.arange(3))
-    padded = moe(x, torch.tensor([0, 1, 2, -1, -1]))
+    alone = moe(x[:3], TokenRows(torch.arange(3)))
+    padded = moe(x, TokenRows(torch.tensor([0, 1, 2, -1, -1])))
     torch.testing.assert_close(padded[:3], alone, rtol=1e-4, atol=1e-3)
     assert padded.isfinite().all()
 
@@ -96,8 +97,8 @@ def test_padding_changes_nothing_for_other_tokens_and_stays_finite() -> None:
 class FixedMoE(MoE):
     """Experts for tokens of which none is padding."""
 
-    def __call__(self, hidden: torch.Tensor, slots: torch.Tensor | None = None, **around: Any) -> torch.Tensor:
-        return super().__call__(hidden, torch.arange(len(hidden)), **around)
+    def __call__(self, hidden: torch.Tensor, rows: object = None, **around: Any) -> torch.Tensor:
+        return super().__call__(hidden, TokenRows(torch.arange(len(hidden))), **around)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -133,7 +134,7 @@ def test_slots_of_a_stack_fill_every_second_row_of_their_item() -> None:
     stack = Parameter(2, 4, 3)
     stack.allocate("cpu", torch.float32)
     stack.data.zero_()
-    slot = Slot("up", stack, 1, 2, step=2, item=1)
+    slot = Slot("up", stack, 1, Share.all(2), step=2, item=1)
     assert (slot.shape, slot.num_elements) == ((2, 3), 6)
     slot.place(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     assert stack.data.nonzero()[:, :2].unique(dim=0).tolist() == [[1, 1], [1, 3]]

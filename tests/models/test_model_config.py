@@ -205,6 +205,172 @@ def test_experts_that_contradict_themselves_are_refused(
         read(**{**QWEN3_MOE, **keys})
 
 
+# What sets these apart in the config.json files that their authors publish.
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "head_dim": None,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "head_dim": None,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "max_position_embeddings": 163_840,
+    "rope_theta": 10_000,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+}
+
+
+def test_mixtral_is_read(read: Callable[..., ModelConfig]) -> None:
+    config = read(**MIXTRAL_8X7B)
+    assert (config.head_dim, config.rope, config.layer_windows) == (128, Rope(1e6), (None, None))
+    assert experts(config) == ExpertsConfig(
+        num_experts=8,
+        top_k=2,
+        intermediate_size=14336,
+        shared_intermediate_size=0,
+        renormalize=True,
+        projections=("w1", "w3", "w2"),
+        sparse_layers=(True, True),
+    )
+    assert read(**{**MIXTRAL_8X7B, "sliding_window": 4096}).layer_windows == (4096, 4096)
+
+
+def test_deepseek_v3_is_read(read: Callable[..., ModelConfig]) -> None:
+    config = read(**DEEPSEEK_V3)
+    assert config.latent == LatentShape(rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128)
+    assert config.rope == YarnRope(10_000.0, 40.0, 4096, 1.0, 32.0, 1.0, True, mscale_all_dim=1.0)
+    assert config.num_draft_layers == 1
+    assert config.quantization is not None
+    assert experts(config) == ExpertsConfig(
+        num_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        shared_intermediate_size=2048,
+        scoring="sigmoid",
+        renormalize=True,
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        group_score="top2",
+        score_correction=True,
+        sparse_layers=(False,) * 3 + (True,) * 58,
+    )
+
+
+def test_gpt_oss_is_read(read: Callable[..., ModelConfig]) -> None:
+    config = read(**GPT_OSS_20B)
+    assert config.layer_windows == (128, None, 128, None)
+    assert config.attention_bias
+    assert config.rope == YarnRope(150_000.0, 32.0, 4096, pytest.approx(1.3465735903), 32.0, 1.0, False)
+    assert config.quantization is None, "experts in 4 bits are multiplied out"
+    assert experts(config) == ExpertsConfig(
+        num_experts=32,
+        top_k=4,
+        intermediate_size=2880,
+        shared_intermediate_size=0,
+        renormalize=True,
+        router_bias=True,
+        expert_biases=True,
+        gate_slope=1.702,
+        gate_limit=7.0,
+        up_shift=1.0,
+        stored="transposed",
+        sparse_layers=(True,) * 4,
+    )
+
+
+def test_what_a_gpt_oss_config_leaves_out_is_what_transformers_assumes(read: Callable[..., ModelConfig]) -> None:
+    left_out = ("layer_types", "rope_scaling", "rope_theta", "sliding_window", "swiglu_limit", "attention_bias")
+    assert read(**{**GPT_OSS_20B, **dict.fromkeys(left_out)}).identity == read(**GPT_OSS_20B).identity
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ({"rope_interleave": False}, "rope_interleave"),
+    ],
+)
+def test_another_deepseek_v3_is_refused(read: Callable[..., ModelConfig], keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read(**{**DEEPSEEK_V3, **keys})
+
+
+def test_groups_of_one_expert_have_no_two_best(read: Callable[..., ModelConfig]) -> None:
+    with pytest.raises(InvalidModelConfig, match="16 experts in 16 groups"):
+        read(**{**DEEPSEEK_V3, "n_routed_experts": 16, "n_group": 16, "topk_group": 16})
+
+
 def test_identity_depends_on_the_routing(read: Callable[..., ModelConfig]) -> None:
     assert read(**QWEN3_MOE).identity != read(**QWEN3_MOE, norm_topk_prob=True).identity
 

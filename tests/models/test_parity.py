@@ -27,7 +27,9 @@ from baton.kernels.attention import AttentionBatch
 
 TOLERANCE = 1e-4  # of a logprob, float32
 NEAR_TIE = 0.25  # of a logprob, bfloat16: about the largest error that rounding makes in models of this size
-OTHER_EXPERT = 1.5  # ... in a mixture, where rounding sends a token whose experts are nearly tied to another one
+MISROUTED = (
+    0.125  # of a mixture's tokens: rounding sends those whose experts are nearly tied to others, by any distance
+)
 
 # name: (architecture, config keys): what the differences of an architecture, and options within one, look like
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,6 +66,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2-all-sparse": ("deepseek_v2", {"first_k_dense_replace": 0, "n_shared_experts": 1}),
     "deepseek_v2-all-dense": ("deepseek_v2", {"first_k_dense_replace": 3}),
+    "deepseek_v3-direct-queries": ("deepseek_v3", {"q_lora_rank": None}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"rope": {**ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v3-one-group": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}),
+    "deepseek_v3-raw-weights": ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    "mixtral-unlimited": ("mixtral", {"sliding_window": None, "num_experts_per_tok": 1}),
+    "gpt_oss-yarn": (
+        "gpt_oss",
+        {"rope": {**ROPES["yarn"], "truncate": False, "beta_fast": 8.0}, "swiglu_alpha": 1.0, "swiglu_limit": 7.0},
+    ),
+    "gpt_oss-layer-types": (
+        "gpt_oss",
+        {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "attention_bias": False},
+    ),
     "qwen3_moe-raw-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "qwen3_moe-every-second": ("qwen3_moe", {"decoder_sparse_step": 2}),
@@ -153,7 +168,7 @@ def test_a_rope_scaling_that_were_dropped_would_show(variant: str, pair: Callabl
     assert error > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["mistral", "qwen2-window", "qwen3-window"])
+@pytest.mark.parametrize("variant", ["mistral", "qwen2-window", "qwen3-window", "mixtral", "gpt_oss"])
 def test_a_sliding_window_of_one_key_more_or_less_would_show(variant: str, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)
     tokens = random_tokens(100)
@@ -186,8 +201,10 @@ def test_bfloat16_greedy_tokens_are_the_best_of_transformers_or_nearly_tied_with
 ) -> None:
     model, reference = pair(variant, "bfloat16")
     prompts = [random_tokens(length, seed=length) for length in (1, 17, 50)]
+    behind = []
     for prompt, ours in zip(prompts, greedy(model, prompts, 12), strict=True):
         logprobs = reference_logprobs(reference, [*prompt, *ours])[len(prompt) - 1 : -1]
         chosen = logprobs.gather(1, torch.tensor(ours)[:, None])[:, 0]
-        largest = NEAR_TIE if model.config.moe is None else OTHER_EXPERT
-        assert (logprobs.max(-1).values - chosen).max().item() < largest
+        behind.append(logprobs.max(-1).values - chosen)
+    off = (torch.cat(behind) > NEAR_TIE).float().mean().item()
+    assert off <= (0.0 if model.config.moe is None else MISROUTED)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import AbstractContextManager
+
 import torch
 
 from baton.kernels import jit
@@ -10,14 +13,17 @@ from baton.kernels.compiler import Compiler, recording
 from ...config import EngineConfig
 from ...core.engine import EngineCoreConfig
 from ...core.layout import KVLayout
+from ...layers.decoder import CausalLM
 from ...model_config import ModelConfig
-from ...models import load_model
+from ...models import load_model, sketch_model
+from ...phases import Phases
 from ...weights import loading_bar
-from ..kv_cache import KVBudget, size_kv_cache
+from ..kv_cache import size_kv_cache
 from ..runner import Model
-from .memory import Needs, gpu_budget, peak_bytes
+from ..workplace import Workplace
+from .memory import gpu_budget, peak_bytes
 from .queue import CudaQueue
-from .rehearsal import eager_shapes, idle_steps, largest_step
+from .rehearsal import Rehearsal
 from .runner import DeviceRunner
 from .shapes import CapturedShapes
 
@@ -25,25 +31,47 @@ from .shapes import CapturedShapes
 class CudaAssembly:
     device = "cuda"
 
-    def __init__(self, config: EngineConfig, compiler: Compiler | None) -> None:
+    def __init__(self, config: EngineConfig, place: Workplace, phases: Phases, compiler: Compiler | None) -> None:
         """`compiler` compiles ahead, and is closed when it has."""
         self._config = config
+        self._groups = place.groups
+        self._phases = phases
         self._compiler = compiler
+        torch.cuda.set_device(place.device)
+        self._queue = CudaQueue(place.device)
 
-    def prepare_kernels(self) -> None:
-        """Wakes the device up, and counts what is compiled from here on."""
+    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
+        """Wakes the device up, and has other processes compile what steps launch while the weights come.
+
+        What is compiled from here on is counted.
+        """
         jit.mark_starting()
-        self._queue = CudaQueue(torch.device("cuda", torch.cuda.current_device()))
+        if self._compiler is not None:
+            with self._phases("recording"):
+                with recording(self._compiler.submit):
+                    for groups in self._groups.sketches():
+                        model = sketch_model(model_config, device=self._queue.device, groups=groups)
+                        self._rehearsal(model, model_config, layout).run()
+                        del model
+                torch.cuda.empty_cache()
 
-    def load_weights(self, model_config: ModelConfig) -> Model:
+    def load_weights(self, model_config: ModelConfig) -> CausalLM:
         with loading_bar() as progress:
-            return load_model(model_config, device=self._queue.device, progress=progress)
+            return load_model(model_config, device=self._queue.device, progress=progress, groups=self._groups)
 
     def size_kv_cache(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
-        """Compiles the kernels on the way: the largest step is run to see what it takes."""
-        context_len = model_config.max_model_len
-        budget = self._rehearse(model, model_config, layout)
-        return size_kv_cache(self._config, context_len, layout, lambda: budget)
+        """Launches every kernel on the way: the largest step is run to see what it takes."""
+        if self._compiler is not None:
+            with self._phases("compiling"):
+                self._compiler.wait()
+                self._compiler.close()
+        self._groups.widest.agree([0])  # what one member compiles for all is there
+        with self._phases("rehearsal"), model.shortened():
+            needs = self._rehearsal(model, model_config, layout).run()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._queue.device)
+        budget = gpu_budget(needs, utilization=self._config.gpu_memory_utilization, free=free, total=total)
+        return size_kv_cache(self._config, model_config.max_model_len, layout, lambda: budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         """Zeros: a block that was never written may be read next to one that was, and must not hold NaN."""
@@ -54,45 +82,28 @@ class CudaAssembly:
     ) -> DeviceRunner:
         runner = self._runner(model, kv, model_config, core_config.max_model_len)
         if not self._config.enforce_eager:
-            runner.capture()
+            with self._phases("capture"):
+                runner.capture()
         jit.mark_ready()
         return runner
+
+    def in_order(self) -> AbstractContextManager[object]:
+        return self._queue.current()
 
     def late_compilations(self) -> int:
         return jit.compilations_after_ready()
 
-    def _rehearse(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> KVBudget:
-        """Runs what will be run, over a single block and few layers, in runners that are gone afterwards."""
-        device, context_len = self._queue.device, model_config.max_model_len
-        limits = self._limits(context_len)
+    def _rehearsal(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> Rehearsal:
+        """Over a single block of KV."""
+        context_len = model_config.max_model_len
         captured = [] if self._config.enforce_eager else list(self._shapes(context_len).largest_first())
-        largest_captured = max((shape.num_tokens for shape in captured), default=0)
-        eager = list(eager_shapes(**limits, largest_captured=largest_captured))
-        shapes = [*captured, *eager]
-
-        def runner() -> DeviceRunner:
-            return self._runner(model, self.allocate_kv(layout, 1), model_config, context_len)
-
-        def every_step() -> None:
-            largest_step(runner(), **limits)
-            idle_steps(runner(), shapes)
-
-        with model.shortened():
-            if self._compiler is not None:
-                with recording() as variants:
-                    every_step()
-                self._compiler.compile(variants)
-                self._compiler.close()
-            every_step()
-            step_bytes = max(
-                peak_bytes(lambda: largest_step(runner(), **limits), device),
-                peak_bytes(lambda: idle_steps(runner(), eager[:1]), device),
-            )
-            captured_bytes = peak_bytes(lambda: idle_steps(runner(), captured[:1]), device)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        needs = Needs(step_bytes, captured_bytes, len(captured))
-        return gpu_budget(needs, utilization=self._config.gpu_memory_utilization, free=free, total=total)
+        kv = self.allocate_kv(layout, 1)
+        return Rehearsal(
+            lambda: self._runner(model, kv, model_config, context_len),
+            captured,
+            functools.partial(peak_bytes, device=self._queue.device),
+            **self._limits(context_len),
+        )
 
     def _runner(self, model: Model, kv: torch.Tensor, model_config: ModelConfig, max_model_len: int) -> DeviceRunner:
         return DeviceRunner(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ...core.step import Chunk
+from .shapes import StepShape
 from .tables import DeviceTables, StagedWrites
 
 
@@ -25,16 +26,15 @@ class CurrentBatch:
         self.ends: list[int] = []  # tokens of each row whose KV exists after the step
         self.samples: list[bool] = []
 
-    def set(self, chunks: Sequence[Chunk], lens: Sequence[int], padded: int) -> None:
-        """The next step's, on a device that fills it up to `padded` sequences."""
+    def set(self, chunks: Sequence[Chunk], lens: Sequence[int], shape: StepShape) -> None:
+        """The next step's, on a device that fills it up to `shape`."""
         rows = [chunk.row for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
         samples = [chunk.samples for chunk in chunks]
-        decode = len(chunks) == sum(lens)
         if rows != self.rows or starts != self.ends or samples != self.samples:
             self._write(rows, starts, samples)
-        if not decode:
-            self._write_query_start(lens, padded)
+        if not shape.is_decode:
+            self._write_query_start(lens, shape.num_seqs)
         self.rows, self.samples = rows, samples
         self.ends = [start + length for start, length in zip(starts, lens, strict=True)]
 

@@ -42,10 +42,9 @@ def gpu_budget(needs: Needs, *, utilization: float, free: int, total: int) -> KV
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """What `work` allocates at its peak, beyond what is allocated now."""
+    """What `work` holds at its peak beyond what it leaves behind: libraries keep what they took at their first call."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     work()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)

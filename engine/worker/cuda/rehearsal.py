@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -13,10 +13,47 @@ from ...core.layout import BLOCK_SIZE
 from ...core.sampling import MAX_LOGPROBS
 from ...core.step import Chunk, RowStart, StepPlan
 from ..warmup import EVERY_KIND
+from .memory import Needs
 from .runner import DeviceRunner
 from .shapes import StepShape
 
 EVERYTHING = msgspec.structs.replace(EVERY_KIND, min_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+
+
+class Rehearsal:
+    """Every size of step once, in runners that are gone afterwards."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], DeviceRunner],
+        captured: Sequence[StepShape],
+        peak_bytes: Callable[[Callable[[], object]], int],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        """`captured`: the sizes that will be, largest first. `peak_bytes(work)` does work and says what it took."""
+        self._make_runner = make_runner
+        self._captured = captured
+        self._peak_bytes = peak_bytes
+        self._limits = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len,
+        }
+
+    def run(self) -> Needs:
+        """What the steps took at most. The largest come first: in them are the kernels that take longest to compile."""
+        largest_captured = max((shape.num_tokens for shape in self._captured), default=0)
+        eager = list(eager_shapes(**self._limits, largest_captured=largest_captured))
+        step_bytes = max(
+            self._peak_bytes(lambda: largest_step(self._make_runner(), **self._limits)),
+            self._peak_bytes(lambda: idle_steps(self._make_runner(), eager[:1])),
+        )
+        captured_bytes = self._peak_bytes(lambda: idle_steps(self._make_runner(), self._captured[:1]))
+        idle_steps(self._make_runner(), [*eager[1:], *self._captured[1:]])
+        return Needs(step_bytes, captured_bytes, len(self._captured))
 
 
 def eager_shapes(

@@ -8,7 +8,8 @@ import torch
 
 from baton.kernels.sampling import encode_row
 
-from ...core.step import Chunk, PendingStep, RowStart, StepPlan, StepResult
+from ...core.step import PADDING, Chunk, PendingStep, RowStart, StepPlan, StepResult, StepSize
+from ...layers.rows import RankRows
 from ..runner import FinishedStep, Model
 from .batch import CurrentBatch
 from .extras import Extras
@@ -68,16 +69,16 @@ class DeviceRunner:
         """Applies the plan's differences and orders its chunks. Returns at once."""
         with self.queue.current():
             self._update_rows(plan)
-            if not plan.chunks:
+            if not plan.chunks and plan.group is None:
                 self.writes.flush()
                 return FinishedStep(StepResult(plan.step, []))
             lens = [chunk.num_tokens for chunk in plan.chunks]
-            shape = self._shape(plan.chunks, lens)
+            shape, ranks = self._shape(plan, lens)
             batch = self.batch
-            batch.set(plan.chunks, lens, shape.num_seqs)
+            batch.set(plan.chunks, lens, shape)
             self.writes.flush()
             self.outbox.make_room()
-            hidden = self.captured.run(shape)
+            hidden = self.captured.run(shape, ranks)
             self.extras.redraw(shape, batch.rows, batch.ends, batch.samples)
             asked = self.extras.logprobs(plan.chunks, batch.ends, hidden)
             return self.outbox.send(plan.step, batch.samples, asked)
@@ -115,17 +116,29 @@ class DeviceRunner:
                 self.writes.add(address, chunk.new_block_ids)
         self.writes.add_singles(addresses, blocks)
 
-    def _shape(self, chunks: Sequence[Chunk], lens: Sequence[int]) -> StepShape:
-        """That of the smallest captured step that serves this one, else its own."""
-        num_seqs, num_tokens = len(lens), sum(lens)
-        all_hidden = any(chunk.prompt_logprobs for chunk in chunks)
-        if not all_hidden and (shape := self.captured.fitting(num_seqs, num_tokens)):
-            return shape
+    def _shape(self, plan: StepPlan, lens: Sequence[int]) -> tuple[StepShape, RankRows | None]:
+        """That of the smallest captured step that serves this one, on all ranks that run it; else its own.
+
+        Then it runs eagerly, and how many rows each rank has is part of the answer.
+        """
+        all_hidden = any(chunk.prompt_logprobs for chunk in plan.chunks)
+        own = StepSize(sum(lens), len(lens), len(lens), all_hidden) if plan.chunks else PADDING
+        sizes = [own] if plan.group is None else plan.group.sizes
+        if (shape := self.captured.fitting(sizes)) is not None:
+            return shape, None
+        if plan.group is None:
+            return self._own_shape(plan.chunks, lens, all_hidden), None
+        shape = self.captured.fitting([own]) or self._own_shape(plan.chunks, lens, all_hidden)
+        return shape, self.captured.rows_of_ranks(sizes)
+
+    def _own_shape(self, chunks: Sequence[Chunk], lens: Sequence[int], all_hidden: bool) -> StepShape:
+        if not chunks:
+            return self.captured.padding
         num_decodes = _leading_ones(lens)
         seq_lens = [chunk.start + chunk.num_tokens for chunk in chunks]
         return StepShape(
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
+            num_seqs=len(lens),
+            num_tokens=sum(lens),
             num_decodes=num_decodes,
             max_query_len=max(lens),
             max_seq_len=max(seq_lens),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-_CHUNK_SEQS = (8, 64, 256)
+_CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is what a lightly loaded engine sees most
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class CapturedShapes:
         largest = min(max_tokens, max_num_batched_tokens)
         self._tokens = [size for size in _CHUNK_TOKENS if size < largest] + [largest] * (largest > 0)
         self._seqs = [size for size in _CHUNK_SEQS if size < max_num_seqs] + [max_num_seqs]
+
+    @property
+    def padding(self) -> StepShape:
+        """One sequence and token that are nobody's."""
+        return StepShape(1, 1, 1, 1, self._max_model_len)
 
     def decode(self, num_seqs: int) -> StepShape | None:
         """For a step of one token of each of `num_seqs` sequences."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,22 @@ def test_little_memory_shortens_sequences_unless_their_length_was_asked_for(buil
         build(kv_cache_memory_bytes=100)
 
 
-def test_start_up_is_measured_by_phase_and_leaves_the_books_clean(build: Any) -> None:
-    engine = build(num_gpu_blocks_override=4)
-    assert list(engine.startup_s) == ["config", "imports", "kernels", "weights", "kv_cache", "connect", "warm_up"]
+def test_start_up_is_measured_by_phase_and_leaves_the_books_clean(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="baton.engine.build"):
+        engine = build(num_gpu_blocks_override=4)
+    ready = next(record for record in caplog.records if "is ready in" in record.getMessage())
+    assert ready.startup_s is engine.startup_s  # type: ignore[attr-defined]
+    assert f"weights {engine.startup_s['weights']:.2f}" in ready.getMessage()
+    assert list(engine.startup_s) == [
+        "config",
+        "imports",
+        "join",
+        "kernels",
+        "weights",
+        "kv_cache",
+        "connect",
+        "warm_up",
+    ]
     assert all(seconds >= 0 for seconds in engine.startup_s.values())
     stats = engine.core.stats()
     assert (stats.num_blocks_free, stats.num_steps, stats.num_requests_running) == (4, 0, 0)

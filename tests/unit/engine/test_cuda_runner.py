@@ -5,8 +5,10 @@ Padding, sizes, tables, staged writes, draws and pages are the same on every dev
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
+from baton.engine.layers.rows import RankRows
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import load_model
+from baton.engine.models import load_model, sketch_model
 from baton.engine.worker.cuda.memory import Needs, gpu_budget
 from baton.engine.worker.cuda.queue import InlineQueue
-from baton.engine.worker.cuda.rehearsal import eager_shapes, idle_steps, largest_step
+from baton.engine.worker.cuda.rehearsal import Rehearsal, eager_shapes, idle_steps, largest_step
 from baton.engine.worker.cuda.runner import DeviceRunner
-from baton.engine.worker.cuda.shapes import CapturedShapes
+from baton.engine.worker.cuda.shapes import CapturedShapes, StepShape
+from baton.engine.worker.cuda.step import Step
 from baton.engine.worker.kv_cache import allocate_kv
 from baton.engine.worker.runner import ModelRunner
 
@@ -341,6 +345,63 @@ def test_a_shortened_model_runs_each_kind_of_layer_and_the_last(workshop: Worksh
             runner, list(eager_shapes(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=9, largest_captured=0))
         )
     assert workshop.model.model.layers is layers
+
+
+def test_a_sketch_of_a_model_steps_like_it_with_weights_that_nobody_filled(checkpoint: Path) -> None:
+    workshop = Workshop(checkpoint)
+    kept = workshop.model
+    workshop.model = sketch_model(workshop.config, device="cpu")
+    indexes = [layer.self_attn.layer for layer in workshop.model.model.layers]  # type: ignore[attr-defined]
+    assert indexes == [0, len(kept.model.layers) - 1]
+    runner = workshop.device_runner()
+    runner.step.kv.zero_()
+    idle_steps(
+        runner, list(eager_shapes(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=9, largest_captured=0))
+    )
+
+
+def test_a_rehearsal_runs_every_size_and_gives_the_peaks_of_the_largest(workshop: Workshop) -> None:
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MODEL_LEN}
+    sizes = list(CapturedShapes(**limits, max_tokens=32).largest_first())
+    ran: list[StepShape] = []
+    at: list[int] = []  # how many sizes had been run when each measurement began
+
+    def peak_bytes(work: Callable[[], object]) -> int:
+        at.append(len(ran))
+        work()
+        return 100 + ran[-1].num_tokens
+
+    class Watched(Step):
+        def __call__(self, shape: StepShape, ranks: RankRows | None = None) -> torch.Tensor | None:
+            ran.append(shape)
+            return super().__call__(shape, ranks)
+
+    def make_runner() -> DeviceRunner:
+        runner = workshop.device_runner()
+        runner.step.kv.zero_()
+        runner.step = runner.captured._step = runner.extras._step = Watched(**vars(runner.step))
+        return runner
+
+    needs = Rehearsal(make_runner, sizes, peak_bytes, **limits).run()
+    assert {*sizes, *eager_shapes(**limits, largest_captured=32)} <= set(ran)
+    assert (ran[at[1]].num_tokens, ran[at[2]]) == (MAX_TOKENS, sizes[0])
+    assert ran[0].num_tokens == MAX_TOKENS // MAX_NUM_SEQS * MAX_NUM_SEQS
+    assert needs == Needs(
+        step_bytes=100 + MAX_TOKENS, captured_bytes=100 + sizes[0].num_tokens, num_captured=len(sizes)
+    )
+
+
+def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
+    """What a rehearsal leaves behind is measured right after it: memory must not wait for a collector of garbage."""
+    gc.disable()
+    try:
+        runner = workshop.device_runner()
+        largest_step(runner, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MODEL_LEN)
+        logits = weakref.ref(runner.step.logits)
+        del runner
+        assert logits() is None
+    finally:
+        gc.enable()
 
 
 def test_blocks_get_what_the_step_and_the_graphs_leave_of_the_share() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
+from checkpoints import edit_config, write_checkpoint
 
 pytest.importorskip("triton")
 
@@ -31,20 +31,26 @@ class Device:
 
 triton.runtime.driver.set_active(Device())
 
-from baton.engine import build
+
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.step import Chunk, RowStart, StepPlan
 from baton.engine.layers import linear
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import load_model
+from baton.engine.models import load_model, sketch_model
+from baton.engine.worker import logprobs
 from baton.engine.worker.cuda.queue import InlineQueue
-from baton.engine.worker.cuda.rehearsal import eager_shapes, idle_steps
+from baton.engine.worker.cuda.rehearsal import Rehearsal, idle_steps
 from baton.engine.worker.cuda.runner import DeviceRunner
 from baton.engine.worker.cuda.shapes import CapturedShapes, StepShape
+from baton.kernels import fp8
 from baton.kernels.compiler import recording
 from baton.kernels.linear.packed import PackedWeight
 
+fp8.has_gpu_kernels = lambda device: True
 linear.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
-config = ModelConfig.from_folder(sys.argv[1], dtype="bfloat16")
-layout = build._layout_of(config)
+logprobs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
+config = ModelConfig.from_folder(sys.argv[1], dtype="bfloat16", load_format="dummy")
+layout = config.layout
 limits = {"max_num_seqs": 40, "max_num_batched_tokens": 1024, "max_model_len": 2048}
 sizes = CapturedShapes(**limits, max_tokens=128)
 
@@ -56,32 +62,78 @@ def any_step():
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
     return StepShape(seqs, tokens, decodes, longest, 2048, rng.choice([tokens, 5000, 100_000]), rng.random() < 0.3)
 
+def any_request():
+    def maybe(*values): return rng.choice([None, *values])
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7]), top_k=rng.choice([0, 7]), top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.1]), repetition_penalty=rng.choice([1.0, 1.2]),
+        frequency_penalty=rng.choice([0.0, 0.5]), logit_bias=rng.choice([{}, {3: 1.5, 7: -2.0}]),
+        bad_words_token_ids=rng.choice([[], [[5]], [[1, 2], [3]]]), allowed_token_ids=maybe([1, 2, 3]),
+        min_tokens=rng.choice([0, 0, 2]), logprobs=maybe(0, 1, 3, 20), prompt_logprobs=maybe(0, 1, 3, 20),
+    )
+
+def any_plans(step):
+    # Some requests come, with some of their tokens known already; some of them decode; all go.
+    rows = rng.sample(range(40), rng.choice([1, 2, 3, 5, 9, 21, 40]))
+    longest = 1024 // len(rows)
+    starts, chunks = [], []
+    for row in rows:
+        length = rng.choice([1, 2, rng.randint(1, longest), longest])
+        cached = rng.choice([0, 0, 16 * rng.randint(0, 30)])
+        request, total = any_request(), cached + length
+        starts.append(RowStart(row, str(row), [0] * total, [], request, 1, [2], [0] * (total // 16 + 1)))
+        chunks.append(Chunk(row, cached, length, True, [], request.prompt_logprobs is not None))
+    chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+    yield StepPlan(step, [], starts, chunks)
+    for further in range(2):
+        some = rng.sample(chunks, rng.randint(1, len(chunks)))
+        yield StepPlan(step, [], [], [Chunk(c.row, c.start + c.num_tokens + further, 1, True, []) for c in some])
+    yield StepPlan(step, rows, [], [])
+
 def mm(a, b, out_dtype=None, *, out=None, mm=torch.mm):
     product = mm(a, b, out=out)
     return product if out_dtype is None else product.to(out_dtype)
 
 torch.mm = mm  # another type for the result is there on a GPU only
-model = load_model(config)
+models = [load_model(config), sketch_model(config, device="cpu")]
 torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kernels for a GPU are chosen
 kv = torch.zeros(layout.shape(1), dtype=torch.bfloat16)
-runner = DeviceRunner(
-    model, kv, InlineQueue(), vocab_size=config.vocab_size, logits_dtype=torch.bfloat16, shapes=sizes, **limits
+whole, sketch = (
+    DeviceRunner(
+        model, kv, InlineQueue(), vocab_size=config.vocab_size, logits_dtype=torch.bfloat16, shapes=sizes, **limits
+    )
+    for model in models
 )
 with recording() as variants:
-    idle_steps(runner, [*sizes.largest_first(), *eager_shapes(**limits, largest_captured=128)])
+    Rehearsal(lambda: sketch, list(sizes.largest_first()), lambda work: work() or 0, **limits).run()
     rehearsed = len(variants)
-    idle_steps(runner, [any_step() for _ in range(40)])
+    idle_steps(whole, [any_step() for _ in range(40)])
+    whole.capture()
+    for step in range(25):
+        for plan in any_plans(step):
+            whole.launch(plan).result()
 assert rehearsed > 10, variants
 assert not variants[rehearsed:], variants[rehearsed:]
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])
 def test_no_step_launches_what_was_not_rehearsed(kind: str, tmp_path: Path) -> None:
+    check(write_checkpoint(tmp_path, kind))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "head_dim": 64}
+    folder = write_checkpoint(tmp_path, "qwen3_moe", **sizes)
+    edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    check(folder)
+
+
+def check(folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    folder = write_checkpoint(tmp_path / "model", kind)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder)], env=environment, capture_output=True, text=True, timeout=110
     )

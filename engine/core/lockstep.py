@@ -1,0 +1,118 @@
+"""Data-parallel ranks of a mixture of experts step together, or not at all.
+
+Experts are spread over the ranks, so a rank that runs a step needs all the others to run one. Each rank plans for
+itself; before a step the ranks agree, in one small reduction, on who runs what:
+
+    idle ──a plan of its own (wakes the others), or a wake of this wave──> running
+    running:  plan, agree ─┬─ somebody has a plan ──> all run a step; who has no plan runs an empty one
+                           ├─ nobody has, but somebody waits for results ──> no step; agree again
+                           └─ nobody has either ──> idle, and the next wave
+
+A *wave* is the time between two silences. Its number is in the wake, so that one of a wave that has ended is dropped,
+and one of a wave that this rank has not reached yet is kept: its sender has seen the end of this one already. No wake
+is lost that way, and none starts a rank that the others do not wait for.
+
+What a rank waits for outside (KV on its way, a full pool) does not keep the wave alive: it begins another when it can
+go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from .step import PADDING, GroupStep, StepPlan, StepSize
+
+EMPTY_STEP = -1  # the number of steps that no scheduler planned
+
+_FIELDS = len(StepSize.__struct_fields__)
+
+
+class Lockstep:
+    """One rank's side. The thread that owns the `EngineCore` calls everything but `on_wake`, which one other may call.
+
+    `agree` gives the maximum over the ranks of each of a few integers, once all have called it; it raises where a rank
+    is gone. `wake_others` sends a wave's number to all other ranks and does not wait. Every `review_experts_every`
+    steps (0: never) the ranks are told to review where experts lie.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        agree: Callable[[Sequence[int]], list[int]],
+        wake_others: Callable[[int], None],
+        *,
+        review_experts_every: int = 0,
+    ) -> None:
+        self.wave = 0
+        self.num_steps = 0  # of the group, empty ones included: the same on every rank that runs
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._agree = agree
+        self._wake_others = wake_others
+        self._review_experts_every = review_experts_every
+        self._newest_wake = -1
+        self._when_woken: Callable[[], None] | None = None
+        self._running = False
+
+    def on_wake(self, wave: int) -> None:
+        """Another rank has begun a wave."""
+        self._newest_wake = max(self._newest_wake, wave)
+        if self._when_woken is not None:
+            self._when_woken()
+
+    def when_woken(self, call: Callable[[], None]) -> None:
+        """From now on, `call` is called behind each `on_wake`, on its thread."""
+        self._when_woken = call
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the others count on this rank: it has to `join`, with a plan or without."""
+        return self._running or self._newest_wake >= self.wave
+
+    def join(self, plan: StepPlan | None, *, has_pending: bool) -> StepPlan | None:
+        """What this rank has to launch now, given what it would: its plan, an empty step, or nothing.
+
+        `has_pending`: results are on their way, which may lead to another plan. Raises what `agree` raises.
+        """
+        told = self.tell(plan, has_pending=has_pending)
+        return None if told is None else self.decide(plan, self._agree(told))
+
+    def tell(self, plan: StepPlan | None, *, has_pending: bool) -> list[int] | None:
+        """What this rank brings to the agreement; None where it is idle, and stays so."""
+        if plan is not None and not self.is_running:
+            self._wake_others(self.wave)
+        self._running = plan is not None or self.is_running
+        if not self._running:
+            return None
+        told = [0] * (1 + _FIELDS * self._num_ranks)
+        told[0] = int(has_pending)
+        if plan is not None:
+            first = 1 + _FIELDS * self._rank
+            told[first : first + _FIELDS] = [int(value) for value in msgspec.structs.astuple(plan.size)]
+        return told
+
+    def decide(self, plan: StepPlan | None, heard: Sequence[int]) -> StepPlan | None:
+        """What follows from the maximum of what all ranks told."""
+        of_ranks = [heard[first : first + _FIELDS] for first in range(1, len(heard), _FIELDS)]
+        if any(map(any, of_ranks)):
+            return self._of_group(plan, [_size(values) if any(values) else PADDING for values in of_ranks])
+        if not heard[0]:
+            self._running = False
+            self.wave += 1
+        return None
+
+    def _of_group(self, plan: StepPlan | None, sizes: list[StepSize]) -> StepPlan:
+        self.num_steps += 1
+        reviews = bool(self._review_experts_every) and self.num_steps % self._review_experts_every == 0
+        group = GroupStep(sizes, reviews)
+        if plan is None:
+            return StepPlan(EMPTY_STEP, [], [], [], group)
+        return msgspec.structs.replace(plan, group=group)
+
+
+def _size(values: Sequence[int]) -> StepSize:
+    num_tokens, num_seqs, num_wanted, all_hidden = values
+    return StepSize(num_tokens, num_seqs, num_wanted, bool(all_hidden))

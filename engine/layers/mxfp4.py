@@ -1,0 +1,83 @@
+"""Weights in 4 bits (MXFP4), multiplied out while they are loaded.
+
+    <name>_blocks  [items, rows, groups, 16] bytes: 32 neighbours of a row, two a byte, the first in the low half
+    <name>_scales  [items, rows, groups] bytes: a power of two for 32 values
+
+A value is a sign, two bits of exponent and one of mantissa (E2M1), a scale an exponent with bias 127 (E8M0): OCP
+Microscaling Formats 1.0, section 5.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .base import Parameter, Share
+from .stack import Held, StackSlot
+
+GROUP = 32  # values of a row that share a scale
+SCALE_BIAS = 127
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its three bits below the sign
+
+
+def packed_slots(name: str, parameter: Parameter, held: Held) -> Iterator[PackedSlot]:
+    """The slots of a parameter [items, rows, columns] that a checkpoint stores as blocks and scales."""
+    halves: dict[str, Tensor] = {}
+    for which in ("blocks", "scales"):
+        yield PackedSlot(name, which, parameter, held, halves)
+
+
+class PackedSlot(StackSlot):
+    """Blocks or scales of a weight. Whichever comes first waits for the other; then the weight is multiplied out."""
+
+    __slots__ = ("_halves", "_which")
+
+    takes_bytes = True
+
+    def __init__(self, name: str, which: str, parameter: Parameter, held: Held, halves: dict[str, Tensor]) -> None:
+        super().__init__(f"{name}_{which}", parameter, held)
+        items, rows, columns = self.shares
+        first = columns.start // GROUP
+        groups = Share(first, -(-columns.end // GROUP) - first, -(-columns.whole // GROUP))
+        within = (Share.all(GROUP // 2),) if which == "blocks" else ()
+        self.shares = (items, rows, groups, *within)
+        self._which = which
+        self._halves = halves  # of this weight, until it is whole
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return self.num_elements
+
+    def _place(self, share: Tensor) -> None:
+        self._halves[self._which] = share.to(self.parameter.data.device)
+        if len(self._halves) < 2:
+            return
+        columns = self.parameter.shares[2]
+        first = columns.start % GROUP
+        for target, index in zip(self.parameter.data, self._held.items, strict=True):
+            place = index - self._held.share.start
+            values = dequantize(self._halves["blocks"][place], self._halves["scales"][place], target.dtype)
+            target.copy_(values[:, first : first + columns.size])
+        self._halves.clear()
+
+
+def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """blocks uint8 [rows, groups, 16], scales uint8 [rows, groups] -> [rows, 32 * groups].
+
+    Exact, but for values that `dtype` cannot hold.
+    """
+    exact = torch.float32 if dtype == torch.float16 else dtype  # whose exponents reach as far as the scales'
+    values = functional.embedding(blocks.int(), _pairs(exact, blocks.device)).flatten(2)  # [rows, groups, 32]
+    powers = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - SCALE_BIAS)
+    return values.mul_(powers[..., None]).flatten(1).to(dtype)
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256, 2]: the values that a byte holds."""
+    values = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], dtype=dtype, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1)

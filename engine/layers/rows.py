@@ -1,0 +1,23 @@
+"""Which tokens a layer is given. A mixture of experts has to know: its experts may serve those of other ranks, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """How many rows of hidden states each data-parallel rank has in a step that all run together, in rank order."""
+
+    tokens: tuple[int, ...]
+    wanted: tuple[int, ...]  # behind the attention of the last layer
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of hidden states [T, hidden_size] that go through a feed-forward layer."""
+
+    slots: Tensor  # int64 [T]: where each token's KV went; -1 marks padding
+    of_ranks: tuple[int, ...] | None = None  # of each data-parallel rank; None: as many as here

@@ -1,0 +1,152 @@
+"""Groups over torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+Process groups are made directly, without `init_process_group`: one process may be a member of several engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions  # `torch.distributed` forgets to name it
+
+from .errors import CollectiveFailed
+from .groups import ALL_ALONE, ALONE, ExpertSpread, Group, ParallelGroups
+from .member import Member
+from .rendezvous import Meeting
+from .symmetric import with_peer_memory
+
+
+class TorchGroup(Group):
+    """gloo and NCCL both reduce every element at one place and hand the result round, so all ranks get equal bits."""
+
+    def __init__(self, tensors: Any, integers: Any) -> None:
+        """Of process groups: `tensors` carries what lies on the members' devices, `integers` what they agree on."""
+        self.rank = tensors.rank()
+        self.size = tensors.size()
+        self._tensors = tensors
+        self._integers = integers
+        self._closed = False
+        self._sum = dist.AllreduceOptions()
+        self._sum.asyncOp = False  # in the current stream
+        self._maximum = dist.AllreduceOptions()
+        self._maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if x.numel():
+            self._run(self._tensors.allreduce, [x], self._sum)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        if x.numel():
+            self._run(self._tensors._allgather_base, gathered, x.contiguous(), _in_order(AllgatherOptions()))
+        return gathered
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        own = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        if x.numel():
+            self._run(self._tensors._reduce_scatter_base, own, x.contiguous(), _in_order(dist.ReduceScatterOptions()))
+        return own
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        out = x.new_empty(sum(received), *x.shape[1:])
+        options = _in_order(dist.AllToAllOptions())
+        self._run(self._tensors.alltoall_base, out, x.contiguous(), list(received), list(sent), options)
+        return out
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        agreed = torch.tensor(values, dtype=torch.int64)
+        self._run(self._integers.allreduce, [agreed], self._maximum)
+        return agreed.tolist()
+
+    def _run(self, collective: Callable[..., Any], *args: object) -> None:
+        try:
+            work = collective(*args)
+            if work is not None:  # else it has gone into the current stream
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveFailed(f"rank {self.rank} of {self.size} waits for others in vain: {error}") from error
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for group in (self._tensors, self._integers):
+                group.abort()
+
+
+def _in_order(options: Any) -> Any:
+    """For the current stream rather than one of the library's own."""
+    options.asyncOp = False
+    return options
+
+
+def connect_groups(
+    member: Member,
+    meeting: Meeting | None,
+    device: torch.device,
+    spread: ExpertSpread | None = None,
+    *,
+    timeout_s: float = 60.0,
+    peer_memory: bool = True,
+) -> ParallelGroups:
+    """The groups of a member, once all of its fellows are there.
+
+    Where experts are `spread` over all ranks, data-parallel ranks work together. A rank that keeps a collective of
+    tensors waiting for `timeout_s` has failed. GPUs of one machine sum over each other's memory, if `peer_memory`.
+    Raises `GroupFailed`.
+    """
+    if meeting is None:
+        return ALL_ALONE
+
+    def group(name: str, ranks: Sequence[int]) -> Group:
+        return ALONE if len(ranks) == 1 else _connect(name, ranks, member, meeting, device, timeout_s)
+
+    meeting.put(f"here/{member.rank}", member.host)
+    everyone = list(range(member.world_size))
+    for rank in member.tp_ranks if spread is None else everyone:
+        meeting.get(f"here/{rank}")
+    tp = group(f"tp/{member.dp_rank}", member.tp_ranks)
+    if tp.size > 1 and device.type == "cuda" and peer_memory:
+        tp = with_peer_memory(f"tp/{member.dp_rank}", tp, meeting, device)
+    if spread is None:
+        return ParallelGroups(tp)
+    dp = group(f"dp/{member.tp_rank}", member.dp_ranks)
+    if member.data_parallel_size == 1:
+        return ParallelGroups(tp, dp, tp, spread)
+    return ParallelGroups(tp, dp, dp if member.tensor_parallel_size == 1 else group("ep", everyone), spread)
+
+
+def _connect(
+    name: str, ranks: Sequence[int], member: Member, meeting: Meeting, device: torch.device, timeout_s: float
+) -> TorchGroup:
+    rank, size = list(ranks).index(member.rank), len(ranks)
+
+    def store(kind: str) -> dist.Store:
+        return dist.PrefixStore(f"{name}/{kind}", meeting.store)
+
+    def gloo(kind: str, patience_s: float) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=patience_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=member.host)]
+        return dist.ProcessGroupGloo(store(kind), rank, size, options)
+
+    def nccl() -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return dist.ProcessGroupNCCL(store("tensors"), rank, size, options)
+
+    try:
+        integers = gloo("integers", member.start_timeout_s)
+        tensors = gloo("tensors", timeout_s) if device.type == "cpu" else nccl()
+    except RuntimeError as error:
+        raise CollectiveFailed(f"rank {rank} of {size} cannot connect to the others: {error}") from error
+    group = TorchGroup(tensors, integers)
+    if device.type == "cuda":  # NCCL connects at the first collective, which must not be inside a capture
+        group.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+    return group

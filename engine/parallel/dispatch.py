@@ -1,0 +1,222 @@
+"""Tokens on their way to the ranks that have their experts, and what those gave on its way back.
+
+    hidden, expert ids, weights ──prepare──> tokens that this rank's experts serve ──experts──> partial sums
+    the rank's own tokens <──────finalize── sums over the ranks of its column <──────────────────────┘
+
+    Replicated      all ranks have the same tokens: each serves those that want its experts
+    GatherScatter   everybody's tokens to everybody; shapes depend on nothing but the numbers of tokens
+    AllToAll        a token goes only where its experts are; how many go where is known when it has been routed
+
+What `finalize` gives is still to be summed over the ranks that share the rank's requests (`groups.tp`): the caller does
+so, together with what else is divided over them.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.kernels.locate import ExpertTable, locate
+
+from .groups import ParallelGroups
+from .placement import ExpertPlacement
+
+ROW_VALUES = 16  # rows of hidden states begin at multiples of so many values, which lets kernels load them wide
+
+
+@dataclass(frozen=True)
+class Trip:
+    """How tokens came that were sent one by one, for the way back."""
+
+    sent: list[int]  # to each rank
+    received: list[int]
+    first: int  # token of this rank that was the first to be sent
+    parts: Tensor  # [n, most ranks of a token] int64: the rows of what comes back that make up each token
+
+
+@dataclass(frozen=True)
+class Served:
+    """The tokens that this rank's experts serve."""
+
+    hidden: Tensor  # [N, hidden_size]
+    expert_ids: Tensor  # [N, top_k] int32: places on this rank; -1 for experts elsewhere
+    weights: Tensor  # [N, top_k] float32
+    num_own: int  # tokens that `finalize` gives back
+    trip: Trip | None = None
+
+
+class ExpertDispatch(abc.ABC):
+    """One way. A class that lacks a method cannot be constructed. All ranks call both at the same times."""
+
+    is_local = False  # whether the tokens served are the rank's own, so that their sum may be added up in place
+
+    @abc.abstractmethod
+    def prepare(
+        self,
+        hidden: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        table: ExpertTable,
+        of_ranks: Sequence[int] | None,
+    ) -> Served:
+        """Brings the tokens that this rank's experts serve.
+
+        hidden [T, hidden_size], the same on all ranks of a column, with expert_ids [T, top_k] int32 (-1: none) and
+        weights [T, top_k] float32. `of_ranks`: T of each data-parallel rank; None: the same everywhere.
+        """
+
+    @abc.abstractmethod
+    def finalize(self, partial: Tensor, served: Served) -> Tensor:
+        """The sum [T, hidden_size] for this rank's own tokens, of what all its experts gave: `partial` [N, ...]."""
+
+
+class Replicated(ExpertDispatch):
+    is_local = True
+
+    def __init__(self, groups: ParallelGroups, placement: ExpertPlacement) -> None:
+        self._places = placement.places(groups.ep.rank)
+
+    def prepare(
+        self,
+        hidden: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        table: ExpertTable,
+        of_ranks: Sequence[int] | None,
+    ) -> Served:
+        num_own = len(hidden)
+        ids = locate(expert_ids, table, places=self._places, counted=range(num_own))
+        return Served(hidden, ids, weights, num_own)
+
+    def finalize(self, partial: Tensor, served: Served) -> Tensor:
+        return partial
+
+
+class GatherScatter(ExpertDispatch):
+    def __init__(self, groups: ParallelGroups, placement: ExpertPlacement) -> None:
+        self._dp = groups.dp
+        self._places = placement.places(groups.ep.rank)
+
+    def prepare(
+        self,
+        hidden: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        table: ExpertTable,
+        of_ranks: Sequence[int] | None,
+    ) -> Served:
+        num_own, most = len(hidden), max(of_ranks) if of_ranks else len(hidden)
+        if most > num_own:
+            padding = (0, 0, 0, most - num_own)
+            hidden, weights = functional.pad(hidden, padding), functional.pad(weights, padding)
+            expert_ids = functional.pad(expert_ids, padding, value=-1)
+        first = self._dp.rank * most
+        hidden, ids, weights = _Packed(hidden, expert_ids, weights).through(self._dp.all_gather)
+        ids = locate(ids, table, places=self._places, counted=range(first, first + num_own))
+        return Served(hidden, ids, weights.contiguous(), num_own)
+
+    def finalize(self, partial: Tensor, served: Served) -> Tensor:
+        return self._dp.reduce_scatter(partial)[: served.num_own]
+
+
+class AllToAll(ExpertDispatch):
+    """Each rank of a column sends a part of the column's tokens, once to every rank that has an expert of theirs.
+
+    The CPU has to know how many go where, so it waits for the routing of every layer.
+    """
+
+    def __init__(self, groups: ParallelGroups, placement: ExpertPlacement) -> None:
+        self._tp = groups.tp
+        self._ep = groups.ep
+        self._slots = placement.slots
+
+    def prepare(
+        self,
+        hidden: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        table: ExpertTable,
+        of_ranks: Sequence[int] | None,
+    ) -> Served:
+        num_own, size = len(hidden), self._ep.size
+        places = locate(expert_ids, table, places=range(size * self._slots), counted=range(num_own))
+        first, end = (num_own * part // self._tp.size for part in (self._tp.rank, self._tp.rank + 1))
+        hidden, places, weights = hidden[first:end], places[first:end], weights[first:end]
+        ranks = torch.where(places < 0, -1, places // self._slots)
+        goes = (ranks[:, None] == torch.arange(size, device=ranks.device)[:, None]).any(2)  # [n, size]
+        to, token = goes.T.nonzero(as_tuple=True)  # by rank, then by token
+        counts = goes.sum(0)
+        received_counts = self._ep.all_to_all(counts, [1] * size, [1] * size)
+        sent, received = counts.tolist(), received_counts.tolist()
+        there = torch.where(ranks[token] == to[:, None], places[token] % self._slots, -1)
+        hidden, ids, weights = _Packed(hidden[token], there, weights[token]).through(
+            lambda packed: self._ep.all_to_all(packed, sent, received)
+        )
+        trip = Trip(sent, received, first, _parts(goes, places.shape[1]))
+        return Served(hidden, ids.contiguous(), weights.contiguous(), num_own, trip)
+
+    def finalize(self, partial: Tensor, served: Served) -> Tensor:
+        trip = served.trip
+        assert trip is not None, "tokens that this dispatch has not prepared"
+        back = self._ep.all_to_all(partial, trip.received, trip.sent)
+        back = torch.cat((back, back.new_zeros(1, back.shape[1])))  # for the ranks that a token has not been to
+        total = back.new_zeros(served.num_own, back.shape[1])
+        own = total[trip.first : trip.first + len(trip.parts)]
+        summed = torch.zeros(own.shape, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
+        for rows in trip.parts.unbind(1):  # in the order of the ranks: the same bits every time
+            summed += back[rows]
+        own.copy_(summed)
+        return total
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Tokens and their routing side by side, so that one collective takes both."""
+
+    hidden: Tensor  # [n, hidden_size]
+    expert_ids: Tensor  # [n, top_k] int32
+    weights: Tensor  # [n, top_k] float32
+
+    def through(self, collective: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same three of the rows that the collective brings, as columns of one tensor."""
+        hidden, (_, top_k) = self.hidden, self.expert_ids.shape
+        size = hidden.shape[1]
+        columns = [hidden, *(each.contiguous().view(hidden.dtype) for each in (self.expert_ids, self.weights))]
+        width = sum(each.shape[1] for each in columns)
+        if filling := -width % ROW_VALUES:
+            columns.append(hidden.new_zeros(len(hidden), filling))
+        packed = collective(torch.cat(columns, dim=1))
+        routing = packed[:, size : size + 2 * top_k * 4 // hidden.itemsize].view(torch.int32)
+        return packed[:, :size], routing[:, :top_k], routing[:, top_k:].view(torch.float32)
+
+
+def _parts(goes: Tensor, most: int) -> Tensor:
+    """Of goes [n, ranks], the rows of each token among all that are sent, by rank and then by token: [n, most].
+
+    Filled up with the row behind the last.
+    """
+    num_tokens, num_ranks = goes.shape
+    order = goes.T.flatten().cumsum(0).view(num_ranks, num_tokens).T - 1
+    rows = torch.where(goes, order, goes.sum())
+    return rows.sort(dim=1).values[:, :most]
+
+
+@dataclass(frozen=True)
+class Dispatches:
+    """The ways of one layer."""
+
+    captured: ExpertDispatch  # for steps of which all ranks run the same size
+    eager: ExpertDispatch
+
+    @classmethod
+    def of(cls, groups: ParallelGroups, placement: ExpertPlacement, backend: str) -> Dispatches:
+        """`backend` is one of `groups.ALL2ALL_BACKENDS`, and says how eager steps go."""
+        if groups.dp.size == 1:
+            return cls(*[Replicated(groups, placement)] * 2)
+        gather = GatherScatter(groups, placement)
+        return cls(gather, gather if backend == "allgather_reducescatter" else AllToAll(groups, placement))

@@ -1,0 +1,91 @@
+"""Whether a model can be divided as the arguments ask: known from its config alone, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..config import EngineConfig, InvalidEngineConfig
+from ..core.layout import UnevenHeads
+from ..model_config import ModelConfig
+
+_BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale
+
+
+def check_division(model: ModelConfig, config: EngineConfig) -> None:
+    """Raises `InvalidEngineConfig`, naming the argument, where something does not divide over the ranks."""
+    ranks = config.tensor_parallel_size
+    for what, size in _divided_by_tensor_parallelism(model, config.enable_expert_parallel):
+        if size % ranks:
+            raise InvalidEngineConfig(
+                "tensor_parallel_size", f"is {ranks}, which does not divide the model's {what} ({size})"
+            )
+    try:
+        model.layout.heads_of(0, ranks)
+    except UnevenHeads as error:
+        # One head of latents divides by any number.
+        raise InvalidEngineConfig("tensor_parallel_size", f"is {ranks}: {error}") from None
+    _check_blocks(model, config)
+    if config.enable_expert_parallel:
+        _check_experts(model, config)
+
+
+def _divided_by_tensor_parallelism(model: ModelConfig, experts_spread: bool) -> Iterator[tuple[str, int]]:
+    yield "num_attention_heads", model.num_heads
+    experts = model.moe
+    if experts is None or not all(experts.sparse_layers):
+        yield "intermediate_size", model.intermediate_size
+    if experts is not None and any(experts.sparse_layers):
+        if not experts_spread:
+            yield "moe_intermediate_size", experts.intermediate_size
+        if experts.shared_intermediate_size:
+            yield "intermediate size of the shared experts", experts.shared_intermediate_size
+
+
+def _check_blocks(model: ModelConfig, config: EngineConfig) -> None:
+    """Blocks of weights that stay in 8 bits lie on one rank each. On a CPU weights are multiplied out."""
+    if config.device == "cpu" or model.quantization is None or not model.quantization.in_blocks:
+        return
+    ranks = config.tensor_parallel_size
+    for what, size, share in _divided_rows_and_columns(model, ranks):
+        if size % _BLOCK == 0 and share % _BLOCK:
+            raise InvalidEngineConfig(
+                "tensor_parallel_size",
+                f"is {ranks}, of which each would have {share} of {what} {size}: no multiple of {_BLOCK}, and blocks "
+                f"of {_BLOCK} x {_BLOCK} values share a scale",
+            )
+
+
+def _divided_rows_and_columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
+    """What of a weight is divided: its name, its size, a rank's share."""
+    heads = model.num_heads
+    if model.latent is None:
+        kv_heads = model.num_kv_heads
+        yield "num_attention_heads x head_dim =", heads * model.head_dim, heads // ranks * model.head_dim
+        yield "num_key_value_heads x head_dim =", kv_heads * model.head_dim, max(1, kv_heads // ranks) * model.head_dim
+    else:
+        for name, dim in (("qk_head_dim", model.latent.head_dim), ("v_head_dim", model.latent.value_dim)):
+            yield f"num_attention_heads x {name} =", heads * dim, heads // ranks * dim
+    for what, size in _divided_by_tensor_parallelism(model, experts_spread=True):
+        if "intermediate" in what:
+            yield what, size, size // ranks
+
+
+def _check_experts(model: ModelConfig, config: EngineConfig) -> None:
+    experts = model.moe
+    if experts is None:
+        raise InvalidEngineConfig("enable_expert_parallel", f"must be false: {model.architecture} has no experts")
+    physical = experts.num_experts + config.num_redundant_experts
+    if physical % config.world_size:
+        with_copies = f" and {config.num_redundant_experts} copies" if config.num_redundant_experts else ""
+        raise InvalidEngineConfig(
+            "num_redundant_experts" if config.num_redundant_experts else "enable_expert_parallel",
+            f"{experts.num_experts} experts{with_copies} do not divide over tensor_parallel_size x data_parallel_size "
+            f"= {config.world_size} ranks; num_redundant_experts can fill them up",
+        )
+    if physical // config.world_size > experts.num_experts:
+        most = (config.world_size - 1) * experts.num_experts
+        raise InvalidEngineConfig(
+            "num_redundant_experts",
+            f"is {config.num_redundant_experts}: no rank holds an expert twice, so {config.world_size} ranks have room "
+            f"for {most} copies of {experts.num_experts} experts",
+        )

@@ -1,0 +1,168 @@
+"""The other members of an engine's group on this machine, for an engine without a server.
+
+    this process: rank 0 ──stdin──> python -m baton.engine.parallel.launch: rank 1
+                                    python -m baton.engine.parallel.launch: rank 2 ...
+
+A member ends when its group does, and at the latest when its stdin does: with this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import IO
+
+import msgspec
+
+from ..config import EngineConfig, InvalidEngineConfig
+from ..core.engine import EngineCore
+from .errors import GroupFailed
+from .member import Member
+from .offline import OfflineCore, RequestDesk, SpreadCore, serve_requests
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+_FAILED = 1
+
+
+class _Order(msgspec.Struct):
+    """What a member is told at its start, as one line of JSON."""
+
+    config: EngineConfig
+    rank: int
+    rendezvous: str
+    desk: str  # where requests come from; "" where there is one data-parallel rank
+
+
+class LocalMembers:
+    """Starts members 1 and up of a group; this process is the member 0 that `member` describes.
+
+    Raises `InvalidEngineConfig` where the machine has fewer GPUs than there are ranks.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        from .rendezvous import Rendezvous  # loads torch
+
+        _require_devices(config)
+        self._rendezvous = Rendezvous()
+        self._closing = False
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._failure: str | None = None
+        self._desk = RequestDesk() if config.data_parallel_size > 1 else None
+        order = _Order(config, 0, self._rendezvous.address, "" if self._desk is None else self._desk.address)
+        self.member = _member(order)
+        for rank in range(1, config.world_size):
+            self._start(msgspec.structs.replace(order, rank=rank))
+
+    def spread(self, core: EngineCore) -> OfflineCore:
+        """All data-parallel ranks as one, of which `core` is rank 0. Waits for the others; raises `GroupFailed`."""
+        if self._desk is None:
+            return core
+        num_ranks = self.member.data_parallel_size
+        self._desk.wait_ready(num_ranks - 1, self.check)
+        return SpreadCore(core, self._desk, num_ranks, self.check)
+
+    def check(self) -> None:
+        """Raises `GroupFailed` where a member's process has ended."""
+        if self._failure is not None:
+            raise GroupFailed(self._failure)
+
+    def close(self) -> None:
+        """Waits for the members to end, and ends those that do not."""
+        self._closing = True
+        for process in self._processes.values():
+            with contextlib.suppress(BrokenPipeError):
+                _stdin(process).close()
+        for process in self._processes.values():
+            try:
+                process.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._desk is not None:
+            self._desk.close()
+
+    def _start(self, order: _Order) -> None:
+        process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE)
+        self._processes[order.rank] = process
+        with contextlib.suppress(BrokenPipeError):  # the watch tells what has become of it
+            _stdin(process).write(msgspec.json.encode(order) + b"\n")
+            _stdin(process).flush()
+        watch = threading.Thread(target=self._watch, args=(order.rank, process), daemon=True)
+        watch.start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._closing:
+            reason = f"its process ended with exit code {code}"
+            self._rendezvous.fail(rank, reason)
+            self._failure = f"rank {rank}: {reason}"
+
+
+def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdin is not None, "members are started with a pipe"
+    return process.stdin
+
+
+def _require_devices(config: EngineConfig) -> None:
+    import torch
+
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return
+    if (found := torch.cuda.device_count()) < config.world_size:
+        raise InvalidEngineConfig(
+            "tensor_parallel_size" if config.tensor_parallel_size > found else "data_parallel_size",
+            f"asks for {config.world_size} GPUs with all ranks, this machine has {found}",
+        )
+
+
+def _member(order: _Order) -> Member:
+    config = order.config
+    return Member(
+        rank=order.rank,
+        tensor_parallel_size=config.tensor_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        rendezvous=order.rendezvous,
+        device_index=order.rank,
+        num_local=config.world_size,
+        local_rank=order.rank,
+    )
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    os._exit(_FAILED)
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all of its processes: the first one decides
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    from ..build import build_engine, follow
+
+    member = _member(order)
+    try:
+        if member.tp_rank > 0:
+            follow(order.config, member)
+        else:
+            serve_requests(build_engine(order.config, member=member).core, order.desk, member.dp_rank)
+    except GroupFailed as error:
+        logger.error("rank %d ends: %s", order.rank, error)
+        code = _FAILED
+    except Exception:
+        logger.exception("rank %d failed", order.rank)
+        code = _FAILED
+    else:
+        code = 0
+    logging.shutdown()
+    os._exit(code)  # not through the end of the interpreter: collectives that were given up may still be waited for
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,172 @@
+"""Data-parallel ranks without a server: one process takes the requests, and each rank serves its share of them.
+
+LLM ── SpreadCore ─┬─> EngineCore of data-parallel rank 0, in this process
+                   └──ROUTER──DEALER──> serve_requests: EngineCore of rank 1 ...          requests and aborts
+                    <─────────────────                                                    outputs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import msgspec
+import zmq
+
+from ..core.engine import EngineCore
+from ..core.messages import EngineOutput, EngineRequest
+from .watch import inproc_pair
+
+_READY = b""  # a rank's first message
+_POLL_MS = 200  # so often whoever waits looks whether the others still live
+
+
+class _Add(msgspec.Struct, tag=True):
+    request: EngineRequest
+
+
+class _Abort(msgspec.Struct, tag=True):
+    request_id: str
+
+
+class RequestDesk:
+    """The sockets of the process that takes the requests."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # for this user only
+        self.address = f"ipc://{self._folder / 'desk'}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(self.address)
+        self._bell, self._ringer = inproc_pair(self._context)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(list[EngineOutput]).decode
+
+    def wait_ready(self, num_ranks: int, check: Callable[[], None]) -> None:
+        """Until that many other ranks serve. `check` raises where one never will."""
+        ready: set[bytes] = set()
+        while len(ready) < num_ranks:
+            check()
+            if self._socket.poll(_POLL_MS):
+                ready.add(self._socket.recv_multipart()[0])
+
+    def ring(self) -> None:
+        """Ends a `receive` that waits. For one other thread."""
+        with contextlib.suppress(zmq.Again):  # it rings already
+            self._ringer.send(b"", zmq.NOBLOCK)
+
+    def send(self, rank: int, message: _Add | _Abort) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # to a rank that has gone, which `check` tells
+            self._socket.send_multipart([str(rank).encode(), self._encode(message)], zmq.NOBLOCK)
+
+    def receive(self, *, wait: bool) -> list[EngineOutput]:
+        """What has arrived; with `wait`, not before something has, the bell has rung, or a while has gone by."""
+        outputs: list[EngineOutput] = []
+        if wait:
+            zmq.select([self._socket, self._bell], [], [], _POLL_MS / 1000)
+        while self._bell.poll(0):
+            self._bell.recv()
+        while self._socket.poll(0):
+            outputs += self._decode(self._socket.recv_multipart()[1])
+        return outputs
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class OfflineCore(Protocol):
+    """What `LLM` needs of an `EngineCore`."""
+
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[EngineOutput]: ...
+
+
+class SpreadCore:
+    """Several engines that look like one: a request goes to the rank that has the fewest."""
+
+    def __init__(self, core: EngineCore, desk: RequestDesk, num_ranks: int, check: Callable[[], None]) -> None:
+        """`core` is rank 0, the others are at the desk. `check` raises where one of them has gone."""
+        self._core = core
+        self._desk = desk
+        self._check = check
+        self._ranks: dict[str, int] = {}  # of every request that is not over
+        self._load = Counter(dict.fromkeys(range(num_ranks), 0))
+        core.when_woken(desk.ring)
+
+    def add(self, request: EngineRequest) -> None:
+        rank = min(self._load, key=lambda rank: (self._load[rank], rank))
+        self._ranks[request.request_id] = rank
+        self._load[rank] += 1
+        if rank == 0:
+            self._core.add(request)
+        else:
+            self._desk.send(rank, _Add(request))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, which is answered with ABORT. Unknown ids are ignored."""
+        rank = self._ranks.get(request_id)
+        if rank == 0:
+            self._core.abort(request_id)
+        elif rank is not None:
+            self._desk.send(rank, _Abort(request_id))
+
+    def has_work(self) -> bool:
+        """Also while other ranks wait for rank 0 to step with them."""
+        return self._core.has_work() or bool(self._ranks)
+
+    def step(self) -> list[EngineOutput]:
+        """What the ranks have brought, waited for where rank 0 has nothing to do.
+
+        Raises what rank 0's step and `check` raise.
+        """
+        outputs = self._core.step() if self._core.has_work() else []
+        wait = not outputs and not self._core.has_work()
+        if wait:
+            self._check()
+        outputs += self._desk.receive(wait=wait)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._load[self._ranks.pop(output.request_id)] -= 1
+        return outputs
+
+
+def serve_requests(core: EngineCore, address: str, rank: int) -> NoReturn:
+    """Is data-parallel rank `rank` of the desk at `address` for the rest of the process. Raises what a step raises."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.IDENTITY, str(rank).encode())
+    bell, ringer = inproc_pair(context)
+
+    def ring() -> None:
+        with contextlib.suppress(zmq.Again):  # it rings already
+            ringer.send(b"", zmq.NOBLOCK)
+
+    core.when_woken(ring)
+    socket.connect(address)
+    socket.send(_READY)
+    encode = msgspec.msgpack.Encoder().encode
+    decode = msgspec.msgpack.Decoder(_Add | _Abort).decode
+    while True:
+        if not core.has_work():
+            zmq.select([socket, bell], [], [])
+        while bell.poll(0):
+            bell.recv()
+        while socket.poll(0):
+            match decode(socket.recv()):
+                case _Add(request):
+                    core.add(request)
+                case _Abort(request_id):
+                    core.abort(request_id)
+        if outputs := core.step():
+            socket.send(encode(outputs))

@@ -1,0 +1,144 @@
+"""Which experts lie on which rank, and where they had better lie, given how many tokens went to each.
+
+    physical expert   0 1 2 | 3 4 5 | 6 7 8          rank r has `slots` of them, from r * slots on
+    logical expert    0 1 2 | 3 4 5 | 6 7 0          busy ones have replicas; tokens take turns
+
+Everything here is integers in, integers out, so that all ranks work out the same for themselves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertMove:
+    """The weights at one place go to another: numbers of physical experts."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Of each rank, the logical experts that it holds, in the order of its places; none twice."""
+
+    held: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def initial(cls, num_experts: int, num_redundant: int, num_ranks: int) -> ExpertPlacement:
+        """In order, the first `num_redundant` once more at the end. The sum must divide by `num_ranks`."""
+        slots, rest = divmod(num_experts + num_redundant, num_ranks)
+        assert not rest, f"{num_experts} + {num_redundant} experts do not divide by {num_ranks}"
+        assert slots <= num_experts, "more replicas than ranks"
+        return cls(tuple(tuple(i % num_experts for i in range(r * slots, (r + 1) * slots)) for r in range(num_ranks)))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.held)
+
+    @property
+    def slots(self) -> int:
+        """Experts on each rank."""
+        return len(self.held[0])
+
+    @property
+    def num_experts(self) -> int:
+        return 1 + max(map(max, self.held))
+
+    @property
+    def most_replicas(self) -> int:
+        """That one expert can have, under any plan: one on each rank, and no other expert without a place."""
+        return min(self.num_ranks, 1 + self.num_ranks * self.slots - self.num_experts)
+
+    def places(self, rank: int) -> range:
+        """The physical experts of a rank."""
+        return range(rank * self.slots, (rank + 1) * self.slots)
+
+    def replicas(self) -> list[list[int]]:
+        """Of each logical expert its physical ones."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for place, expert in enumerate(expert for rank in self.held for expert in rank):
+            found[expert].append(place)
+        return found
+
+    def rank_loads(self, loads: Sequence[int]) -> list[float]:
+        """Tokens that each rank serves where so many go to each expert."""
+        replicas = self.replicas()
+        return [sum(loads[expert] / len(replicas[expert]) for expert in rank) for rank in self.held]
+
+    def imbalance(self, loads: Sequence[int]) -> float:
+        """The load of the busiest rank over the mean, 1 at best: all ranks wait for the busiest. 0 without loads."""
+        of_ranks = self.rank_loads(loads)
+        return max(of_ranks) * self.num_ranks / sum(of_ranks) if any(loads) else 0.0
+
+    def balanced(self, loads: Sequence[int]) -> ExpertPlacement:
+        """One under which the ranks' loads would have been nearly equal, with as little moved as comes easily.
+
+        Greedy: the busiest expert gets another replica until all places are taken; then the busiest replica goes to the
+        rank with the least to do.
+        """
+        counts = self._count_replicas(loads)
+        bins = self._pack(loads, counts)
+        return ExpertPlacement(tuple(self._in_old_places(bins)))
+
+    def _count_replicas(self, loads: Sequence[int]) -> list[int]:
+        """Of each expert. Their sum is the number of places."""
+        counts = [1] * self.num_experts
+        heap = [(-float(load), expert) for expert, load in enumerate(loads)]
+        heapq.heapify(heap)
+        for _ in range(self.num_ranks * self.slots - self.num_experts):
+            while counts[heap[0][1]] == self.num_ranks:
+                heapq.heappop(heap)
+            expert = heap[0][1]
+            counts[expert] += 1
+            heapq.heapreplace(heap, (-loads[expert] / counts[expert], expert))
+        return counts
+
+    def _pack(self, loads: Sequence[int], counts: Sequence[int]) -> list[set[int]]:
+        """The experts of each rank. Where an expert finds no rank without it, the rank takes one that is not there."""
+        share = [load / count for load, count in zip(loads, counts, strict=True)]
+        order = sorted(range(self.num_experts), key=lambda expert: (-share[expert], expert))
+        bins: list[set[int]] = [set() for _ in self.held]
+        filled = [0.0] * self.num_ranks
+        for expert in itertools.chain.from_iterable([expert] * counts[expert] for expert in order):
+            free = [rank for rank, its in enumerate(bins) if len(its) < self.slots]
+            fitting = [rank for rank in free if expert not in bins[rank]]
+            rank = min(fitting or free, key=lambda rank: (filled[rank], rank))
+            taken = expert if fitting else next(other for other in order if other not in bins[rank])
+            bins[rank].add(taken)
+            filled[rank] += share[taken]
+        return bins
+
+    def _in_old_places(self, bins: list[set[int]]) -> list[tuple[int, ...]]:
+        """Each rank takes the bin that has most of what it holds already, and keeps that where it is."""
+        chosen: dict[int, set[int]] = {}
+        overlaps = sorted(
+            (-len(its.intersection(old)), rank, number)
+            for rank, old in enumerate(self.held)
+            for number, its in enumerate(bins)
+        )
+        left = set(range(len(bins)))
+        for _, rank, number in overlaps:
+            if rank not in chosen and number in left:
+                chosen[rank] = bins[number]
+                left.remove(number)
+        held = []
+        for rank, old in enumerate(self.held):
+            new = sorted(chosen[rank].difference(old), reverse=True)
+            held.append(tuple(expert if expert in chosen[rank] else new.pop() for expert in old))
+        return held
+
+    def moves_to(self, target: ExpertPlacement) -> list[ExpertMove]:
+        """What has to be copied where, in the order of the targets; from ranks that have it, in turns."""
+        replicas = self.replicas()
+        moves = []
+        for rank, (old, new) in enumerate(zip(self.held, target.held, strict=True)):
+            for slot, (before, after) in enumerate(zip(old, new, strict=True)):
+                if before != after:
+                    sources = replicas[after]
+                    moves.append(ExpertMove(sources[rank % len(sources)], rank * self.slots + slot))
+        return moves

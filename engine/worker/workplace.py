@@ -1,0 +1,30 @@
+"""Where one member of a group works, and with whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..config import EngineConfig, InvalidEngineConfig
+from ..parallel.groups import ALL_ALONE, ParallelGroups
+from ..parallel.member import ALONE_MEMBER, Member
+
+
+@dataclass(frozen=True)
+class Workplace:
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    member: Member = ALONE_MEMBER
+    groups: ParallelGroups = ALL_ALONE
+
+
+def device_for(config: EngineConfig, member: Member) -> torch.device:
+    """The device that the arguments name; "auto" is a GPU where there is one. Raises `InvalidEngineConfig`."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidEngineConfig("device", "is 'cuda', but torch finds no CUDA device here: give 'cpu' or 'auto'")
+    index = torch.cuda.current_device() if member.device_index is None else member.device_index
+    if index >= torch.cuda.device_count():
+        raise InvalidEngineConfig("device", f"rank {member.rank} needs GPU {index}, found {torch.cuda.device_count()}")
+    return torch.device("cuda", index)

@@ -1,0 +1,111 @@
+"""Processes that are members of groups: started once, given one function after another.
+
+    results = pool.run(my_function, "an argument", tp=2)      # my_function(member, "an argument") in two processes
+
+A function that does not return in time, or whose process dies, fails the test, and all processes are started anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from baton.engine.parallel import Member, ParallelGroups
+from baton.engine.parallel.collectives import connect_groups
+from baton.engine.parallel.groups import ExpertSpread
+from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+
+TIMEOUT_S = 60.0  # of one function, on a machine that others use as well
+GROUP_TIMEOUT_S = 20.0
+
+
+class PoolFailed(AssertionError):
+    """A function raised in a member, took too long, or ended its process. The message has the members' words."""
+
+
+class MemberPool:
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, tp: int = 1, dp: int = 1, timeout_s: float = TIMEOUT_S
+    ) -> list[Any]:
+        """What `function(member, *args)` returns in each member of a group, in rank order.
+
+        The function is one of a module's top level, its arguments and results pickle. Raises `PoolFailed`.
+        """
+        size, rendezvous = tp * dp, Rendezvous()
+        self._grow_to(size)
+        for rank, pipe in enumerate(self._pipes[:size]):
+            member = Member(
+                rank=rank,
+                tensor_parallel_size=tp,
+                data_parallel_size=dp,
+                rendezvous=rendezvous.address,
+                num_local=size,
+                local_rank=rank,
+                start_timeout_s=GROUP_TIMEOUT_S,
+            )
+            pipe.send((function, member, args))
+        deadline = time.monotonic() + timeout_s
+        answers = [self._answer(rank, deadline) for rank in range(size)]
+        failures = [text for failed, text in answers if failed]
+        if failures:
+            self.close()
+            raise PoolFailed("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _grow_to(self, size: int) -> None:
+        while len(self._processes) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        pipe = self._pipes[rank]
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            return True, f"rank {rank} took too long"
+        try:
+            answer: tuple[bool, Any] = pipe.recv()
+        except EOFError:
+            return True, f"rank {rank} ended"
+        return answer
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        function, member, args = pipe.recv()
+        try:
+            answer = (False, function(member, *args))
+        except Exception:
+            answer = (True, f"rank {member.rank}:\n{traceback.format_exc()}")
+        pipe.send(answer)
+
+
+@contextmanager
+def groups_of(member: Member, spread: ExpertSpread | None = None) -> Iterator[ParallelGroups]:
+    """The groups of a member of the pool, on CPUs."""
+    meeting = Meeting(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
+    groups = connect_groups(member, meeting, torch.device("cpu"), spread, timeout_s=GROUP_TIMEOUT_S)
+    yield groups
+    groups.widest.agree([0])  # who is done first must not leave while others still talk
+    groups.close()

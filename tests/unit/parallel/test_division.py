@@ -1,0 +1,128 @@
+"""What does not divide over the ranks is refused by the argument's name, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import DIFFERENCES, SHAPE
+
+from baton.engine import EngineConfig, InvalidEngineConfig
+from baton.engine.model_config import ModelConfig
+from baton.engine.parallel.division import check_division
+
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., None]:
+    """Checks a model of config keys against engine arguments."""
+
+    def run(kind: str, keys: dict[str, Any], **args: Any) -> None:
+        raw = {**SHAPE, **DIFFERENCES[kind], **keys, "architectures": [ARCHITECTURES[kind]], "model_type": kind}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        model = ModelConfig.from_folder(tmp_path, load_format="dummy")
+        check_division(model, EngineConfig.from_args({"model": str(tmp_path), **args}))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "args"),
+    [
+        ("qwen3", {}, {"tensor_parallel_size": 2}),
+        ("qwen3", {}, {"tensor_parallel_size": 4}),  # each of two KV heads twice
+        ("qwen3", {"vocab_size": 251}, {"tensor_parallel_size": 4}),  # padded
+        ("qwen3", {}, {"data_parallel_size": 3}),
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 6}, {"tensor_parallel_size": 3}),
+        ("deepseek_v2", {}, {"tensor_parallel_size": 4}),  # latents have one head, which everybody keeps
+        ("qwen3_moe", {"num_experts": 6}, {"data_parallel_size": 3, "enable_expert_parallel": True}),
+        ("qwen3_moe", {"moe_intermediate_size": 41}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        (
+            "qwen3_moe",
+            {"num_experts": 6},
+            {"tensor_parallel_size": 4, "enable_expert_parallel": True, "num_redundant_experts": 2},
+        ),
+        (
+            "qwen3",
+            {"head_dim": 128, "intermediate_size": 256, "quantization_config": BLOCKS},
+            {"tensor_parallel_size": 2},
+        ),
+    ],
+)
+def test_what_divides_is_let_through(check: Callable[..., None], kind: str, keys: Any, args: Any) -> None:
+    check(kind, keys, **args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "args", "field", "message"),
+    [
+        ("qwen3", {}, {"tensor_parallel_size": 3}, "tensor_parallel_size", r"num_attention_heads \(4\)"),
+        ("qwen3", {"intermediate_size": 95}, {"tensor_parallel_size": 2}, "tensor_parallel_size", "intermediate_size"),
+        (
+            "qwen3",
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            {"tensor_parallel_size": 4},
+            "tensor_parallel_size",
+            "6 KV heads",
+        ),
+        ("qwen3_moe", {"moe_intermediate_size": 41}, {"tensor_parallel_size": 2}, "tensor_parallel_size", "moe_inter"),
+        (
+            "deepseek_v2",
+            {"n_shared_experts": 1, "moe_intermediate_size": 41},
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "tensor_parallel_size",
+            "shared experts",
+        ),
+        ("qwen3", {}, {"enable_expert_parallel": True}, "enable_expert_parallel", "has no experts"),
+        (
+            "qwen3_moe",
+            {"num_experts": 6},
+            {"data_parallel_size": 4, "enable_expert_parallel": True},
+            "enable_expert_parallel",
+            "6 experts do not divide",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 6},
+            {"data_parallel_size": 2, "enable_expert_parallel": True, "num_redundant_experts": 1},
+            "num_redundant_experts",
+            "1 copies do not divide",
+        ),
+        (
+            "qwen3",
+            {"head_dim": 64, "intermediate_size": 256, "quantization_config": BLOCKS},
+            {"tensor_parallel_size": 4},
+            "tensor_parallel_size",
+            "num_attention_heads x head_dim = 256",
+        ),
+        (
+            "qwen3",
+            {"head_dim": 128, "intermediate_size": 384, "quantization_config": BLOCKS},
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size",
+            "192 of intermediate_size 384",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(
+    check: Callable[..., None], kind: str, keys: Any, args: Any, field: str, message: str
+) -> None:
+    with pytest.raises(InvalidEngineConfig, match=message) as caught:
+        check(kind, keys, **args)
+    assert caught.value.field == field
+
+
+def test_on_a_cpu_blocks_of_weights_in_8_bits_may_be_cut_for_they_are_multiplied_out(
+    check: Callable[..., None],
+) -> None:
+    keys = {"head_dim": 64, "intermediate_size": 384, "quantization_config": BLOCKS}
+    check("qwen3", keys, tensor_parallel_size=4, device="cpu")

@@ -1,0 +1,154 @@
+"""What members of a group do together: the sums are right, and equal to the last bit on every rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from member_pool import MemberPool, groups_of
+
+from baton.engine.parallel import ALONE, Group, Member, ParallelGroups
+from baton.engine.parallel.groups import ExpertSpread
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIZES = (0, 1, 3, 64, 1001, 65536)
+
+
+def own(member: Member, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * member.rank + size)
+    return (torch.randn(size, generator=generator) * 100).to(dtype)
+
+
+def sums(member: Member) -> list[torch.Tensor]:
+    with groups_of(member) as groups:
+        return [groups.tp.all_reduce(own(member, size, dtype)) for dtype in DTYPES for size in SIZES]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(pool: MemberPool, ranks: int) -> None:
+    first, *others = pool.run(sums, tp=ranks)
+    for other in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
+    members = [Member(rank=rank) for rank in range(ranks)]
+    kinds = [(dtype, size) for dtype in DTYPES for size in SIZES]
+    for total, (dtype, size) in zip(first, kinds, strict=True):
+        parts = torch.stack([own(member, size, dtype).double() for member in members])
+        error = (total.double() - parts.sum(0)).abs()
+        assert (error <= ranks * torch.finfo(dtype).eps * parts.abs().sum(0)).all()
+
+
+def exchange(member: Member) -> dict[str, Any]:
+    rows = torch.arange(6.0).view(3, 2) + 10 * member.rank
+    with groups_of(member) as groups:
+        tp = groups.tp
+        sent = [0, 2, 1] if member.rank == 1 else [1, 1, 1]
+        received = [1, [1, 2, 1][member.rank], 1] if member.rank != 0 else [1, 0, 1]
+        return {
+            "reduced": tp.all_reduce(rows.clone()),
+            "gathered": tp.all_gather(rows.T),  # no contiguous memory
+            "scattered": tp.reduce_scatter(rows.repeat(tp.size, 1)),
+            "mixed": tp.all_to_all(rows, sent, received),
+            "agreed": tp.agree([member.rank, -member.rank, 2**40]),
+            "place": (tp.rank, tp.size),
+        }
+
+
+def test_every_collective_does_what_the_table_says(pool: MemberPool) -> None:
+    results = pool.run(exchange, tp=3)
+    rows = [torch.arange(6.0).view(3, 2) + 10 * rank for rank in range(3)]
+    for rank, result in enumerate(results):
+        assert torch.equal(result["reduced"], sum(rows, torch.zeros(3, 2)))
+        assert torch.equal(result["gathered"], torch.cat([part.T for part in rows]))
+        assert torch.equal(result["scattered"], sum(rows, torch.zeros(3, 2)))
+        assert result["agreed"] == [2, 0, 2**40]
+        assert result["place"] == (rank, 3)
+    assert torch.equal(results[0]["mixed"], torch.stack([rows[0][0], rows[2][0]]))
+    assert torch.equal(results[1]["mixed"], torch.stack([rows[0][1], rows[1][0], rows[1][1], rows[2][1]]))
+    assert torch.equal(results[2]["mixed"], torch.stack([rows[0][2], rows[1][2], rows[2][2]]))
+
+
+def neighbours(member: Member, spread: bool) -> list[list[int]]:
+    with groups_of(member, ExpertSpread() if spread else None) as groups:
+        own_rank = torch.tensor([member.rank])
+        return [group.all_gather(own_rank).tolist() for group in (groups.tp, groups.dp, groups.ep)]
+
+
+def test_groups_are_of_the_ranks_that_belong_together(pool: MemberPool) -> None:
+    everyone = [0, 1, 2, 3]
+    spread = pool.run(neighbours, True, tp=2, dp=2)
+    assert spread == [
+        [[0, 1], [0, 2], everyone],
+        [[0, 1], [1, 3], everyone],
+        [[2, 3], [0, 2], everyone],
+        [[2, 3], [1, 3], everyone],
+    ]
+    assert pool.run(neighbours, True, tp=2) == [[[0, 1], [0], [0, 1]], [[0, 1], [1], [0, 1]]]
+    assert pool.run(neighbours, True, dp=2) == [[[0], [0, 1], [0, 1]], [[1], [0, 1], [0, 1]]]
+
+
+def test_data_parallel_ranks_without_spread_experts_are_strangers(pool: MemberPool) -> None:
+    first, second = [[0, 1], [0], [0]], [[0, 1], [1], [1]]
+    third, fourth = [[2, 3], [2], [2]], [[2, 3], [3], [3]]
+    assert pool.run(neighbours, False, tp=2, dp=2) == [first, second, third, fourth]
+
+
+def test_a_group_of_one_gives_back_what_it_is_given() -> None:
+    x = torch.randn(3, 2)
+    assert ALONE.all_reduce(x) is x
+    for result in (ALONE.all_gather(x), ALONE.reduce_scatter(x), ALONE.all_to_all(x, [3], [3])):
+        assert torch.equal(result, x)
+    assert ALONE.agree([3, -4]) == [3, -4]
+
+
+METHODS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "agree", "close")
+
+
+@pytest.mark.parametrize("missing", METHODS)
+def test_a_group_that_lacks_a_method_cannot_be_constructed(missing: str) -> None:
+    methods = {name: lambda self: None for name in METHODS if name != missing}
+    with pytest.raises(TypeError, match=missing):
+        type("Half", (Group,), methods)()
+
+
+def real_and_sketched(member: Member) -> tuple[Any, Any]:
+    with groups_of(member) as groups:
+        sent, received = ([1, 3], [1, 2]) if member.rank == 0 else ([2, 2], [3, 2])
+        x = torch.zeros(4, 3)
+        real = [
+            tuple(result.shape)
+            for result in (
+                groups.tp.all_gather(x),
+                groups.tp.reduce_scatter(x),
+                groups.tp.all_to_all(x, sent, received),
+            )
+        ]
+        tp = groups.sketches()[member.rank].tp
+        assert (tp.rank, tp.size) == (member.rank, 2)
+        sketched = [
+            tuple(result.shape) for result in (tp.all_gather(x), tp.reduce_scatter(x), tp.all_to_all(x, sent, received))
+        ]
+    return real, sketched
+
+
+def test_sketched_groups_give_results_of_the_same_shapes_and_wait_for_nobody(pool: MemberPool) -> None:
+    for real, sketched in pool.run(real_and_sketched, tp=2):
+        assert real == sketched
+
+
+class _Counting(Group):
+    rank, size = 0, 2
+    closed = 0
+
+    all_reduce = all_gather = reduce_scatter = all_to_all = functools.partialmethod(lambda self, *args: args[0])
+    agree = functools.partialmethod(lambda self, values: list(values))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_group_that_is_two_of_a_members_groups_is_closed_once() -> None:
+    group = _Counting()
+    ParallelGroups(tp=group, ep=group).close()
+    assert group.closed == 1

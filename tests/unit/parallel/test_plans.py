@@ -1,0 +1,185 @@
+"""Plans reach the ranks that follow as they are, in order; when one end goes, the other one ends."""
+
+from __future__ import annotations
+
+import functools
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from thread_groups import run_threads
+
+from baton.engine import SamplingParams
+from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
+from baton.engine.parallel import ALONE, Group, GroupFailed, Member, ParallelGroups
+from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
+from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.kv_transfer.curve import ClusterKey
+
+START = RowStart(
+    row=3,
+    request_id="r",
+    prompt_token_ids=[1, 2, 3],
+    output_token_ids=[4],
+    sampling=SamplingParams(temperature=0.5, logit_bias={7: 1.5}, bad_words_token_ids=[[1], [2, 3]], logprobs=2),
+    seed=2**62 + 1,
+    stop_token_ids=[2],
+    block_ids=[9, 8],
+)
+PLANS = [
+    StepPlan(0, [], [START], [Chunk(3, 0, 4, True, [])]),
+    StepPlan(1, [], [], [Chunk(3, 4, 1, True, [5])]),
+    StepPlan(2, [3], [], []),
+]
+
+
+class Recorder:
+    """A runner that notes what it is told, and how many of its steps nobody has waited for."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.open = self.most_open = 0
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        recorder = self
+
+        class Pending:
+            def result(self) -> StepResult:
+                recorder.open -= 1
+                return StepResult(plan.step, [])
+
+        return Pending()
+
+
+class Closing(Group):
+    """Notes when it is closed: what waited in it would come back."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    rank, size = 0, 2
+    all_reduce = all_gather = reduce_scatter = all_to_all = agree = lambda self, *args: ALONE.agree([])
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@contextmanager
+def ends(
+    ranks: int = 2, follower: dict[str, Any] | None = None, **both: Any
+) -> Iterator[tuple[PlanSender, list[PlanReceiver], list[Closing]]]:
+    """The sender of rank 0, the receivers of the others, and the groups of all. `follower`: what sets those apart."""
+    rendezvous = Rendezvous()
+    common = {"tensor_parallel_size": ranks, "rendezvous": rendezvous.address, "start_timeout_s": 10.0, **both}
+    members = [Member(**{**common, "rank": rank, **(follower or {} if rank else {})}) for rank in range(ranks)]
+    groups = [Closing() for _ in members]
+
+    def make(member: Member, group: Group) -> Any:
+        meeting = Meeting(member.rendezvous, member.rank, timeout_s=10)
+        meeting.put(f"here/{member.rank}", member.host)
+        return (PlanSender if member.rank == 0 else PlanReceiver)(member, meeting, ParallelGroups(group))
+
+    works = [functools.partial(make, member, group) for member, group in zip(members, groups, strict=True)]
+    sender, *receivers = run_threads(works, lambda: rendezvous.fail(0, "the test ends"))
+    yield sender, receivers, groups
+    for end in (sender, *receivers):
+        end.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_follower_gets_every_plan_in_order_and_then_the_end(ranks: int) -> None:
+    with ends(ranks) as (sender, receivers, _):
+        leading, runners = LeadingRunner(Recorder(), sender), [Recorder() for _ in receivers]
+        for plan in PLANS:
+            assert leading.launch(plan).result().step == plan.step
+        sender.close()
+        for runner, receiver in zip(runners, receivers, strict=True):
+            follow_plans(runner, receiver, depth=2)
+            assert runner.plans == PLANS
+            assert runner.open == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_follower_launches_no_more_than_its_depth_ahead(depth: int) -> None:
+    with ends() as (sender, (receiver,), _):
+        for step in range(10):
+            sender.send(StepPlan(step, [], [], []))
+        sender.close()
+        runner = Recorder()
+        follow_plans(runner, receiver, depth=depth)
+        assert len(runner.plans) == 10
+        assert runner.most_open == depth + 1  # the newest, beside those that it may be ahead
+
+
+def test_a_leader_that_ends_well_closes_nobodys_groups_under_them() -> None:
+    with ends() as (sender, (receiver,), (_, group)):
+        sender.send(PLANS[0])
+        sender.close()
+        assert receiver.receive() == PLANS[0]
+        assert receiver.receive() is None
+        assert not group.closed.wait(1.5)
+
+
+def test_a_leader_that_goes_without_a_word_ends_its_followers_and_their_collectives() -> None:
+    with ends() as (sender, (receiver,), (_, group)):
+        sender.close(well=False)
+        with pytest.raises(GroupFailed, match="rank 0 has gone"):
+            receiver.receive()
+        assert group.closed.wait(5)
+
+
+def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
+    with ends(3) as (sender, receivers, (group, *_)):
+        leading = LeadingRunner(Recorder(), sender)
+        step = leading.launch(PLANS[0])
+        receivers[1].close()
+        assert group.closed.wait(5)
+        with pytest.raises(GroupFailed, match="rank 2 has gone"):
+            step.result()
+        with pytest.raises(GroupFailed, match="rank 2 has gone"):
+            leading.launch(PLANS[1])
+
+
+def test_what_is_no_plan_is_told_by_name() -> None:
+    with ends() as (sender, (receiver,), _):
+        sender._encode = lambda plan: b"nonsense"  # type: ignore[assignment,misc]
+        sender.send(PLANS[0])
+        with pytest.raises(GroupFailed, match="rank 0 sent what is no plan"):
+            receiver.receive()
+
+
+FAR = {"host": "127.0.0.2"}  # another machine
+
+
+def test_plans_cross_machines_under_the_clusters_key() -> None:
+    key = ClusterKey.generate()
+    sides = {"secure_server": key.secure_server, "secure_client": key.secure_client}
+    with ends(follower=FAR, **sides) as (sender, (receiver,), _):
+        sender.send(PLANS[0])
+        assert receiver.receive() == PLANS[0]
+
+
+def test_a_follower_without_the_clusters_key_gets_none() -> None:
+    key = ClusterKey.generate()
+    stranger = {**FAR, "secure_client": None}
+    sides = {"secure_server": key.secure_server, "start_timeout_s": 1.0}
+    with pytest.raises(GroupFailed, match="did not connect within 1 s"), ends(follower=stranger, **sides):
+        pass
+
+
+def test_a_unix_socket_is_for_its_user_only_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ends():
+        (folder,) = tmp_path.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,135 @@
+"""Wakes reach every other rank, over Unix sockets and over TCP; a rank that goes without a word ends the groups."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from thread_groups import run_threads
+
+from baton.engine.parallel import ALONE, Group, GroupFailed, Member, ParallelGroups
+from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.engine.parallel.waves import Waves
+from baton.kv_transfer.curve import ClusterKey
+
+SOON_S = 5.0
+KEY = ClusterKey.generate()
+SECURE = {"secure_server": KEY.secure_server, "secure_client": KEY.secure_client}
+OTHER = ClusterKey.generate()
+
+
+class Closing(Group):
+    """Notes when it is closed: what waited in it would come back."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    rank, size = 0, 2
+    all_reduce = all_gather = reduce_scatter = all_to_all = agree = lambda self, *args: ALONE.agree([])
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class End:
+    """One rank's waves, and what it heard."""
+
+    def __init__(self, rank: int, rendezvous: str, member: dict[str, Any]) -> None:
+        self.group = Closing()
+        self.heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.meeting = Meeting(rendezvous, rank, timeout_s=SOON_S)
+        self._member = Member(rank=rank, rendezvous=rendezvous, start_timeout_s=SOON_S, **member)
+
+    def connect(self) -> None:
+        self.meeting.put(f"here/{self._member.rank}", self._member.host)
+        self.waves = Waves(self._member, self.meeting, ParallelGroups(dp=self.group))
+        self.waves.listen(self.heard.put)
+
+
+@contextmanager
+def ends(dp: int, *, tp: int = 1, apart: bool = False, **member: Any) -> Iterator[list[End]]:
+    """Of the ranks that schedule. `apart`: on different machines, as far as they can tell."""
+    rendezvous = Rendezvous()
+    sizes = {"data_parallel_size": dp, "tensor_parallel_size": tp}
+    found = [
+        End(rank * tp, rendezvous.address, {**sizes, **member, "host": f"127.0.0.{1 + apart * rank}"})
+        for rank in range(dp)
+    ]
+    run_threads([end.connect for end in found], lambda: None)
+    yield found
+    for end in found:
+        end.waves.close()
+
+
+@pytest.mark.parametrize(
+    ("apart", "member"), [(False, {}), (True, {}), (True, SECURE)], ids=["one host", "tcp", "curve"]
+)
+def test_a_wake_reaches_every_other_rank_in_order(apart: bool, member: dict[str, Any]) -> None:
+    with ends(3, tp=2, apart=apart, **member) as (first, second, third):
+        for wave in (0, 1, 2**40):
+            first.waves.wake_others(wave)
+        second.waves.wake_others(7)
+        assert first.heard.get(timeout=SOON_S) == 7
+        assert [second.heard.get(timeout=SOON_S) for _ in range(3)] == [0, 1, 2**40]
+        heard = [third.heard.get(timeout=SOON_S) for _ in range(4)]
+        heard.remove(7)  # of another rank, so at any place
+        assert heard == [0, 1, 2**40]
+
+
+def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("baton-*"))
+    with ends(2) as (first, second):
+        second.waves.close()
+        assert not first.group.closed.wait(1.5)
+    first.waves.close()  # once more
+    assert set(Path(tempfile.gettempdir()).glob("baton-*")) <= before
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bool) -> None:
+    with ends(2, apart=apart) as (first, second):
+        second.waves._watch.close()
+        second.waves._ringer.send(b"")
+        assert second.waves._thread is not None
+        second.waves._thread.join(SOON_S)
+        second.waves._context.destroy(linger=0)
+        assert first.group.closed.wait(SOON_S)
+        with pytest.raises(GroupFailed, match="rank 1 has gone"):
+            first.waves.wake_others(3)
+
+
+def test_what_is_no_wave_is_dropped() -> None:
+    with ends(2) as (first, second):
+        (socket,) = first.waves._sockets
+        socket.send(b"nonsense and more")
+        first.waves.wake_others(5)
+        assert second.heard.get(timeout=SOON_S) == 5
+
+
+def test_ranks_with_different_keys_do_not_find_each_other() -> None:
+    rendezvous = Rendezvous()
+    keys = (KEY, OTHER)
+    found = [
+        End(
+            rank,
+            rendezvous.address,
+            {
+                "data_parallel_size": 2,
+                "host": f"127.0.0.{1 + rank}",
+                "secure_server": keys[rank].secure_server,
+                "secure_client": keys[rank].secure_client,
+            },
+        )
+        for rank in range(2)
+    ]
+    begun = time.monotonic()
+    with pytest.raises(GroupFailed, match="did not connect"):
+        run_threads([end.connect for end in found], lambda: None)
+    assert time.monotonic() - begun < 2 * SOON_S

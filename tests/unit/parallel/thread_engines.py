@@ -1,0 +1,240 @@
+"""Engines of one group whose ranks are threads: real models, schedulers, lockstep and dispatch, and no processes.
+
+with ThreadEngines(folder, tp=2, dp=2, spread=ExpertSpread()) as engines:
+    engines.submit(1, request("a", ...))          to data-parallel rank 1
+    tokens = engines.wait("a")
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+from thread_groups import TIMEOUT_S, run_threads, thread_groups
+
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.engine import EngineCore
+from baton.engine.core.lockstep import Lockstep
+from baton.engine.core.messages import EngineOutput, EngineRequest
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.step import PendingStep, Runner, StepPlan
+from baton.engine.layers.decoder import CausalLM
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import load_model
+from baton.engine.parallel.balance import ExpertBalancer, ReviewingRunner
+from baton.engine.parallel.groups import ExpertSpread, ParallelGroups
+from baton.engine.worker.cuda.queue import InlineQueue
+from baton.engine.worker.cuda.runner import DeviceRunner
+from baton.engine.worker.cuda.shapes import CapturedShapes
+from baton.engine.worker.kv_cache import allocate_kv
+from baton.engine.worker.runner import ModelRunner
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int, **sampling: object) -> EngineRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params, seed=len(prompt))
+
+
+class _Told(Runner):
+    """A leader's runner, which has the followers of its column run the same."""
+
+    def __init__(self, runner: Runner, followers: list[queue.SimpleQueue[StepPlan | None]]) -> None:
+        self._runner = runner
+        self._followers = followers
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self.plans.append(plan)
+        for follower in self._followers:
+            follower.put(plan)
+        return self._runner.launch(plan)
+
+
+class ThreadEngines:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tp: int = 1,
+        dp: int = 1,
+        spread: ExpertSpread | None = None,
+        num_blocks: int = 64,
+        max_num_batched_tokens: int = 32,
+        depth: int = 1,
+        review_experts_every: int = 0,
+        moves_experts: bool = False,
+        captured_tokens: int | None = None,
+    ) -> None:
+        """With `captured_tokens`, the ranks have the runners of GPUs: see `_device_runner`."""
+        self._config = ModelConfig.from_folder(folder)
+        self._core_config = EngineCoreConfig(
+            num_blocks=num_blocks,
+            max_num_seqs=4,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=128,
+            vocab_size=self._config.vocab_size,
+            depth=depth,
+        )
+        self._moves_experts = moves_experts
+        self._captured_tokens = captured_tokens
+        self._capture: list[DeviceRunner] = []
+        self._groups = thread_groups(tp, dp, spread)
+        self._bells = [threading.Event() for _ in range(dp)]
+        self._inboxes: list[deque[EngineRequest]] = [deque() for _ in range(dp)]
+        self._answers: dict[str, queue.SimpleQueue[EngineOutput]] = {}
+        self._closing = False
+        self.errors: list[BaseException] = []
+        self.cores: list[EngineCore] = []
+        self.runners: list[_Told] = []
+        lanes: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(tp * dp)]
+        self._lanes = lanes
+        self._locksteps: list[Lockstep] = []
+        made = [self._runner(groups) for groups in self._groups]
+        self.balancers = [balancer for _, balancer in made]
+        if self._capture:  # all ranks at once, as each runs the others' collectives
+            run_threads([runner.capture for runner in self._capture], self._abort)
+        self.device_runners = self._capture
+        for rank in range(dp):
+            told = _Told(made[rank * tp][0], lanes[rank * tp + 1 : (rank + 1) * tp])
+            dp_group = self._groups[rank * tp].dp
+            self.runners.append(told)
+            lockstep = None
+            if spread is not None:
+                lockstep = Lockstep(
+                    rank, dp, dp_group.agree, self._waker(rank), review_experts_every=review_experts_every
+                )
+                self._locksteps.append(lockstep)
+            self.cores.append(EngineCore(self._core_config, told, lockstep=lockstep))
+            self.cores[-1].when_woken(self._bells[rank].set)
+        self._leaders = [threading.Thread(target=self._lead, args=(rank,), daemon=True) for rank in range(dp)]
+        self._followers = [
+            threading.Thread(target=self._follow, args=(made[rank][0], lanes[rank]), daemon=True)
+            for rank in range(tp * dp)
+            if rank % tp
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in (*self._leaders, *self._followers):
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        for bell in self._bells:
+            bell.set()
+        if error is not None or self.errors:
+            self._abort()
+        for threads in (self._leaders, self._followers):  # in this order: plans end when those who make them have
+            for thread in threads:
+                thread.join(TIMEOUT_S)
+                assert not thread.is_alive()
+            for lane in self._lanes:
+                lane.put(None)
+        if self.errors and error is None:
+            raise self.errors[0]
+
+    def submit(self, rank: int, *requests: EngineRequest) -> None:
+        for each in requests:
+            self._answers[each.request_id] = queue.SimpleQueue()
+            self._inboxes[rank].append(each)
+        self._bells[rank].set()
+
+    def outputs(self, request_id: str) -> list[EngineOutput]:
+        """All of a request, waited for."""
+        found: list[EngineOutput] = []
+        while not found or found[-1].finish_reason is None:
+            found.append(self._answers[request_id].get(timeout=TIMEOUT_S))
+        return found
+
+    def wait(self, request_id: str) -> list[int]:
+        """The tokens of a request."""
+        return [token for output in self.outputs(request_id) for token in output.token_ids]
+
+    def _runner(self, groups: ParallelGroups) -> tuple[Runner, ExpertBalancer | None]:
+        model = load_model(self._config, groups=groups)
+        layout, sizes = self._config.layout, self._core_config
+        heads = layout.heads_of(groups.tp.rank, groups.tp.size)
+        kv = allocate_kv(msgspec.structs.replace(layout, num_kv_heads=len(heads)), sizes.num_blocks)
+        runner = self._cpu_runner(model, kv) if self._captured_tokens is None else self._device_runner(model, kv)
+        balancer = ExpertBalancer.of(model, groups, moves=self._moves_experts)
+        if balancer is not None:
+            runner = ReviewingRunner(runner, balancer, nullcontext)
+        return runner, balancer
+
+    def _cpu_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
+        sizes = self._core_config
+        return ModelRunner(
+            model,
+            kv,
+            vocab_size=sizes.vocab_size,
+            max_num_seqs=sizes.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+        )
+
+    def _device_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
+        """That of a GPU, which has "captured" mixes of up to so many tokens; of 0, nothing at all."""
+        sizes = self._core_config
+        limits = {
+            "max_num_seqs": sizes.max_num_seqs,
+            "max_num_batched_tokens": sizes.max_num_batched_tokens,
+            "max_model_len": sizes.max_model_len,
+        }
+        runner = DeviceRunner(
+            model,
+            kv.fill_(float("nan")),
+            InlineQueue(),
+            vocab_size=sizes.vocab_size,
+            logits_dtype=torch.float32,
+            shapes=CapturedShapes(**limits, max_tokens=self._captured_tokens or 0),
+            **limits,
+        )
+        if self._captured_tokens:
+            self._capture.append(runner)
+        return runner
+
+    def _waker(self, rank: int):  # type: ignore[no-untyped-def]
+        def wake_others(wave: int) -> None:
+            for other, lockstep in enumerate(self._locksteps):
+                if other != rank:
+                    lockstep.on_wake(wave)
+
+        return wake_others
+
+    def _lead(self, rank: int) -> None:
+        core, bell, inbox = self.cores[rank], self._bells[rank], self._inboxes[rank]
+        try:
+            while not self._closing or core.has_work():
+                while inbox:
+                    core.add(inbox.popleft())
+                for output in core.step():
+                    self._answers[output.request_id].put(output)
+                if not core.has_work() and not inbox and not self._closing:
+                    bell.wait(TIMEOUT_S)
+                    bell.clear()
+        except BaseException as error:
+            self._fail(error)
+
+    def _follow(self, runner: Runner, lane: queue.SimpleQueue[StepPlan | None]) -> None:
+        try:
+            while (plan := lane.get()) is not None:
+                runner.launch(plan).result()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self._abort()
+
+    def _abort(self) -> None:
+        for groups in self._groups:
+            for group in (groups.tp, groups.dp, groups.ep):
+                group.close()
