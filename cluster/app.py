@@ -1,8 +1,10 @@
 """The Serve application: `import_path: baton.cluster.app:build_app` in a Serve config file.
 
-gateway (ingress) ──┬── unified
-                    ├── prefill     one deployment a fleet, one replica an engine
-                    └── decode
+gateway ──┬── unified
+          ├── prefill     one deployment a fleet, one replica a group of engines
+          └── decode
+
+The root is the gateways (`internal` load balancing), or who keeps one where each node or each rank is.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from typing import Any
 
 from ray import serve
 
-from .contracts import Role
+from .contracts import LoadBalancing, Role
+from .gateway_keeper import GatewayKeeper
 from .gateway_replica import GatewayReplica
+from .plan import check_model
 from .replica import EngineReplica
 from .spec import Fleet, FleetSpec, load_spec
 
 APP_NAME = "baton"
+ROOT = "gateway"  # the name of the deployment
 
 # A dead worker fails three checks in a row before Serve acts on it.
 HEALTH_CHECK_PERIOD_S = 0.5
@@ -29,16 +34,18 @@ REPLICA_CPUS = 0.1
 def build_app(args: Mapping[str, Any]) -> serve.Application:
     """Raises `InvalidSpec` for an application that cannot work."""
     spec = load_spec(args)
+    check_model(spec)
     plain = spec.model_dump(mode="json", exclude_unset=True)
     engines = [_engines(role, fleet, plain) for role, fleet in spec.fleets.present.items()]
-    return _gateway(spec).bind(plain, engines)
+    root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _keeper(spec)
+    return root.bind(plain, engines)
 
 
 def _engines(role: Role, fleet: Fleet, args: dict[str, Any]) -> serve.Application:
     deployment = serve.deployment(
         name=role.value,
         num_replicas=fleet.replicas,
-        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        ray_actor_options={"num_cpus": REPLICA_CPUS, "resources": _labels(fleet)},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=SHUTDOWN_S,
@@ -47,15 +54,34 @@ def _engines(role: Role, fleet: Fleet, args: dict[str, Any]) -> serve.Applicatio
     return deployment.bind(args, role.value)
 
 
-def _gateway(spec: FleetSpec) -> serve.Deployment:
+def _labels(fleet: Fleet) -> dict[str, float]:
+    """Resources that say where a fleet belongs rather than count something: its control plane belongs there, too, or
+    the loss of another fleet's node would end it.
+    """
+    return {name: amount for name, amount in fleet.resources.items() if amount < 1}
+
+
+def _gateways(spec: FleetSpec) -> serve.Deployment:
     gateway = spec.gateway
     return serve.deployment(
-        name="gateway",
+        name=ROOT,
         num_replicas=gateway.replicas,
         ray_actor_options={"num_cpus": gateway.num_cpus, "resources": gateway.resources},
         max_ongoing_requests=gateway.max_inflight_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        graceful_shutdown_timeout_s=gateway.drain_s + gateway.drain_timeout_s + SHUTDOWN_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(GatewayReplica)
+
+
+def _keeper(spec: FleetSpec) -> serve.Deployment:
+    gateway = spec.gateway
+    return serve.deployment(
+        name=ROOT,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=gateway.drain_s + gateway.drain_timeout_s + SHUTDOWN_S,
+        graceful_shutdown_wait_loop_s=0.1,
+    )(GatewayKeeper)

@@ -78,6 +78,7 @@ def serve(
 
     baton serve --config configs/serve/demo.yaml --port 9000
     """
+    from .plan import check_model
     from .serve_command import Overrides, application_spec, run
     from .spec import InvalidSpec
 
@@ -88,6 +89,7 @@ def serve(
     engine_args |= {"enable_expert_parallel": True} if ep else {}
     try:
         name, spec = application_spec(config, overrides, engine_args)
+        check_model(spec)
     except InvalidSpec as error:
         fail(str(error))
     raise SystemExit(run(spec, name, address))
@@ -97,19 +99,72 @@ def serve(
 def check(
     files: Annotated[list[Path], typer.Argument(help="Serve config files, or files with one application's args.")],
 ) -> None:
-    """Check config files without starting anything; the exit code is 1 where one cannot work."""
-    from .spec import InvalidSpec, specs_in_file
+    """Check config files without starting anything; the exit code is 1 where one cannot work.
+
+    Models need not be on this machine: what then is left to check is said.
+    """
+    from .plan import check_model
+    from .spec import InvalidSpec, has_model, specs_in_file
 
     failed = False
     for file in files:
         try:
-            for name, spec in specs_in_file(file).items():
+            for name, spec in specs_in_file(file, needs_model=False).items():
+                unchecked = (
+                    "" if has_model(spec.model) else f" (not checked: how {spec.model}, not on this machine, divides)"
+                )
+                if not unchecked:
+                    check_model(spec)
                 fleets = ", ".join(f"{fleet.replicas} {role}" for role, fleet in spec.fleets.present.items())
-                typer.secho(f"{file}: {name} is fine: {spec.served_model_id}, {fleets}", fg=typer.colors.GREEN)
+                line = f"{file}: {name} is fine: {spec.served_model_id}, {fleets}{unchecked}"
+                typer.secho(line, fg=typer.colors.YELLOW if unchecked else typer.colors.GREEN)
         except InvalidSpec as error:
             failed = True
             typer.secho(f"{file}: {error}", fg=typer.colors.RED, err=True)
     raise SystemExit(1 if failed else 0)
+
+
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="A Serve config file, or one with one application's args.")],
+    model: Annotated[
+        str | None, typer.Option(help="A folder with the model's config.json, where the file's is not on this machine.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help=r"How many there are.  \[default: as many as it takes]")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: machines without GPUs.")] = 8,
+    gpu_memory: Annotated[float, typer.Option(min=1, help="Of one GPU, in GB.")] = 80.0,
+    load: Annotated[float, typer.Option(min=0, help="Requests a second.")] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 256,
+) -> None:
+    """Show where an application's ranks would be, what they would hold, and what would be refused.
+
+    Starts nothing and needs no GPU: the shapes come from the model's config.json. The exit code is 1 where something
+    would be refused.
+
+    Example:
+
+    baton plan configs/serve/wide_ep.yaml --model configs/models/deepseek-v3 --gpu-memory 141
+    """
+    from rich.console import Console
+
+    from .plan import GB, Machines, Traffic, make_plan
+    from .plan_command import print_plan
+    from .spec import InvalidSpec, specs_in_file
+
+    machines = Machines(gpus_per_node, int(gpu_memory * GB), nodes)
+    try:
+        specs = specs_in_file(file, model=model)
+    except InvalidSpec as error:
+        fail(f"{file}: {error}", code=1)
+    plans = {
+        name: make_plan(spec, machines, Traffic(load, prompt_tokens, output_tokens)) for name, spec in specs.items()
+    }
+    for name, made in plans.items():
+        print_plan(Console(), name, made)
+    raise SystemExit(1 if any(made.refusals for made in plans.values()) else 0)
 
 
 @app.command()

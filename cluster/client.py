@@ -26,7 +26,7 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.handoff import TransferStats
 
-from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView
+from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
 from .engine_server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from .wire import Abort, ClientMessage, Codec, Hello, Submit, WireError
 
@@ -255,14 +255,15 @@ class Connection:
 class ZmqEngineClient:
     """Implements `EngineClient`. `start` it on the loop that uses it; `close` ends all connections.
 
-    `identity` names the gateway to engines and directory alike.
+    `identity` names the gateway to engines and directory alike. It connects to the engines in its `reach` only.
     """
 
-    def __init__(self, source: SnapshotSource, key: ClusterKey, identity: str) -> None:
+    def __init__(self, source: SnapshotSource, key: ClusterKey, identity: str, reach: Reach | None = None) -> None:
         self._source, self._key, self._identity = source, key, identity
+        self._reach = reach or Reach()
         self._context = zmq.asyncio.Context()
         self._connections: dict[EngineKey, Connection] = {}
-        self._version = -1
+        self._newest = DirectorySnapshot(-1, [], [])
         self._watcher: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._retired = ClientCounters()
@@ -289,6 +290,9 @@ class ZmqEngineClient:
         ]
         return sorted(views, key=lambda view: view.record.rank)
 
+    def listed(self) -> DirectorySnapshot:
+        return self._newest
+
     def submit(self, engine: EngineRecord, request: EngineRequest) -> RequestStream:
         connection = self._connections.get((engine.engine_id, engine.epoch))
         if connection is None:
@@ -312,7 +316,7 @@ class ZmqEngineClient:
     async def _watch(self) -> None:
         while True:
             try:
-                snapshot = await self._source.watch(self._version)
+                snapshot = await self._source.watch(self._newest.version)
             except Exception as error:
                 # The directory is being restarted: those connected keep serving meanwhile.
                 logger.warning("the directory does not answer, asking again: %s", error)
@@ -321,11 +325,12 @@ class ZmqEngineClient:
             self.apply(snapshot)
 
     def apply(self, snapshot: DirectorySnapshot) -> None:
-        """Opens connections to engines that came and closes those to engines that left."""
-        if snapshot.version <= self._version:
+        """Opens connections to engines that came into reach and closes those to engines that left."""
+        if snapshot.version <= self._newest.version:
             return
-        self._version = snapshot.version
-        alive = {(record.engine_id, record.epoch): record for record in snapshot.engines}
+        self._newest = snapshot
+        reached = filter(self._reach.includes, snapshot.engines)
+        alive = {(record.engine_id, record.epoch): record for record in reached}
         for name in [name for name in self._connections if name not in alive]:
             connection = self._connections.pop(name)
             self._run(self._retire(connection))

@@ -11,6 +11,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from .gateway.ranks import spell_ranks
+
 TIMEOUT_S = 600.0
 CONNECT_S = 5.0
 
@@ -23,32 +25,47 @@ class ChatSettings:
     temperature: float
 
 
-def rank_table(ranks: list[dict[str, Any]]) -> Table:
+def print_ranks(console: Console, answer: dict[str, Any]) -> None:
     """The answer of /v1/cluster/ranks for people."""
+    console.print(_engine_table(answer["data"]))
+    console.print(_gateway_table(answer["gateways"]))
+
+
+def _engine_table(ranks: list[dict[str, Any]]) -> Table:
     table = Table(title="Engines", title_justify="left")
     for column in ("rank", "role", "engine", "pid", "node", "run", "wait", "KV blocks free"):
         left = column in ("role", "engine", "node")
         table.add_column(column, justify="left" if left else "right", no_wrap=column != "KV blocks free")
     for rank in ranks:
         stats = rank["stats"] or {}
-        waiting = stats.get("num_requests_waiting", 0) + stats.get("num_requests_waiting_for_kv", 0)
+        waiting = stats["num_requests_waiting"] + stats["num_requests_waiting_for_kv"] if stats else "?"
         cells = (rank["rank"], rank["role"], rank["engine_id"], rank["pid"], rank["node_ip"])
         blocks = f"{stats.get('num_blocks_free', '?')} of {rank['num_blocks']}"
         table.add_row(*map(str, cells), str(stats.get("num_requests_running", "?")), str(waiting), blocks)
     return table
 
 
+def _gateway_table(gateways: list[dict[str, Any]]) -> Table:
+    table = Table(title="Gateways", title_justify="left")
+    for column in ("node", "port", "pid", "load balancing", "ranks"):
+        table.add_column(column, justify="right" if column in ("port", "pid") else "left", no_wrap=column != "ranks")
+    for gateway in gateways:
+        cells = (gateway["node_ip"], gateway["port"], gateway["pid"], gateway["load_balancing"])
+        table.add_row(*map(str, cells), spell_ranks(gateway["ranks"]))
+    return table
+
+
 def show_status(url: str, api_key: str | None) -> int:
-    """Prints the engines. Exit code 1 where the server does not answer or cannot serve."""
+    """Prints engines and gateways. Exit code 1 where the server does not answer or cannot serve."""
     console = Console()
     try:
         with _client(url, api_key) as client:
             ready = client.get("/health").status_code == httpx.codes.OK
-            ranks = client.get("/v1/cluster/ranks").raise_for_status().json()["data"]
+            ranks = client.get("/v1/cluster/ranks").raise_for_status().json()
     except httpx.HTTPError as error:
         console.print(f"[red]error:[/] {_reason(url, error)}", highlight=False)
         return 1
-    console.print(rank_table(ranks))
+    print_ranks(console, ranks)
     console.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
     return 0 if ready else 1
 

@@ -1,22 +1,24 @@
 """Who is alive: the one named actor that engines and gateways register with and everyone watches.
 
-    replica ── register(record, worker handle) ──> directory ── snapshots ──> gateways, engines
-    gateway ── register(identity) ─────────────>       │
+    replica ── register(group, worker handles) ──> directory ── snapshots ──> gateways, engines
+    gateway ── register(record) ───────────────>       │
     both    ── heartbeat ──────────────────────>       └── run() of every worker: Ray fails it when the process dies
 
-A dead engine process leaves the snapshot at once; a lost machine or a dead gateway when its heartbeats stop. The
-directory keeps nothing on disk: after a restart its members are told that they are unknown, and register again. It ends
-itself when its application has been gone for a while; members that are still starting say that there is one.
+A group leaves the snapshot the moment one of its processes dies; a lost machine or a dead gateway when its heartbeats
+stop. The directory keeps nothing on disk: after a restart its members are told that they are unknown, and register
+again. It ends itself when its application has been gone for a while, and gateways that nobody else would end with it;
+members that are still starting say that there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ from ray.actor import ActorHandle
 
 from baton.kv_transfer.curve import ClusterKey
 
-from .contracts import DirectorySnapshot, EngineRecord
+from .contracts import DirectorySnapshot, EngineGroup, EngineRecord, GatewayRecord
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,12 @@ PRESENCE_S = 5.0  # between signs of life of a member that is not ready yet
 @dataclass
 class Member:
     heard_s: float
-    record: EngineRecord | None = None  # None for a gateway
+    group: EngineGroup | None = None
+    gateway: GatewayRecord | None = None
+
+    @property
+    def epoch(self) -> int | None:
+        return None if self.group is None else self.group.epoch
 
 
 class Membership:
@@ -59,32 +66,36 @@ class Membership:
     def __len__(self) -> int:
         return len(self._members)
 
-    def add_engine(self, record: EngineRecord) -> EngineRecord:
-        """Takes the record's rank where that is free (a returning engine), else the lowest free one."""
-        known = self._members.get(record.engine_id)
-        if known is not None and known.record is not None and known.record.epoch == record.epoch:
+    def add_group(self, group: EngineGroup) -> EngineGroup:
+        """Gives the engines ranks: those that they had, where they are free (a returning group), else the first run of
+        free ones among those of the fleet, which are cut into runs of a group's size.
+        """
+        known = self._members.get(group.group_id)
+        if known is not None and known.group is not None and known.epoch == group.epoch:
             known.heard_s = self._clock()
-            return known.record
-        taken = {
-            member.record.rank for name, member in self._members.items() if member.record and name != record.engine_id
-        }
-        rank = record.rank if record.rank >= 0 else 0
-        if rank in taken or record.rank < 0:
-            rank = next(number for number in range(len(taken) + 1) if number not in taken)
-        listed = msgspec.structs.replace(record, rank=rank)
-        self._members[record.engine_id] = Member(self._clock(), listed)
+            return known.group
+        taken = {engine.rank for name, engine in self._engines() if name != group.group_id}
+        size = len(group.engines)
+        had = range(group.engines[0].rank, group.engines[0].rank + size)
+        runs = (range(start, start + size) for start in itertools.count(group.first_rank, size))
+        if had.start < 0 or taken.intersection(had):
+            had = next(run for run in runs if not taken.intersection(run))
+        engines = [msgspec.structs.replace(engine, rank=rank) for engine, rank in zip(group.engines, had, strict=True)]
+        listed = msgspec.structs.replace(group, engines=engines)
+        self._members[group.group_id] = Member(self._clock(), group=listed)
         self.version += 1
         return listed
 
-    def add_gateway(self, identity: str) -> None:
-        if identity not in self._members:
+    def add_gateway(self, record: GatewayRecord) -> None:
+        known = self._members.get(record.identity)
+        if known is None or known.gateway != record:
             self.version += 1
-        self._members[identity] = Member(self._clock())
+        self._members[record.identity] = Member(self._clock(), gateway=record)
 
     def remove(self, name: str, epoch: int | None = None) -> bool:
-        """Removes a member. An engine only if it still is the process of that epoch. False where there was none."""
+        """Removes a member. A group only if it still is the one of that epoch. False where there was none."""
         member = self._members.get(name)
-        if member is None or (epoch is not None and member.record is not None and member.record.epoch != epoch):
+        if member is None or (epoch is not None and member.epoch not in (None, epoch)):
             return False
         del self._members[name]
         self.version += 1
@@ -93,7 +104,7 @@ class Membership:
     def heard(self, name: str, epoch: int | None = None) -> bool:
         """A sign of life. False where the member is unknown and must register again."""
         member = self._members.get(name)
-        if member is None or (member.record is not None and member.record.epoch != epoch):
+        if member is None or member.epoch not in (None, epoch):
             return False
         member.heard_s = self._clock()
         return True
@@ -107,9 +118,15 @@ class Membership:
         return silent
 
     def snapshot(self) -> DirectorySnapshot:
-        records = [member.record for member in self._members.values() if member.record is not None]
-        gateways = [name for name, member in self._members.items() if member.record is None]
-        return DirectorySnapshot(self.version, sorted(records, key=lambda record: record.rank), gateways)
+        engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
+        gateways = [member.gateway for member in self._members.values() if member.gateway is not None]
+        return DirectorySnapshot(self.version, engines, gateways)
+
+    def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
+        """With the names of their groups."""
+        for name, member in self._members.items():
+            if member.group is not None:
+                yield from ((name, engine) for engine in member.group.engines)
 
 
 class Directory:
@@ -120,7 +137,8 @@ class Directory:
         # Wall-clock milliseconds: a restarted directory begins above every version that the last one gave out.
         self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
         self._changed = asyncio.Event()
-        self._watched: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._watched: dict[tuple[str, int | None], asyncio.Task[None]] = {}
+        self._free_standing: dict[str, ActorHandle] = {}  # gateways that live until somebody ends them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
             restarted = ray.get_runtime_context().was_current_actor_reconstructed
@@ -131,17 +149,20 @@ class Directory:
     async def cluster_key(self) -> ClusterKey:
         return self._key
 
-    async def register_engine(self, record: EngineRecord, worker: ActorHandle) -> EngineRecord:
-        """Lists the engine, with its rank, until the worker's process ends. Registering twice changes nothing."""
-        listed = self._members.add_engine(record)
-        name = (record.engine_id, record.epoch)
-        if name not in self._watched:
-            self._watched[name] = asyncio.create_task(self._watch_worker(record, worker))
+    async def register_group(self, group: EngineGroup, workers: list[ActorHandle]) -> EngineGroup:
+        """Lists the engines, with their ranks, until one of the processes ends. Registering twice changes nothing."""
+        listed = self._members.add_group(group)
+        where = f"pid {group.engines[0].pid} on {group.engines[0].node_ip}"
+        self._watch(group.group_id, group.epoch, f"engine group {group.group_id} ({where})", workers)
         self._announce()
         return listed
 
-    async def register_gateway(self, identity: str) -> None:
-        self._members.add_gateway(identity)
+    async def register_gateway(self, record: GatewayRecord, actor: ActorHandle | None = None) -> None:
+        """`actor` where it is no Serve replica: the directory ends it with the application."""
+        self._members.add_gateway(record)
+        if actor is not None:
+            self._free_standing[record.identity] = actor
+            self._watch(record.identity, None, f"gateway {record.identity} (pid {record.pid})", [actor])
         self._announce()
 
     async def leave(self, name: str, epoch: int | None = None) -> None:
@@ -151,6 +172,8 @@ class Directory:
 
     async def heartbeat(self, name: str, epoch: int | None = None) -> bool:
         """False: register again."""
+        if name not in self._free_standing:
+            self._heard_s = time.monotonic()
         return self._members.heard(name, epoch)
 
     async def application_lives(self) -> None:
@@ -168,19 +191,32 @@ class Directory:
                 break
         return self._members.snapshot()
 
+    async def end(self) -> None:
+        """Ends what would outlive the application: gateways that are no Serve replicas, and this actor."""
+        for actor in self._free_standing.values():
+            ray.kill(actor)
+        ray.kill(ray.get_runtime_context().current_actor)
+
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()  # those who waited have been woken; the next ones wait for the next change
 
-    async def _watch_worker(self, record: EngineRecord, worker: ActorHandle) -> None:
-        try:
-            await worker.run.remote()
-            reason = "ended"
-        except Exception as error:  # whatever Ray says: the process no longer serves
-            reason = f"died: {type(error).__name__}"
-        del self._watched[(record.engine_id, record.epoch)]
-        if self._members.remove(record.engine_id, record.epoch):
-            logger.warning("engine %s (pid %d on %s) %s", record.engine_id, record.pid, record.node_ip, reason)
+    def _watch(self, name: str, epoch: int | None, what: str, actors: list[ActorHandle]) -> None:
+        if (name, epoch) not in self._watched:
+            self._watched[name, epoch] = asyncio.create_task(self._watch_processes(name, epoch, what, actors))
+
+    async def _watch_processes(self, name: str, epoch: int | None, what: str, actors: list[ActorHandle]) -> None:
+        """Until one of them ends: the others are of no use without it."""
+        runs: list[asyncio.Future[None]] = [asyncio.ensure_future(actor.run.remote()) for actor in actors]
+        await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        errors = [run.exception() for run in runs if run.done() and not run.cancelled()]
+        for run in runs:
+            run.cancel()
+        del self._watched[name, epoch]
+        self._free_standing.pop(name, None)
+        if self._members.remove(name, epoch):
+            reasons = {f"died: {type(error).__name__}" for error in errors if error is not None}
+            logger.warning("%s %s", what, ", ".join(sorted(reasons)) or "ended")
             self._announce()
 
     async def _keep(self) -> None:
@@ -190,11 +226,9 @@ class Directory:
             if silent:
                 logger.warning("no sign of life for %.0f s: %s", MISSED_AFTER_S, ", ".join(silent))
                 self._announce()
-            if len(self._members):
-                self._heard_s = time.monotonic()
-            elif time.monotonic() - self._heard_s > LONELY_S:
+            if time.monotonic() - self._heard_s > LONELY_S:
                 logger.info("the application is gone, so the directory ends")
-                ray.kill(ray.get_runtime_context().current_actor)
+                await self.end()
 
 
 def directory_name(app: str) -> str:

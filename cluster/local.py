@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from .contracts import LoadBalancing
 from .processes import Process, descendants, kill, wait_until_gone
 from .spec import FleetSpec
 
@@ -57,8 +58,14 @@ class Progress:
 Show = Callable[[Progress], None]
 
 
-def check_port_free(host: str, port: int) -> None:
-    """Raises `ServeFailed` where something listens already: gateways share their port, so they would not notice."""
+def check_ports_free(spec: FleetSpec) -> None:
+    """Raises `ServeFailed` where something listens already: gateways that share a port would not notice."""
+    one_a_rank = spec.load_balancing is LoadBalancing.EXTERNAL
+    for index in range(spec.num_gateways(nodes=1) if one_a_rank else 1):
+        _check_port_free(spec.gateway.host, spec.gateway.port + index)
+
+
+def _check_port_free(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,7 +81,8 @@ def check_port_free(host: str, port: int) -> None:
 class LocalApplication:
     """Starts a Ray cluster (or joins the one at `ray_address`) and runs one application on it.
 
-    Leaving the context ends what it started: the application always, the cluster where it was its own.
+    Leaving the context ends what it started: the application always, the cluster where it was its own. Raises
+    `InvalidSpec` where the application's API keys cannot be read here: it is asked for its ranks.
     """
 
     def __init__(self, spec: FleetSpec, *, name: str, ray_address: str | None = None) -> None:
@@ -82,7 +90,10 @@ class LocalApplication:
         self._deployed = False
         self.stop = threading.Event()  # set it to make `deploy` and `wait` return early
         host = spec.gateway.host
-        self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{spec.gateway.port}"
+        self._host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        self.url = f"http://{self._host}:{spec.gateway.port}"
+        keys = spec.gateway.settings("").api_keys
+        self._headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
 
     def __enter__(self) -> LocalApplication:
         return self
@@ -104,10 +115,10 @@ class LocalApplication:
             with _step("first answer", show):
                 self._wait_until_healthy()
 
-    def ranks(self) -> list[dict[str, Any]]:
-        """The engines as the gateway lists them, in rank order."""
-        answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0)
-        return list(msgspec.json.decode(answer.raise_for_status().content)["data"])
+    def ranks(self) -> dict[str, Any]:
+        """The engines and gateways as a gateway lists them."""
+        answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0, headers=self._headers)
+        return dict(msgspec.json.decode(answer.raise_for_status().content))
 
     def wait(self) -> None:
         """Until `stop` is set."""
@@ -138,8 +149,9 @@ class LocalApplication:
         from .app import REPLICA_CPUS
 
         spec = self._spec
-        engines = sum(fleet.replicas * (fleet.num_cpus + REPLICA_CPUS) for fleet in spec.fleets.present.values())
-        return engines + spec.gateway.replicas * spec.gateway.num_cpus + CONTROLLER_CPUS
+        workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
+        replicas = sum(fleet.replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
+        return workers + replicas + spec.num_gateways(nodes=1) * spec.gateway.num_cpus + CONTROLLER_CPUS
 
     def _start_application(self, show: Show) -> None:
         from ray import serve
@@ -173,7 +185,7 @@ class LocalApplication:
 
     def _follow(self, outcome: list[BaseException | None], show: Show) -> None:
         """Shows each deployment from its first replica to its last, until `serve.run` returns."""
-        expected = {"gateway": self._spec.gateway.replicas}
+        expected = {"gateway": self._spec.gateway.replicas}  # where they are kept, one that keeps them
         expected |= {role.value: fleet.replicas for role, fleet in self._spec.fleets.present.items()}
         for name in expected:
             show(Progress(name, done=False))
@@ -213,9 +225,14 @@ class LocalApplication:
     def _wait_until_healthy(self) -> None:
         while not self.stop.is_set():
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5.0).status_code == httpx.codes.OK:
+                if httpx.get(f"{self.url}/health", timeout=5.0).is_success and self._has_a_gateway_for_every_rank():
                     return
             self.stop.wait(POLL_S)
+
+    def _has_a_gateway_for_every_rank(self) -> bool:
+        table = self.ranks()
+        served = {rank for gateway in table["gateways"] for rank in gateway["ranks"]}
+        return served.issuperset(engine["rank"] for engine in table["data"])
 
     def _shut_down(self) -> None:
         import ray
@@ -236,8 +253,8 @@ class LocalApplication:
 
         from .directory import NAMESPACE, directory_name
 
-        with contextlib.suppress(ValueError):  # it has ended already
-            ray.kill(ray.get_actor(directory_name(self._name), namespace=NAMESPACE))
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
+            ray.get(ray.get_actor(directory_name(self._name), namespace=NAMESPACE).end.remote())
 
 
 def gist(message: str) -> str:

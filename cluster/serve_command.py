@@ -14,14 +14,15 @@ import yaml
 from rich.console import Console
 from rich.status import Status
 
-from .client_commands import rank_table
-from .local import LocalApplication, Progress, ServeFailed, check_port_free, started_processes
+from .client_commands import print_ranks
+from .local import LocalApplication, Progress, ServeFailed, check_ports_free, started_processes
 from .processes import kill
 from .spec import FleetSpec, InvalidSpec, load_spec
 
 DEFAULT_HOST = "127.0.0.1"
 IMPORT_PATH = "baton.cluster.app:build_app"
 APP_NAME = "baton"
+LEAVES_AT_ONCE = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # Ctrl-C, with no balancer to be told
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def application_spec(config: Path | None, overrides: Overrides, engine_args: dic
     Raises `InvalidSpec`.
     """
     name: str = APP_NAME
-    args: dict[str, Any] = {"gateway": {"host": DEFAULT_HOST}}
+    args: dict[str, Any] = {"gateway": {"host": DEFAULT_HOST, **LEAVES_AT_ONCE}}
     if config is not None:
         name, args = _application_in(config)
     given = {"model": overrides.model, "model_id": overrides.model_id}
@@ -83,11 +84,11 @@ def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
     """Serves until Ctrl-C. Returns the exit code."""
     console = Console()
     try:
-        check_port_free(spec.gateway.host, spec.gateway.port)
-    except ServeFailed as error:
+        check_ports_free(spec)
+        application = LocalApplication(spec, name=name, ray_address=ray_address)
+    except (ServeFailed, InvalidSpec) as error:
         console.print(f"[red]error:[/] {error}")
         return 1
-    application = LocalApplication(spec, name=name, ray_address=ray_address)
     stop = _stop_on_signals(application)
     display = Display(console, f"{spec.served_model_id} from {spec.model}")
     code = 0
@@ -153,7 +154,7 @@ class Display:
 
 
 def _print_ready(console: Console, application: LocalApplication, spec: FleetSpec) -> None:
-    console.print(rank_table(application.ranks()))
+    print_ranks(console, application.ranks())
     console.print(f"Ready at [bold]{application.url}/v1[/]. Ctrl-C stops it. Try:\n", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys else ""
     body = f'{{"model": "{spec.served_model_id}", "prompt": "def main():", "max_tokens": 32}}'

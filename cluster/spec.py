@@ -2,6 +2,7 @@
 
 model: configs/demo/model
 model_id: baton-demo
+load_balancing: internal               # or hybrid, external: which ranks a gateway reaches
 gateway: {port: 8000}
 engine: {max_num_seqs: 64}             # arguments of every engine, named as in vLLM
 fleets:
@@ -25,10 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings
 
-from .contracts import Role
+from .contracts import LoadBalancing, Role
 from .gateway.settings import GatewaySettings
 
+MAX_PORT = 65535
+SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+Bundle = dict[str, float]  # Ray's resources by name
 
 # What decides the layout and the contents of KV blocks: engines that differ in it could not hand blocks to each other.
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
@@ -68,16 +73,18 @@ def _unknown_key(key: str, known: list[str]) -> str:
 class GatewaySpec(_Strict, GatewaySettings):
     """The gateways: where they listen, how many there are, and the limits of each."""
 
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
     host: str = "0.0.0.0"
-    port: int = Field(8000, ge=1, le=65535)
+    port: int = Field(8000, ge=1, le=MAX_PORT)  # the first of a machine, where each gateway has its own
     num_cpus: float = Field(0.1, ge=0)  # for Ray's placement
     resources: dict[str, float] = {}
+    api_keys_file: str = ""  # more API keys, one a line, on every node with a gateway: no config file shows them
 
     def settings(self, gateway_id: str) -> GatewaySettings:
-        """The limits of the gateway with this identity."""
+        """The limits of the gateway with this identity. Raises `InvalidSpec` where `api_keys_file` gives no key."""
         limits = {name: getattr(self, name) for name in GatewaySettings.model_fields}
-        return GatewaySettings(**{**limits, "gateway_id": gateway_id})
+        api_keys = [*self.api_keys, *(_keys_in(self.api_keys_file) if self.api_keys_file else [])]
+        return GatewaySettings(**{**limits, "gateway_id": gateway_id, "api_keys": api_keys})
 
     @model_validator(mode="after")
     def _identity_is_ours(self) -> Self:
@@ -86,13 +93,25 @@ class GatewaySpec(_Strict, GatewaySettings):
         return self
 
 
+def _keys_in(file: str) -> list[str]:
+    """Never empty: without keys everyone could call. Raises `InvalidSpec`."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSpec(f"gateway.api_keys_file: {file}: {error}") from None
+    keys = [key for line in lines if (key := line.strip())]
+    if not keys:
+        raise InvalidSpec(f"gateway.api_keys_file: {file} holds no key: one a line is expected")
+    return keys
+
+
 class Fleet(_Strict):
-    """Engines of one role. `replicas` counts engine groups, never ranks."""
+    """Engines of one role. `replicas` counts groups, never ranks: what is said of a worker holds for each rank."""
 
     replicas: int = Field(1, ge=1)
     engine: dict[str, Any] = {}
-    num_cpus: float = Field(0.5, ge=0)  # of one engine, for Ray's placement; threads are `engine.num_threads`
-    num_gpus: float | None = Field(None, ge=0)  # of one engine; by default one where the cluster has any: `gpus_of`
+    num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
+    num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
     resources: dict[str, float] = {}
     step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
 
@@ -126,6 +145,7 @@ class FleetSpec(_Strict):
 
     model: str
     model_id: str = ""  # what clients call it; by default the folder's name
+    load_balancing: LoadBalancing = LoadBalancing.INTERNAL
     gateway: GatewaySpec = GatewaySpec()
     engine: dict[str, Any] = {}
     fleets: Fleets
@@ -135,6 +155,10 @@ class FleetSpec(_Strict):
     def _engines_fit_together(self) -> Self:
         configs = {role: self.engine_config(role) for role in self.fleets.present}
         self.transfer_settings()
+        for role, config in configs.items():
+            gpus = self.fleets.present[role].num_gpus
+            if gpus is not None and config.world_size > 1 and gpus not in (0, 1):
+                raise ValueError(f"fleets.{role}.num_gpus is {gpus:g}: ranks of one group have a GPU each")
         first_role, first = next(iter(configs.items()))
         for role, config in configs.items():
             for name in SAME_IN_ALL_FLEETS:
@@ -146,31 +170,77 @@ class FleetSpec(_Strict):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _gateways_are_where_the_ranks_are(self) -> Self:
+        if self.load_balancing is not LoadBalancing.INTERNAL and "replicas" in self.gateway.model_fields_set:
+            each = "node" if self.load_balancing is LoadBalancing.HYBRID else "rank"
+            raise ValueError(
+                f"gateway.replicas: load_balancing is {self.load_balancing}, so there is one a {each}; leave it out"
+            )
+        last_port = self.gateway.port + self.num_gateways(nodes=1) - 1
+        if self.load_balancing is LoadBalancing.EXTERNAL and last_port > MAX_PORT:
+            raise ValueError(f"gateway.port: a gateway a rank needs ports up to {last_port}; choose a lower one")
+        return self
+
     @property
     def served_model_id(self) -> str:
         return self.model_id or Path(self.model).name
 
     @property
-    def num_engines(self) -> int:
-        return sum(fleet.replicas for fleet in self.fleets.present.values())
+    def num_workers(self) -> int:
+        """Processes with a device: all ranks of all groups."""
+        return sum(self.num_workers_of(role) for role in self.fleets.present)
+
+    def num_workers_of(self, role: Role) -> int:
+        return self.fleets.present[role].replicas * self.engine_config(role).world_size
+
+    def num_gateways(self, nodes: int) -> int:
+        """Of the whole application, on so many nodes with ranks that write answers."""
+        match self.load_balancing:
+            case LoadBalancing.INTERNAL:
+                return self.gateway.replicas
+            case LoadBalancing.HYBRID:
+                return nodes
+            case LoadBalancing.EXTERNAL:
+                return sum(self.num_ranks(role) for role in self.fleets.present if role.writes_answers)
+
+    def num_ranks(self, role: Role) -> int:
+        """Engines of this fleet: the data-parallel ranks of all its groups."""
+        return self.fleets.present[role].replicas * self.engine_config(role).data_parallel_size
+
+    def first_rank(self, role: Role) -> int:
+        """The fleets follow each other in the order of `Fleets.present`, each with the ranks of all its groups."""
+        first = 0
+        for other in self.fleets.present:
+            if other is role:
+                break
+            first += self.num_ranks(other)
+        return first
 
     def gpus_of(self, role: Role, cluster_gpus: float) -> float:
-        """How many GPUs Ray must reserve for one engine of this role, in a cluster that has `cluster_gpus` in all."""
+        """How many GPUs Ray must reserve for one worker of this role, in a cluster that has `cluster_gpus` in all."""
         given = self.fleets.present[role].num_gpus
         if given is not None:
             return given
         device = self.engine_config(role).device
         return 1.0 if device == "cuda" or (device == "auto" and cluster_gpus > 0) else 0.0
 
+    def bundle_of(self, role: Role, cluster_gpus: float) -> Bundle:
+        """What one worker of this role reserves with Ray."""
+        fleet = self.fleets.present[role]
+        wanted = {"CPU": fleet.num_cpus, "GPU": self.gpus_of(role, cluster_gpus), **fleet.resources}
+        return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": SMALLEST_AMOUNT}
+
     def missing_gpus(self, cluster_gpus: float) -> str:
         """Why a cluster with so many GPUs cannot place all engines; empty where it can."""
-        needed = sum(fleet.replicas * self.gpus_of(role, cluster_gpus) for role, fleet in self.fleets.present.items())
+        needed = sum(self.num_workers_of(role) * self.gpus_of(role, cluster_gpus) for role in self.fleets.present)
         if needed <= cluster_gpus:
             return ""
         return (
-            f"{self.num_engines} engines reserve {needed:g} GPUs, the cluster has {cluster_gpus:g}: give fewer "
-            "replicas, let engines share a GPU (fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or "
-            "run them on CPUs (engine.device: cpu)"
+            f"{self.num_workers} ranks reserve {needed:g} GPUs, the cluster has {cluster_gpus:g}: give fewer "
+            "replicas, smaller groups (tensor_parallel_size, data_parallel_size), let engines share a GPU "
+            "(fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or run them on CPUs "
+            "(engine.device: cpu)"
         )
 
     def transfer_settings(self) -> TransferSettings:
@@ -196,14 +266,14 @@ class FleetSpec(_Strict):
             raise ValueError(f"engine arguments of {role}: {error}") from None
 
 
-def load_spec(args: Mapping[str, Any]) -> FleetSpec:
+def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec:
     """The application that these arguments describe; its `model` is an absolute path.
 
-    Raises `InvalidSpec`.
+    Without `needs_model` the folder may be on other machines only. Raises `InvalidSpec`.
     """
     if not isinstance(args, Mapping):
         raise InvalidSpec(f"the application must be a mapping with `model` and `fleets`, not {type(args).__name__}")
-    if isinstance(args.get("model"), str):
+    if isinstance(args.get("model"), str) and (needs_model or has_model(args["model"])):
         args = {**args, "model": str(find_model_folder(args["model"]))}
     try:
         return FleetSpec.model_validate(dict(args))
@@ -222,9 +292,7 @@ def find_model_folder(model: str) -> Path:
 
     Raises `InvalidSpec`.
     """
-    candidates = [Path(model).expanduser().absolute()]
-    if not os.path.isabs(model):
-        candidates.append(CHECKOUT / model)
+    candidates = _model_folders(model)
     for folder in candidates:
         if (folder / "config.json").is_file():
             return folder
@@ -232,10 +300,20 @@ def find_model_folder(model: str) -> Path:
     raise InvalidSpec(f"model: {model!r} is no model folder: there is no config.json in {looked_at}")
 
 
-def specs_in_file(path: Path) -> dict[str, FleetSpec]:
+def has_model(model: str) -> bool:
+    """Whether the folder is on this machine."""
+    return any((folder / "config.json").is_file() for folder in _model_folders(model))
+
+
+def _model_folders(model: str) -> list[Path]:
+    here = [Path(model).expanduser().absolute()]
+    return here if os.path.isabs(model) else [*here, CHECKOUT / model]
+
+
+def specs_in_file(path: Path, *, model: str | None = None, needs_model: bool = True) -> dict[str, FleetSpec]:
     """The applications of a Serve config file by name, or the one of a file that holds only its arguments.
 
-    Raises `InvalidSpec`.
+    `model` takes the place of theirs; see `load_spec` for `needs_model`. Raises `InvalidSpec`.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -244,5 +322,8 @@ def specs_in_file(path: Path) -> dict[str, FleetSpec]:
     if not isinstance(content, Mapping):
         raise InvalidSpec(f"{path}: must hold a mapping")
     if "applications" not in content:
-        return {"baton": load_spec(content)}
-    return {str(app.get("name", "default")): load_spec(app.get("args") or {}) for app in content["applications"]}
+        applications = {"baton": content}
+    else:
+        applications = {str(app.get("name", "default")): app.get("args") or {} for app in content["applications"]}
+    own = {} if model is None else {"model": model}
+    return {name: load_spec({**args, **own}, needs_model=needs_model) for name, args in applications.items()}

@@ -1,4 +1,4 @@
-"""The Ray actor that holds an engine: one process, one device.
+"""The Ray actor of one rank of an engine group: one process, one device.
 
 Importing this module loads no torch: replicas name the class, only the actor's own process builds the engine.
 """
@@ -6,6 +6,7 @@ Importing this module loads no torch: replicas name the class, only the actor's 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -16,15 +17,20 @@ import ray
 
 from baton.engine.core.connector import KVConnector
 from baton.engine.core.layout import KVRegion
+from baton.engine.parallel.member import Member
 from baton.kv_transfer.curve import ClusterKey
 
 from .contracts import DirectorySnapshot, EngineRecord, Role
 from .directory import DirectoryWatch
 from .engine_server import EngineServer
+from .seats import Seat
 from .spec import FleetSpec
 
 if TYPE_CHECKING:
+    from baton.engine.build import Engine
+    from baton.engine.parallel.rendezvous import Rendezvous
     from baton.kv_transfer.connector import TransferConnector
+    from baton.kv_transfer.crew import CrewSocket
 
 logger = logging.getLogger(__name__)
 
@@ -33,57 +39,160 @@ WATCH_RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """Everything that a worker needs to become one engine of an application."""
+    """Everything that a process needs to become a member of one group of an application."""
 
     spec: FleetSpec
     role: Role
-    engine_id: str
+    group_id: str
     app: str
     key: ClusterKey
 
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.spec.engine_config(self.role).tensor_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        return self.spec.engine_config(self.role).world_size
+
+    @property
+    def hands_over(self) -> bool:
+        return self.role is not Role.UNIFIED
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What one rank brings to its group."""
+
+    rendezvous: str = ""  # of rank 0: where all meet, "host:port"
+    crew: str = ""  # of a leader: where its tensor-parallel ranks meet, which read blocks together
+    gpus: tuple[str, ...] = ()  # that Ray has reserved for it
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank is told of its group; empty where there is nobody to meet."""
+
+    rendezvous: str = ""
+    crew: str = ""
+    gpus: tuple[str, ...] = ()  # of all ranks of its machine, by local rank: peers reach into each other's memory
+
 
 class EngineWorker:
-    """Builds one engine and serves it until its process ends.
+    """Is one rank of a group until its process ends: it leads an engine and serves it, or follows.
 
-    `start` returns when the engine is ready. `run` returns only when it has ended: whoever watches the engine keeps a
+    `open` comes first, then `lead` or `follow`. `run` returns only when the rank has ended: whoever watches it keeps a
     reference to an unanswered `run`, which Ray fails the moment the process dies.
     """
 
-    def __init__(self, launch: EngineLaunch) -> None:
-        self._launch = launch
+    def __init__(self, launch: EngineLaunch, seat: Seat) -> None:
+        self._launch, self._seat = launch, seat
+        self._config = launch.spec.engine_config(launch.role)
+        self._host = ray.util.get_node_ip_address()
         self._epoch = secrets.randbits(63)
+        self._rendezvous: Rendezvous | None = None
+        self._crew: CrewSocket | None = None
+        self._engine: Engine | None = None
         self._server: EngineServer | None = None
         self._connector: TransferConnector | None = None
+        self._following: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        dp_rank = seat.rank // launch.tensor_parallel_size
+        self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
 
-    async def start(self) -> EngineRecord:
-        """Raises what building the engine raises."""
+    async def open(self) -> Opening:
+        """Opens what this rank keeps for others."""
         configure_threads(self._launch, num_nodes=sum(node["Alive"] for node in ray.nodes()))
-        record = await asyncio.to_thread(self._build, ray.util.get_node_ip_address())
+        return await asyncio.to_thread(self._open)
+
+    async def follow(self, place: Place) -> int:
+        """Begins to follow, and returns this process's id. What goes wrong, `run` raises."""
+        self._following = asyncio.create_task(asyncio.to_thread(self._follow, self._member(place), place.crew))
+        return os.getpid()
+
+    async def lead(self, place: Place) -> EngineRecord:
+        """The engine, once it is ready. Raises what building it raises."""
+        record = await asyncio.to_thread(self._build, self._member(place))
         self._watcher = asyncio.create_task(self._watch())
         return record
 
     async def run(self) -> None:
-        """Waits for the end of the engine. Raises what ended it."""
-        assert self._server is not None, "start comes first"
+        """Waits for the end of this rank. Raises what ended it."""
+        if self._following is not None:
+            await asyncio.shield(self._following)
+            return
+        assert self._server is not None, "leading comes first"
         await asyncio.shield(asyncio.wrap_future(self._server.ended))
 
     async def stalled_s(self) -> float:
         """See `EngineServer.stalled_s`. Answered by another thread than the one that it tells about."""
-        assert self._server is not None, "start comes first"
+        assert self._server is not None, "leading comes first"
         return self._server.stalled_s()
 
     async def stop(self) -> None:
-        """Ends the engine; `run` returns."""
+        """Ends a leader's engine, and with it those who follow; `run` returns."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
         if self._connector is not None:
             await asyncio.to_thread(self._connector.close)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
 
-    def _build(self, host: str) -> EngineRecord:
+    def _open(self) -> Opening:
         # Here rather than at the top: torch and NIXL load with them, in this process only.
+        rendezvous = crew = ""
+        size, rank = self._launch.tensor_parallel_size, self._seat.rank
+        if self._launch.world_size > 1 and rank == 0:
+            from baton.engine.parallel.rendezvous import Rendezvous
+
+            self._rendezvous = Rendezvous(self._host)
+            rendezvous = self._rendezvous.address
+        if size > 1 and rank % size == 0 and self._launch.hands_over:
+            from baton.kv_transfer.crew import CrewSocket
+
+            self._crew = CrewSocket(size=size, host=self._host, key=self._launch.key)
+            crew = self._crew.address
+        return Opening(rendezvous, crew, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
+
+    def _member(self, place: Place) -> Member:
+        if place.gpus:  # before CUDA wakes up in this process
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+        return Member(
+            rank=self._seat.rank,
+            tensor_parallel_size=self._config.tensor_parallel_size,
+            data_parallel_size=self._config.data_parallel_size,
+            rendezvous=place.rendezvous,
+            host=self._host,
+            device_index=self._seat.local_rank if place.gpus else None,
+            num_local=self._seat.num_local,
+            local_rank=self._seat.local_rank,
+            secure_server=self._launch.key.secure_server,
+            secure_client=self._launch.key.secure_client,
+        )
+
+    def _follow(self, member: Member, crew: str) -> None:
+        from baton.engine.build import follow
+        from baton.kv_transfer.crew_member import CrewMember
+
+        with contextlib.ExitStack() as ending:
+
+            def connect(region: KVRegion) -> CrewMember:
+                reader = CrewMember(
+                    region,
+                    rank=member.tp_rank,
+                    leader=crew,
+                    engine_id=self._engine_id,
+                    key=self._launch.key,
+                    settings=self._launch.spec.transfer_settings(),
+                )
+                ending.callback(reader.close)
+                return reader
+
+            follow(self._config, member, connect if crew else None)
+
+    def _build(self, member: Member) -> EngineRecord:
         from baton.engine.build import build_engine
         from baton.kv_transfer.connector import TransferConnector
 
@@ -92,33 +201,36 @@ class EngineWorker:
         def connect(region: KVRegion) -> KVConnector:
             self._connector = TransferConnector(
                 region,
-                engine_id=launch.engine_id,
+                engine_id=self._engine_id,
                 epoch=self._epoch,
-                host=host,
+                host=self._host,
                 key=launch.key,
                 settings=launch.spec.transfer_settings(),
                 wake=self._wake,
+                crew=self._crew,
             )
             return self._connector
 
-        hands_over = launch.role is not Role.UNIFIED
-        engine = build_engine(launch.spec.engine_config(launch.role), connect if hands_over else None)
+        engine = build_engine(self._config, connect if launch.hands_over else None, member)
+        self._engine = engine
         self._server = EngineServer(
             engine.core,
-            engine_id=launch.engine_id,
+            engine_id=self._engine_id,
             epoch=self._epoch,
             key=launch.key,
-            host=host,
+            host=self._host,
             transfers=lambda: None if self._connector is None else self._connector.stats(),
         )
+        engine.core.when_woken(self._server.wake)
         self._server.start()
         return EngineRecord(
-            engine_id=launch.engine_id,
+            engine_id=self._engine_id,
+            group_id=launch.group_id,
             epoch=self._epoch,
             role=launch.role,
             rank=-1,
             node_id=ray.get_runtime_context().get_node_id(),
-            node_ip=host,
+            node_ip=self._host,
             pid=os.getpid(),
             address=self._server.address,
             kv_address="" if self._connector is None else self._connector.address,
@@ -150,12 +262,12 @@ class EngineWorker:
         from baton.kv_transfer.settings import PeerInfo
 
         assert self._server is not None
-        self._server.keep_gateways(snapshot.gateways)
+        self._server.keep_gateways(gateway.identity for gateway in snapshot.gateways)
         if self._connector is not None:
             peers = [
                 PeerInfo(record.engine_id, record.epoch, record.kv_address, record.fingerprint)
                 for record in snapshot.engines
-                if record.kv_address and record.epoch != self._epoch
+                if record.role is self._launch.role.complement
             ]
             self._connector.peers_changed(peers)
 
@@ -168,12 +280,12 @@ OPENMP_SPINS = "20000"
 def configure_threads(launch: EngineLaunch, num_nodes: int) -> None:
     """Sets this process's OpenMP threads. Must come before torch is loaded, which reads the variables once.
 
-    By default the cores are shared out among the application's engines, which are taken to be spread evenly over the
+    By default the cores are shared out among the application's workers, which are taken to be spread evenly over the
     nodes: teams that outnumber the cores starve each other.
     """
     config = launch.spec.engine_config(launch.role)
-    engines_here = -(-launch.spec.num_engines // num_nodes)
-    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // engines_here)
+    workers_here = -(-launch.spec.num_workers // num_nodes)
+    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers_here)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
     os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -11,14 +11,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from baton.cluster.contracts import EngineClient, EngineView
+from baton.cluster.contracts import EngineClient
 
 from .body import parse_object, read_body
 from .chat import ChatRenderer
 from .completions import CompletionRenderer
 from .dispatcher import Dispatcher
+from .drain import Drain
 from .edge import Edge
-from .errors import ApiError, bad_request, model_not_found, no_capacity
+from .errors import ApiError, bad_request, draining, model_not_found, no_capacity
 from .generation import Gateway, GenerationApi, GenerationEndpoint
 from .metrics import GatewayMetrics
 from .model import ServedModel
@@ -31,6 +32,7 @@ from .protocol import (
     TokenizeTextRequest,
     parse_request,
 )
+from .ranks import rank_table
 from .router import Router
 from .settings import GatewaySettings
 
@@ -38,8 +40,14 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HEALTH_RETRY_S = 1.0
 
 
-def create_app(client: EngineClient, model: ServedModel, settings: GatewaySettings) -> FastAPI:
-    """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it."""
+def create_app(
+    client: EngineClient, model: ServedModel, settings: GatewaySettings, drain: Drain | None = None
+) -> FastAPI:
+    """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it.
+
+    Whoever has `drain` can make it say that it leaves.
+    """
+    drain = drain or Drain()
     metrics = GatewayMetrics(model.model_id, client.engines)
     router = Router(
         settings.gateway_id,
@@ -61,11 +69,11 @@ def create_app(client: EngineClient, model: ServedModel, settings: GatewaySettin
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, model)
     _add_token_routes(app, model, settings, preparer)
-    _add_operator_routes(app, client, dispatcher, metrics)
+    _add_operator_routes(app, settings.gateway_id, dispatcher, metrics, drain)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
-    app.add_middleware(Edge, metrics=metrics, api_keys=settings.api_keys, routes=paths)
+    app.add_middleware(Edge, metrics=metrics, api_keys=settings.api_keys, routes=paths, drain=drain)
     return app
 
 
@@ -118,16 +126,20 @@ def _add_token_routes(app: FastAPI, model: ServedModel, settings: GatewaySetting
         return _json({"prompt": await preparer.detokenize(request.tokens)})
 
 
-def _add_operator_routes(app: FastAPI, client: EngineClient, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+def _add_operator_routes(
+    app: FastAPI, gateway_id: str, dispatcher: Dispatcher, metrics: GatewayMetrics, drain: Drain
+) -> None:
     @app.get("/live")
     async def live() -> Response:
         return _json({"status": "alive"})
 
     @app.get("/health")
     async def health() -> Response:
+        if drain.has_begun:
+            raise draining()
         if not dispatcher.is_ready():
             raise no_capacity("No engine is ready that can serve a request.", HEALTH_RETRY_S)
-        return _json({"status": "ready", "engines": len(client.engines())})
+        return _json({"status": "ready", "engines": len(dispatcher.client.engines())})
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -135,13 +147,7 @@ def _add_operator_routes(app: FastAPI, client: EngineClient, dispatcher: Dispatc
 
     @app.get("/v1/cluster/ranks")
     async def ranks() -> Response:
-        return _json({"object": "list", "data": [_rank(view) for view in client.engines()]})
-
-
-def _rank(view: EngineView) -> dict[str, Any]:
-    record = msgspec.structs.asdict(view.record)
-    record["epoch"] = f"{view.record.epoch:016x}"  # 63 bits are more than JavaScript's numbers hold
-    return record | {"outstanding": view.outstanding, "stats": view.stats}
+        return _json(rank_table(gateway_id, dispatcher.client))
 
 
 def _json(value: object) -> Response:

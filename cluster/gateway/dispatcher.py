@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.cluster.contracts import EngineClient, EngineGone, EngineRecord, OutputStream, Role
+from baton.cluster.contracts import EngineClient, EngineGone, EngineRecord, OutputStream
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 
 from .errors import from_engine, internal, no_capacity
 from .metrics import GatewayMetrics
 from .prefixes import EngineKey
+from .ranks import only_with
 from .router import Path, Placement, Route, Router, engine_key
 from .settings import GatewaySettings
 
@@ -65,12 +66,13 @@ class Dispatcher:
         self.settings = settings
         self.metrics = metrics
 
-    def dispatch(self, request: EngineRequest) -> Dispatch:
-        return Dispatch(self, request)
+    def dispatch(self, request: EngineRequest, rank: int | None = None) -> Dispatch:
+        """`rank`: an engine that must take part, whatever happens."""
+        return Dispatch(self, request, rank)
 
     def is_ready(self) -> bool:
         """Whether some path through the engines exists now."""
-        return any(view.record.role in (Role.UNIFIED, Role.DECODE) for view in self.client.engines())
+        return any(view.record.role.writes_answers for view in self.client.engines())
 
 
 class Dispatch:
@@ -79,7 +81,7 @@ class Dispatch:
     At any time it has at most one leg, and at most one offer, which ends with the decode engine's first word.
     """
 
-    def __init__(self, dispatcher: Dispatcher, request: EngineRequest) -> None:
+    def __init__(self, dispatcher: Dispatcher, request: EngineRequest, rank: int | None) -> None:
         self.path = Path.UNIFIED
         self.reason = ""
         self._client = dispatcher.client
@@ -87,6 +89,7 @@ class Dispatch:
         self._settings = dispatcher.settings
         self._metrics = dispatcher.metrics
         self._request = request
+        self._pinned_rank = rank
         self._tokens = list(request.output_token_ids)  # so far, by whichever engine
         self._generation = request.generation
         self._leg: _Leg | None = None
@@ -183,6 +186,8 @@ class Dispatch:
     def _start_leg(self) -> _Leg | None:
         """Submits to the best engine there is now, if any: for decoding where KV is on offer, else for all tokens."""
         engines = self._client.engines()
+        if self._pinned_rank is not None:
+            engines = only_with(engines, self._pinned_rank)
         request = msgspec.structs.replace(
             self._request, output_token_ids=list(self._tokens), generation=self._generation
         )

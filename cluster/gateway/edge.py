@@ -1,4 +1,5 @@
-"""What every HTTP exchange goes through first and last: request id, API key, one count, and no exception unanswered."""
+"""What every HTTP exchange goes through first and last: request id, API key, one count, no exception unanswered, and
+good-byes."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .drain import Drain
 from .errors import ApiError, internal, invalid_api_key
 from .metrics import GatewayMetrics
 
@@ -30,9 +32,10 @@ class Edge:
     """ASGI middleware; streams pass through it untouched."""
 
     def __init__(
-        self, app: ASGIApp, *, metrics: GatewayMetrics, api_keys: Iterable[str], routes: Collection[str]
+        self, app: ASGIApp, *, metrics: GatewayMetrics, api_keys: Iterable[str], routes: Collection[str], drain: Drain
     ) -> None:
         self._app = app
+        self._drain = drain
         self._metrics = metrics
         self._routes = frozenset(routes)  # paths that are counted by name; others could be anything
         self._key_digests = [_digest(key.encode()) for key in api_keys]
@@ -49,7 +52,10 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                marks = [(b"x-request-id", request_id.encode())]
+                if self._drain.has_begun:  # no further request on a connection that is about to be closed
+                    marks.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", ()), *marks]
             await send(message)
 
         try:

@@ -69,6 +69,11 @@ def no_capacity(message: str, retry_after_s: float) -> ApiError:
     return ApiError(503, message, type="service_unavailable", code="no_capacity", headers=headers)
 
 
+def draining() -> ApiError:
+    """Of a gateway that is about to leave, to whoever asks for its health."""
+    return ApiError(503, "This gateway is about to end: send requests elsewhere.", type="service_unavailable")
+
+
 def timed_out(timeout_s: float) -> ApiError:
     message = f"The request was not finished within {timeout_s:g} s and was aborted."
     return ApiError(408, message, type="timeout", code="request_timeout")

@@ -21,11 +21,12 @@ from .assembly import Delta, SequenceText
 from .body import parse_object, read_body
 from .dispatcher import Dispatch, Dispatcher
 from .edge import request_id_of
-from .errors import CLIENT_CLOSED_REQUEST, ApiError, internal, timed_out, too_many_requests
+from .errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, timed_out, too_many_requests
 from .metrics import GatewayMetrics
 from .model import ServedModel
 from .prepare import Job
 from .protocol import GenerationRequest, StreamOptions, parse_request
+from .ranks import PIN_HEADER, pinned_rank
 from .render import Renderer, UsageOptions
 from .settings import GatewaySettings
 from .streams import ClientGone, merge, until_gone
@@ -82,12 +83,16 @@ class GenerationEndpoint(Generic[RequestT]):
         started_s = time.perf_counter()
         try:
             async with asyncio.timeout(limits.request_timeout_s):
-                body = await read_body(Request(scope, receive), limits.max_body_bytes)
-                await until_gone(receive, self._generate(request_id_of(scope), body, answer, started_s))
+                http = Request(scope, receive)
+                body = await read_body(http, limits.max_body_bytes)
+                rank = pinned_rank(http.headers.get(PIN_HEADER), gateway.dispatcher.client)
+                await until_gone(receive, self._generate(request_id_of(scope), body, rank, answer, started_s))
         except ApiError as error:
             await self._fail(answer, error)
         except TimeoutError:
             await self._fail(answer, timed_out(limits.request_timeout_s))
+        except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
+            await self._fail(answer, draining())
         except (ClientGone, ClientDisconnect):
             metrics.disconnects.inc()
             await answer.fail(ApiError(CLIENT_CLOSED_REQUEST, "The client closed its connection."))
@@ -104,7 +109,9 @@ class GenerationEndpoint(Generic[RequestT]):
             self._gateway.metrics.stream_errors.labels(error.status).inc()
         await answer.fail(error)
 
-    async def _generate(self, request_id: str, body: bytes, answer: _Answer, started_s: float) -> None:
+    async def _generate(
+        self, request_id: str, body: bytes, rank: int | None, answer: _Answer, started_s: float
+    ) -> None:
         gateway = self._gateway
         request = parse_request(self._api.request_type, parse_object(body))
         job = await self._api.prepare(request, request_id)
@@ -112,7 +119,7 @@ class GenerationEndpoint(Generic[RequestT]):
         options = request.stream_options or StreamOptions()
         usage = UsageOptions(at_end=options.include_usage, in_each_chunk=options.continuous_usage_stats)
         renderer = self._api.renderer(job, gateway.model.model_id, gateway.model.tokenizer, usage)
-        dispatches = [gateway.dispatcher.dispatch(sequence) for sequence in job.sequences]
+        dispatches = [gateway.dispatcher.dispatch(sequence, rank) for sequence in job.sequences]
         choices = [self._choice(job, index, dispatch, started_s) for index, dispatch in enumerate(dispatches)]
         async with aclosing(merge(choices)) as steps:
             write = _write_events if request.stream else _write_whole

@@ -39,6 +39,10 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Kernels compiled while serving: more than 0 is a fault.",
         lambda stats: stats.num_late_compilations,
     ),
+    "expert_imbalance": (
+        "Load of the rank with the busiest experts over the mean; 0 where experts are not spread over ranks.",
+        lambda stats: stats.experts.imbalance if stats.experts else 0.0,
+    ),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_preemptions_total": ("Requests that lost their place.", lambda stats: stats.num_preemptions),
@@ -47,6 +51,10 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "engine_generation_tokens_total": ("Tokens generated.", lambda stats: stats.generation_tokens),
     "prefix_cache_queries_total": ("Prompt tokens looked up in the cache.", lambda stats: stats.prefix_cache_queries),
     "prefix_cache_hits_total": ("Prompt tokens found in the cache.", lambda stats: stats.prefix_cache_hits),
+    "expert_moves_total": (
+        "Experts that were copied to other places, by load.",
+        lambda stats: stats.experts.num_moves if stats.experts else 0,
+    ),
 }
 HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_leases_held": ("Tickets whose blocks wait for a reader.", lambda stats: stats.leases_held),

@@ -20,4 +20,6 @@ class GatewaySettings(BaseModel):
     capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it
     max_attempts: int = Field(4, ge=1)  # submissions that may fail: a request that kills engines must not kill them all
     local_prefill_max_tokens: int = Field(8192, ge=0)  # a decode engine prefills at most this much when it must
+    drain_s: float = Field(5.0, ge=0)  # how long /health says 503 before the port closes: longer than balancers' checks
+    drain_timeout_s: float = Field(30.0, gt=0)  # for open answers, from then on
     prefix_memory_chunks: int = Field(65536, gt=0)  # of 64 tokens: what the router remembers to be cached somewhere

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from baton.cluster.contracts import DirectorySnapshot, EngineRecord, Role
+from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord, Reach, Role
 from baton.cluster.engine_server import EngineServer
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
 from baton.engine.core.sampling import SamplingParams
@@ -71,7 +71,7 @@ class CountingEngine:
 
     def stats(self) -> EngineStats:
         values = dict.fromkeys(EngineStats.__struct_fields__, 0)
-        return EngineStats(**{**values, "num_requests_running": len(self.running)})
+        return EngineStats(**{**values, "num_requests_running": len(self.running), "experts": None})
 
 
 class ListedSource:
@@ -108,14 +108,21 @@ def serve_engine(
 
 
 def make_record(
-    *, address: str = "", epoch: int = 1, rank: int = 0, engine_id: str | None = None, role: Role = Role.UNIFIED
+    *,
+    address: str = "",
+    epoch: int = 1,
+    rank: int = 0,
+    engine_id: str | None = None,
+    role: Role = Role.UNIFIED,
+    node: str = "node",
 ) -> EngineRecord:
     return EngineRecord(
         engine_id=engine_id or f"engine-{rank}",
+        group_id=engine_id or f"engine-{rank}",
         epoch=epoch,
         role=role,
         rank=rank,
-        node_id="node",
+        node_id=node,
         node_ip="127.0.0.1",
         pid=1,
         address=address,
@@ -124,6 +131,18 @@ def make_record(
         model_id="m",
         max_model_len=100,
         num_blocks=10,
+    )
+
+
+def make_gateway(identity: str, *, reach: Reach | None = None, node: str = "node", port: int = 8000) -> GatewayRecord:
+    return GatewayRecord(
+        identity=identity,
+        node_id=node,
+        node_ip="127.0.0.1",
+        pid=1,
+        host="0.0.0.0",
+        port=port,
+        reach=reach or Reach(),
     )
 
 

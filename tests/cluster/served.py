@@ -42,8 +42,12 @@ class Server:
         self.seen |= set(below)
         return below
 
+    def table(self) -> dict[str, Any]:
+        return dict(httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json())
+
     def ranks(self) -> list[dict[str, Any]]:
-        return list(httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json()["data"])
+        """Those that the gateway reaches."""
+        return [rank for rank in self.table()["data"] if rank["reachable"]]
 
     def rank_of(self, role: str) -> dict[str, Any]:
         return next(rank for rank in self.ranks() if rank["role"] == role)
@@ -104,7 +108,10 @@ def free_port() -> int:
 
 
 def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") -> Path:
-    """A Serve config of ours with another name and port, and leases and hangs that a test can wait for."""
+    """A Serve config of ours with another name and port, and leases and hangs that a test can wait for.
+
+    In float32: what an answer is must not depend on what else was in its batch, and in bfloat16 the last bits do.
+    """
     config = yaml.safe_load((Path(__file__).parents[2] / "configs/serve" / like).read_text())
     application = config["applications"][0]
     application["name"] = name
@@ -113,6 +120,7 @@ def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") 
     for fleet in application["args"]["fleets"].values():
         fleet["step_timeout_s"] = STEP_TIMEOUT_S
     application["args"]["gateway"] |= {"port": port}
+    application["args"]["engine"] |= {"dtype": "float32"}
     for fleet in application["args"]["fleets"].values():
         fleet["num_cpus"] = 0.1  # two applications share a machine of two cores
     file = folder / f"{name}.yaml"
@@ -121,12 +129,12 @@ def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") 
 
 
 @contextlib.contextmanager
-def baton_serve(config: Path, port: int) -> Iterator[Server]:
+def baton_serve(config: Path, port: int, *options: str) -> Iterator[Server]:
     """Starts `baton serve --config` and waits until it is ready. Whatever it started is gone afterwards."""
     log = config.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(
-            [BATON, "serve", "--config", str(config)],
+            [BATON, "serve", "--config", str(config), *options],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

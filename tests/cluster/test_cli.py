@@ -17,9 +17,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
+def model() -> Path:
+    return Path(__file__).parents[2] / "configs/demo/model"
 
 
 def baton(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +30,7 @@ def baton(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     done = baton("--help")
     assert done.returncode == 0
-    for command in ("serve", "chat", "check", "status", "bench", "eval"):
+    for command in ("serve", "chat", "check", "plan", "status", "bench", "eval"):
         assert command in done.stdout
 
 
@@ -43,9 +42,9 @@ def test_help_of_serve_tells_how_to_start() -> None:
     ("words", "said"),
     [
         (("--prefill", "1"), "prefill engines need decode engines"),
-        (("--tp", "2"), "tensor_parallel_size"),
-        (("--dp", "2"), "data_parallel_size"),
-        (("--ep",), "enable_expert_parallel"),
+        (("--tp", "0"), "tensor_parallel_size"),
+        (("--tp", "3"), "num_attention_heads (4)"),
+        (("--ep",), "has no experts"),
         (("--max-num-seq", "4"), "did you mean 'max_num_seqs'?"),
         (("stray",), "unexpected argument 'stray'"),
     ],

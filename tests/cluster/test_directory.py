@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes import make_record
+from fakes import make_gateway, make_record
 
 from baton.cluster import directory
+from baton.cluster.contracts import EngineGroup
 from baton.cluster.directory import Membership, presence
 
 
@@ -29,42 +30,70 @@ def members(clock: Clock) -> Membership:
     return Membership(clock, first_version=100)
 
 
+def alone(engine_id: str, *, epoch: int = 1, rank: int = -1) -> EngineGroup:
+    """A group of one engine."""
+    return group_of(engine_id, size=1, epoch=epoch, rank=rank)
+
+
+def group_of(group_id: str, *, size: int, epoch: int = 1, rank: int = -1, first_rank: int = 0) -> EngineGroup:
+    names = [group_id] if size == 1 else [f"{group_id}{index}" for index in range(size)]
+    ranks = [rank + index if rank >= 0 else -1 for index in range(size)]
+    engines = [make_record(engine_id=name, epoch=epoch, rank=rank) for name, rank in zip(names, ranks, strict=True)]
+    return EngineGroup(group_id=group_id, first_rank=first_rank, engines=engines)
+
+
 def listed(members: Membership) -> list[tuple[str, int, int]]:
     return [(record.engine_id, record.epoch, record.rank) for record in members.snapshot().engines]
 
 
 def test_engines_get_the_lowest_free_rank(members: Membership) -> None:
     for name in "abc":
-        members.add_engine(make_record(engine_id=name, rank=-1))
+        members.add_group(alone(name))
     assert listed(members) == [("a", 1, 0), ("b", 1, 1), ("c", 1, 2)]
     members.remove("b")
-    members.add_engine(make_record(engine_id="d", rank=-1))
+    members.add_group(alone("d"))
     assert listed(members) == [("a", 1, 0), ("d", 1, 1), ("c", 1, 2)]
+
+
+def test_the_ranks_of_a_group_follow_each_other_within_its_fleet(members: Membership) -> None:
+    members.add_group(group_of("d", size=2, first_rank=2))
+    members.add_group(group_of("e", size=2, first_rank=2))
+    members.add_group(group_of("p", size=1, first_rank=0))
+    assert listed(members) == [("p", 1, 0), ("d0", 1, 2), ("d1", 1, 3), ("e0", 1, 4), ("e1", 1, 5)]
+    members.remove("d")
+    members.add_group(group_of("f", size=2, epoch=9, first_rank=2))
+    assert listed(members)[1:3] == [("f0", 9, 2), ("f1", 9, 3)]
+
+
+def test_a_group_whose_ranks_are_partly_taken_gets_others_that_follow_each_other(members: Membership) -> None:
+    members.add_group(alone("a", rank=1))
+    members.add_group(group_of("d", size=2, rank=0))
+    assert listed(members) == [("a", 1, 1), ("d0", 1, 2), ("d1", 1, 3)]
 
 
 def test_an_engine_that_returns_after_a_restart_keeps_its_rank(clock: Clock) -> None:
     members = Membership(clock, first_version=1)
-    members.add_engine(make_record(engine_id="c", rank=2))
-    members.add_engine(make_record(engine_id="new", rank=-1))
+    members.add_group(alone("c", rank=2))
+    members.add_group(alone("new"))
     assert listed(members) == [("new", 1, 0), ("c", 1, 2)]
 
 
 def test_a_rank_that_is_taken_meanwhile_is_replaced(members: Membership) -> None:
-    members.add_engine(make_record(engine_id="a", rank=0))
-    members.add_engine(make_record(engine_id="b", rank=0))
+    members.add_group(alone("a", rank=0))
+    members.add_group(alone("b", rank=0))
     assert listed(members) == [("a", 1, 0), ("b", 1, 1)]
 
 
 def test_registering_twice_changes_nothing(members: Membership) -> None:
-    first = members.add_engine(make_record(engine_id="a", rank=-1))
+    first = members.add_group(alone("a"))
     version = members.version
-    assert members.add_engine(make_record(engine_id="a", rank=-1)) == first
+    assert members.add_group(alone("a")) == first
     assert members.version == version
 
 
 def test_a_process_that_starts_anew_replaces_the_old_one(members: Membership) -> None:
-    members.add_engine(make_record(engine_id="a", epoch=1, rank=-1))
-    members.add_engine(make_record(engine_id="a", epoch=2, rank=-1))
+    members.add_group(alone("a", epoch=1))
+    members.add_group(alone("a", epoch=2))
     assert listed(members) == [("a", 2, 0)]
     assert not members.remove("a", epoch=1), "late news of the old process must not remove the new one"
     assert listed(members) == [("a", 2, 0)]
@@ -72,9 +101,9 @@ def test_a_process_that_starts_anew_replaces_the_old_one(members: Membership) ->
 
 def test_every_change_has_a_higher_version_than_the_last(members: Membership) -> None:
     versions = [members.version]
-    members.add_gateway("g")
+    members.add_gateway(make_gateway("g"))
     versions.append(members.version)
-    members.add_engine(make_record(engine_id="a", rank=-1))
+    members.add_group(alone("a"))
     versions.append(members.version)
     members.remove("g")
     versions.append(members.version)
@@ -84,22 +113,22 @@ def test_every_change_has_a_higher_version_than_the_last(members: Membership) ->
 
 def test_a_heartbeat_of_an_unknown_member_asks_it_to_register(members: Membership) -> None:
     assert not members.heard("a", 1)
-    members.add_engine(make_record(engine_id="a", epoch=1, rank=-1))
+    members.add_group(alone("a", epoch=1))
     assert members.heard("a", 1)
     assert not members.heard("a", 2)
-    members.add_gateway("g")
+    members.add_gateway(make_gateway("g"))
     assert members.heard("g")
 
 
 def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership, clock: Clock) -> None:
-    members.add_engine(make_record(engine_id="a", epoch=1, rank=-1))
-    members.add_gateway("g")
+    members.add_group(alone("a", epoch=1))
+    members.add_gateway(make_gateway("g"))
     clock.now_s = 4.0
     members.heard("g")
     clock.now_s = 7.0
     assert members.remove_silent(6.0) == ["a"]
     assert listed(members) == []
-    assert members.snapshot().gateways == ["g"]
+    assert [gateway.identity for gateway in members.snapshot().gateways] == ["g"]
     assert members.remove_silent(6.0) == []
 
 

@@ -108,6 +108,7 @@ def test_status_lists_the_engines(server: Server) -> None:
     done = subprocess.run([BATON, "status", "--url", server.url], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0
     assert "prefill" in done.stdout
+    assert "internal" in done.stdout, "gateways are listed, too"
     assert "ready" in done.stdout
 
 
@@ -137,7 +138,7 @@ async def test_prefill_and_decode_give_the_tokens_of_one_engine(
     from baton.engine import LLM, SamplingParams
 
     prompts = [prompt_of(number) for number in range(4)]
-    alone = LLM(str(MODEL), num_threads=1, kv_cache_memory_bytes=2**26)
+    alone = LLM(str(MODEL), dtype="float32", num_threads=1, kv_cache_memory_bytes=2**26)
     params = SamplingParams(max_tokens=40, ignore_eos=True, **sampled)
     expected = [alone.generate(prompt, params, use_tqdm=False)[0].outputs[0].text for prompt in prompts]
     for prompt, text in zip(prompts, expected, strict=True):
@@ -281,7 +282,7 @@ def test_a_serve_config_file_deploys_an_application(
 
     def whole() -> bool:
         ranks = httpx.get(f"{url}/v1/cluster/ranks").raise_for_status().json()["data"]
-        return sorted(rank["role"] for rank in ranks) == roles
+        return sorted(rank["role"] for rank in ranks if rank["reachable"]) == roles
 
     eventually(whole, 90.0, "the application is not whole")
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]

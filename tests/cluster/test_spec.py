@@ -28,7 +28,7 @@ def test_a_pair_of_fleets_is_an_application(model: str) -> None:
     spec = load_spec(pair(model=model, model_id="m", engine={"max_num_seqs": 8}))
     assert list(spec.fleets.present) == [Role.PREFILL, Role.DECODE]
     assert spec.engine_config(Role.DECODE).max_num_seqs == 8
-    assert spec.num_engines == 2
+    assert spec.num_workers == 2
     assert load_spec(spec.model_dump(mode="json", exclude_unset=True)) == spec
 
 
@@ -51,7 +51,18 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
         ({"gateway": {"port": 70000}}, "gateway.port"),
         ({"gateway": {"gateway_id": "me"}}, "every gateway draws its own"),
         ({"engine": {"max_num_seq": 1}}, "did you mean 'max_num_seqs'?"),
-        ({"engine": {"tensor_parallel_size": 2}}, "one device"),
+        ({"engine": {"tensor_parallel_size": 0}}, "tensor_parallel_size"),
+        (
+            {"fleets": {"unified": {"num_gpus": 0.5, "engine": {"data_parallel_size": 2}}}},
+            "ranks of one group have a GPU each",
+        ),
+        ({"load_balancing": "extern"}, "load_balancing"),
+        ({"load_balancing": "hybrid", "gateway": {"replicas": 2}}, "one a node"),
+        ({"load_balancing": "external", "gateway": {"replicas": 2}}, "one a rank"),
+        (
+            {"load_balancing": "external", "gateway": {"port": 65535}, "fleets": {"unified": {"replicas": 2}}},
+            "ports up to 65536",
+        ),
         ({"engine": {"model": "x"}}, "all fleets serve one model"),
         ({"engine": {"tokenizer": "x"}}, "gateways tokenize"),
         ({"engine": {"skip_tokenizer_init": True}}, "load no tokenizer"),
@@ -101,7 +112,7 @@ def test_control_plane_processes_do_not_load_torch() -> None:
     "file", sorted((Path(__file__).parents[2] / "configs/serve").glob("*.yaml")), ids=lambda f: f.name
 )
 def test_every_config_that_is_shipped_can_work(file: Path) -> None:
-    assert specs_in_file(file)
+    assert specs_in_file(file, needs_model=False)
 
 
 @pytest.mark.parametrize(
@@ -125,4 +136,23 @@ def test_engines_for_which_there_are_not_enough_gpus_are_named(model: str) -> No
     spec = load_spec({"model": model, "fleets": {"prefill": {"replicas": 2}, "decode": {}}})
     assert spec.missing_gpus(0) == ""
     assert spec.missing_gpus(3) == ""
-    assert "3 engines reserve 3 GPUs, the cluster has 2" in spec.missing_gpus(2)
+    assert "3 ranks reserve 3 GPUs, the cluster has 2" in spec.missing_gpus(2)
+
+
+def test_every_rank_of_every_group_reserves_a_gpu(model: str) -> None:
+    fleets = {
+        "prefill": {"replicas": 2, "engine": {"tensor_parallel_size": 4}},
+        "decode": {"engine": {"data_parallel_size": 3}},
+    }
+    spec = load_spec({"model": model, "fleets": fleets})
+    assert spec.missing_gpus(11) == ""
+    assert "11 ranks" in spec.missing_gpus(10)
+    assert [spec.num_ranks(role) for role in (Role.PREFILL, Role.DECODE)] == [2, 3]
+    assert [spec.first_rank(role) for role in (Role.PREFILL, Role.DECODE)] == [0, 2]
+
+
+@pytest.mark.parametrize(("mode", "gateways"), [("internal", 1), ("hybrid", 3), ("external", 6)])
+def test_there_are_as_many_gateways_as_the_mode_says(model: str, mode: str, gateways: int) -> None:
+    fleets = {"prefill": {}, "decode": {"replicas": 2, "engine": {"data_parallel_size": 2}}, "unified": {"replicas": 2}}
+    spec = load_spec({"model": model, "load_balancing": mode, "fleets": fleets})
+    assert spec.num_gateways(nodes=3) == gateways

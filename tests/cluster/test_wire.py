@@ -11,7 +11,7 @@ import zmq
 from fakes import CountingEngine, ListedSource, make_request, serve_engine
 
 from baton.cluster.client import ZmqEngineClient
-from baton.cluster.contracts import EngineGone, EngineRecord
+from baton.cluster.contracts import EngineGone, EngineRecord, LoadBalancing, Reach
 from baton.cluster.engine_server import EngineServer
 from baton.engine.core.messages import ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey
@@ -326,3 +326,23 @@ async def test_a_replaced_engine_at_the_same_address_is_another_engine(
     with pytest.raises(EngineGone):
         await anext(client.submit(served[1], make_request("b")))
     server.close()
+
+
+async def test_a_gateway_connects_to_the_engines_in_its_reach_and_lists_all() -> None:
+    servers, records = zip(*(serve_engine(CountingEngine(), KEY, rank=rank) for rank in range(3)), strict=True)
+    source = ListedSource()
+    source.show(*records)
+    client = ZmqEngineClient(source, KEY, "gateway-a", Reach(mode=LoadBalancing.EXTERNAL, rank=1))
+    await client.start()
+    try:
+        await until(lambda: len(client.engines()) > 0)
+        await asyncio.sleep(0.2)
+        assert [view.record.rank for view in client.engines()] == [1]
+        assert [record.rank for record in client.listed().engines] == [0, 1, 2]
+        with pytest.raises(EngineGone):
+            await anext(client.submit(records[0], make_request("r")))
+        assert len(await tokens_of(client.submit(records[1], make_request("r")))) == 5
+    finally:
+        await client.close()
+        for server in servers:
+            server.close()

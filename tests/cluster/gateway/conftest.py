@@ -8,48 +8,21 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster
 from gateway_service import Service
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
-from baton.engine.text import ChatTemplate, Tokenizer
-
-MAX_MODEL_LEN = 256
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ hint if hint is defined else '' }}{% endif %}"
-)
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog and the dog sleeps",
-    "a relay team passes the baton from one runner to the next runner",
-    "hello world, hello there, what is the name of the fox?",
-]
+from baton.engine.text import Tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    return Tokenizer(backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": TEMPLATE}))
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def model(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        model_id="tiny",
-        tokenizer=tokenizer,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_ids=(tokenizer.eos_token_id,),
-    )
+    return tiny_model(tokenizer)
 
 
 @pytest.fixture

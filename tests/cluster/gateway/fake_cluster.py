@@ -12,7 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.cluster.contracts import EngineGone, EngineRecord, EngineView, Role
+from baton.cluster.contracts import (
+    DirectorySnapshot,
+    EngineGone,
+    EngineRecord,
+    EngineView,
+    GatewayRecord,
+    Reach,
+    Role,
+)
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -281,16 +289,19 @@ class FakeCluster:
         self.config = config
         self.members: list[FakeEngine] = []
         self.aborts: list[tuple[str, str]] = []
+        self.reach = Reach()
+        self.gateways: list[GatewayRecord] = []
 
-    def start(self, role: Role, *, fingerprint: str = "f", **config: object) -> FakeEngine:
+    def start(self, role: Role, *, fingerprint: str = "f", node: str = "node", **config: object) -> FakeEngine:
         rank = len(self.members)
         core = EngineCoreConfig(**{**self.config, **config})
         record = EngineRecord(
             engine_id=f"{role}-{rank}",
+            group_id=f"{role}-{rank}",
             epoch=1000 + rank,
             role=role,
             rank=rank,
-            node_id="node",
+            node_id=node,
             node_ip="127.0.0.1",
             pid=rank,
             address="",
@@ -307,8 +318,12 @@ class FakeCluster:
         return [
             EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers)
             for engine in self.members
-            if engine.alive
+            if engine.alive and self.reach.includes(engine.record)
         ]
+
+    def listed(self) -> DirectorySnapshot:
+        alive = [engine.record for engine in self.members if engine.alive]
+        return DirectorySnapshot(len(self.members), alive, self.gateways)
 
     def submit(self, record: EngineRecord, request: EngineRequest) -> FakeStream:
         engine = self._find(record)

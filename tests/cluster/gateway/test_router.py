@@ -11,7 +11,9 @@ from baton.cluster.gateway.router import Path, Router
 from baton.engine.core.messages import EngineRequest, EngineStats
 from baton.engine.core.sampling import SamplingParams
 
-STATS = EngineStats(**{**dict.fromkeys(EngineStats.__struct_fields__, 0), "num_blocks": 1000, "num_blocks_free": 1000})
+STATS = EngineStats(
+    **{**dict.fromkeys(EngineStats.__struct_fields__, 0), "num_blocks": 1000, "num_blocks_free": 1000, "experts": None}
+)
 
 
 def view(
@@ -19,6 +21,7 @@ def view(
 ) -> EngineView:
     record = EngineRecord(
         engine_id=f"e{rank}",
+        group_id=f"e{rank}",
         epoch=rank,
         role=role,
         rank=rank,

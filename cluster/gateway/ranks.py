@@ -1,0 +1,91 @@
+"""The ranks of the application as clients see them, and a client's wish for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from baton.cluster.contracts import DirectorySnapshot, EngineClient, EngineRecord, EngineView, GatewayRecord
+
+from .errors import ApiError, bad_request
+
+PIN_HEADER = "X-data-parallel-rank"
+MAX_DIGITS = 9  # of a rank
+
+
+def pinned_rank(header: str | None, client: EngineClient) -> int | None:
+    """The rank that a client asks for; None where it leaves the choice to us. Raises `ApiError` (400) for one that this
+    gateway does not reach now.
+    """
+    if header is None:
+        return None
+    reached = [view.record.rank for view in client.engines()]
+    text = header.strip()
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS and int(text) in reached):
+        raise _unreachable(text, reached)
+    return int(text)
+
+
+def _unreachable(text: str, reached: Sequence[int]) -> ApiError:
+    shown = f"{text[:32]!r}"
+    message = f"{shown} is no rank that this gateway reaches: {spell_ranks(reached) or 'it reaches none now'}."
+    return bad_request(PIN_HEADER, message, "unknown_rank")
+
+
+def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
+    """What is left to choose from when one engine must take part: it, and those of the roles that complete it."""
+    pinned = next((view for view in engines if view.record.rank == rank), None)
+    if pinned is None:
+        return []
+    mates = () if pinned.record.role.complement is None else (pinned.record.role.complement,)
+    return [view for view in engines if view is pinned or view.record.role in mates]
+
+
+def rank_table(gateway_id: str, client: EngineClient) -> dict[str, Any]:
+    """All ranks, which of them this gateway reaches, and all gateways."""
+    snapshot = client.listed()
+    views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}
+    return {
+        "object": "list",
+        "gateway": gateway_id,
+        "data": [_rank(record, views.get((record.engine_id, record.epoch))) for record in snapshot.engines],
+        "gateways": [_gateway(record, snapshot) for record in sorted(snapshot.gateways, key=_place)],
+    }
+
+
+def _rank(record: EngineRecord, view: EngineView | None) -> dict[str, Any]:
+    return msgspec.structs.asdict(record) | {
+        "epoch": f"{record.epoch:016x}",  # 63 bits are more than JavaScript's numbers hold
+        "reachable": view is not None,
+        "outstanding": 0 if view is None else view.outstanding,
+        "stats": None if view is None else view.stats,
+    }
+
+
+def _gateway(record: GatewayRecord, snapshot: DirectorySnapshot) -> dict[str, Any]:
+    return {
+        "gateway": record.identity,
+        "load_balancing": record.reach.mode,
+        "node_ip": record.node_ip,
+        "host": record.host,
+        "port": record.port,
+        "pid": record.pid,
+        "ranks": [engine.rank for engine in snapshot.engines if record.reach.includes(engine)],
+    }
+
+
+def _place(record: GatewayRecord) -> tuple[str, int, str]:
+    return record.node_ip, record.port, record.identity
+
+
+def spell_ranks(ranks: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

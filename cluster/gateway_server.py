@@ -1,0 +1,186 @@
+"""The process of one gateway: its port, its place in the directory, and its end.
+
+SERVING ──drain──> ANNOUNCED   /health is 503, requests are taken     drain_s
+                       └─────> CLOSING   the port is closed, open answers go on     drain_timeout_s
+                                  └────> ENDED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import ray
+import uvicorn
+from fastapi import FastAPI
+from ray.actor import ActorHandle
+
+from .client import ZmqEngineClient
+from .contracts import GatewayRecord, Reach
+from .directory import DirectoryWatch, stay_registered
+from .gateway.app import create_app
+from .gateway.drain import Drain
+from .gateway.model import ServedModel
+from .http_protocol import GuardedHttpProtocol
+from .spec import FleetSpec, load_spec
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 65  # above what load balancers use, so that they close idle connections, not we
+
+
+class HttpServer:
+    """An application on a listening socket, until it is drained."""
+
+    def __init__(self, app: FastAPI, drain: Drain, *, drain_s: float, drain_timeout_s: float) -> None:
+        self._drain, self._drain_s = drain, drain_s
+        config = uvicorn.Config(
+            app,
+            http=GuardedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._serving is not None and self._serving.done()
+
+    async def ended(self) -> None:
+        """Returns when it serves no more. Raises what ended it."""
+        assert self._serving is not None, "start comes first"
+        await asyncio.shield(self._serving)
+
+    async def drain(self) -> None:
+        """Returns when the last answer has ended, or `drain_timeout_s` after the port was closed."""
+        if not self._drain.has_begun:
+            self._drain.begin()
+            await asyncio.sleep(self._drain_s)
+            self._server.should_exit = True
+        await self.ended()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """What signals mean is for whoever runs the process to say."""
+        yield
+
+
+@dataclass(frozen=True)
+class GatewayLaunch:
+    """Everything that a process needs to become a gateway."""
+
+    app: str
+    args: dict[str, Any]
+    reach: Reach
+    node_id: str
+    node_ip: str
+    port: int
+
+
+class GatewayServer:
+    """Registers, connects to the engines in reach, and serves. `drain` ends it."""
+
+    def __init__(self, launch: GatewayLaunch, *, share_port: bool, actor: ActorHandle | None = None) -> None:
+        """`actor` where the process is no Serve replica: the directory ends it with the application.
+
+        Raises `OSError` where the port is another program's, `InvalidSpec` for an application that cannot work.
+        """
+        self._spec = load_spec(launch.args)
+        self._directory = DirectoryWatch(launch.app)
+        self._actor = actor
+        self._reach = launch.reach
+        self._listener = listen(self._spec.gateway.host, launch.port, share=share_port)
+        self.record = GatewayRecord(
+            identity=f"gateway-{secrets.token_hex(6)}",
+            node_id=launch.node_id,
+            node_ip=launch.node_ip,
+            pid=os.getpid(),
+            host=self._spec.gateway.host,
+            port=launch.port,
+            reach=launch.reach,
+            application=digest(launch.args),
+        )
+
+    async def start(self) -> FastAPI:
+        """The application that it serves from now on."""
+        spec, identity = self._spec, self.record.identity
+        await self._register()  # before any engine hears of it
+        key = await self._directory.call("cluster_key")
+        self._client = ZmqEngineClient(self._directory, key, identity, self._reach)
+        await self._client.start()
+        model = await asyncio.to_thread(_served_model, spec)
+        settings, drain = spec.gateway.settings(identity), Drain()
+        app = create_app(self._client, model, settings, drain)
+        self._http = HttpServer(app, drain, drain_s=settings.drain_s, drain_timeout_s=settings.drain_timeout_s)
+        self._http.start(self._listener)
+        register = functools.partial(self._directory.call, "register_gateway", self.record, self._actor)
+        self._heart = asyncio.create_task(stay_registered(self._directory, identity, None, register))
+        return app
+
+    @property
+    def has_ended(self) -> bool:
+        return self._http.has_ended
+
+    async def ended(self) -> None:
+        """Returns when its port is served no more. Raises what ended it."""
+        await self._http.ended()
+
+    async def drain(self) -> None:
+        """Ends it in order. Once it returns, nobody lists it."""
+        await self._http.drain()
+        self._heart.cancel()
+        await self._client.close()
+        with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
+            await self._directory.call("leave", self.record.identity)
+
+    async def _register(self) -> None:
+        await self._directory.call("register_gateway", self.record, self._actor)
+
+
+def digest(args: Mapping[str, Any]) -> str:
+    """Equal where two gateways were started with the same arguments."""
+    return hashlib.blake2b(msgspec.json.encode(args, order="sorted"), digest_size=8).hexdigest()
+
+
+def listen(host: str, port: int, *, share: bool) -> socket.socket:
+    """A socket on a port, which with `share` several gateways of a machine may have.
+
+    Raises `OSError` where it is another program's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if share:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"port {port} on {host} is taken by another program: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _served_model(spec: FleetSpec) -> ServedModel:
+    longest = spec.engine_config(next(iter(spec.fleets.present))).max_model_len
+    return ServedModel.from_folder(spec.model, model_id=spec.served_model_id, max_model_len=longest)

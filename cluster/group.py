@@ -1,0 +1,220 @@
+"""The processes of one engine group: a placement group with one bundle a rank, a Ray actor in each.
+
+    1  reserve   all bundles or none; sorted by node before ranks are given out
+    2  open      rank 0 makes the place where the ranks find each other, each leader the one where its followers join
+    3  start     followers, then leaders; done when every leader has its engine
+    4  ended     until one of them ends: then all do
+
+rank = dp_rank x tp_size + tp_rank; the ranks with tp_rank 0 lead: they hold the engines that gateways talk to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .contracts import EngineRecord
+from .seats import Seat, seats_of
+from .spec import Bundle
+from .worker import EngineLaunch, EngineWorker, Opening, Place
+
+logger = logging.getLogger(__name__)
+
+ROOM_S = 4.0  # for a cluster that cannot grow to make room: what a dead group had is free again within less
+STOP_S = 3.0  # for workers to end by themselves
+
+
+class GroupCannotStart(RuntimeError):
+    """There is no room for the group, or one of its processes failed while it started."""
+
+
+class GroupEnded(RuntimeError):
+    """A process of the group ended, so the group did."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The process of one rank."""
+
+    seat: Seat
+    actor: ActorHandle
+
+    @property
+    def rank(self) -> int:
+        return self.seat.rank
+
+
+class WorkerGroup:
+    """One group from its first process to its last. Any end is an end of all: call `end` whatever happened."""
+
+    def __init__(self, launch: EngineLaunch, bundle: Bundle) -> None:
+        """`bundle`: what one rank reserves."""
+        self._launch, self._bundle = launch, bundle
+        self._placement: PlacementGroup | None = None
+        self.workers: list[Worker] = []
+
+    @property
+    def actors(self) -> list[ActorHandle]:
+        return [worker.actor for worker in self.workers]
+
+    @property
+    def leaders(self) -> list[Worker]:
+        return self.workers[:: self._launch.tensor_parallel_size]
+
+    async def start(self) -> list[EngineRecord]:
+        """The engines, in the order of their data-parallel ranks. Raises what ended the start; then nothing is left."""
+        try:
+            seats = await self._reserve()
+            self.workers = [Worker(seat, self._create(seat)) for seat in seats]
+            openings = await self._all({worker: worker.actor.open.remote() for worker in self.workers})
+            places = places_of(seats, openings, self._launch.tensor_parallel_size)
+            return await self._start(dict(zip(self.workers, places, strict=True)))
+        except BaseException:
+            await self.end()
+            raise
+
+    async def ended(self) -> str:
+        """Waits for the first process to end, and tells how."""
+        runs: dict[asyncio.Future[None], Worker] = {
+            asyncio.ensure_future(worker.actor.run.remote()): worker for worker in self.workers
+        }
+        done, waiting = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        for run in waiting:
+            run.cancel()
+        return "; ".join(f"rank {runs[run].rank} {_how(run.exception())}" for run in done)
+
+    async def stalled_s(self) -> float:
+        """For how long the engine that stands still longest has done so. Raises `RayError` where one is dead."""
+        return max(await asyncio.gather(*(worker.actor.stalled_s.remote() for worker in self.leaders)))
+
+    async def stop(self) -> None:
+        """In order if they can, so that memory shared with peers is released."""
+        with contextlib.suppress(TimeoutError):
+            stops = [worker.actor.stop.remote() for worker in self.workers]
+            await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), STOP_S)
+
+    async def end(self) -> None:
+        """By force, all of them. Ending twice changes nothing."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.workers = []
+        if self._placement is not None:
+            await asyncio.to_thread(remove_placement_group, self._placement)
+            self._placement = None
+
+    async def _reserve(self) -> list[Seat]:
+        size, tp_size = self._launch.world_size, self._launch.tensor_parallel_size
+        placement = await asyncio.to_thread(placement_group, [self._bundle] * size, strategy="PACK")
+        self._placement = placement
+        while not await asyncio.to_thread(placement.wait, ROOM_S):
+            if not _may_grow(self._bundle, size):
+                raise GroupCannotStart(_no_room(self._bundle, size))
+            logger.warning("waiting for machines: %s", _no_room(self._bundle, size))
+        table = await asyncio.to_thread(placement_group_table, placement)
+        nodes = [table["bundles_to_node_id"][index] for index in range(size)]
+        seats = seats_of(nodes, tp_size)
+        for first in range(0, size, tp_size):
+            if len({nodes[seat.bundle] for seat in seats[first : first + tp_size]}) > 1:
+                logger.warning(
+                    "ranks %d to %d share a model's layers across machines: slow", first, first + tp_size - 1
+                )
+        return seats
+
+    def _create(self, seat: Seat) -> ActorHandle:
+        assert self._placement is not None, "bundles come first"
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=seat.bundle)
+        own = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
+        actor_class: Any = ray.remote(EngineWorker)
+        return actor_class.options(
+            num_cpus=self._bundle.get("CPU", 0),
+            num_gpus=self._bundle.get("GPU", 0),
+            resources=own or None,
+            scheduling_strategy=strategy,
+            max_concurrency=1000,
+        ).remote(self._launch, seat)
+
+    async def _start(self, place: dict[Worker, Place]) -> list[EngineRecord]:
+        tp_size = self._launch.tensor_parallel_size
+        followers = [worker for worker in self.workers if worker.rank % tp_size]
+        pids = await self._all({worker: worker.actor.follow.remote(place[worker]) for worker in followers})
+        engines = await self._all(
+            {worker: worker.actor.lead.remote(place[worker]) for worker in self.leaders},
+            {worker: worker.actor.run.remote() for worker in followers},
+        )
+        size = tp_size - 1
+        return [
+            msgspec.structs.replace(engine, follower_pids=pids[index * size : (index + 1) * size])
+            for index, engine in enumerate(engines)
+        ]
+
+    async def _all(self, answers: dict[Worker, Any], runs: dict[Worker, Any] | None = None) -> list[Any]:
+        """The answers, once all are there. Raises `GroupCannotStart` as soon as one fails or one of the `runs` ends."""
+        tasks = {asyncio.ensure_future(answer): worker for worker, answer in answers.items()}
+        ends = {asyncio.ensure_future(run): worker for worker, run in (runs or {}).items()}
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting | set(ends), return_when=asyncio.FIRST_COMPLETED)
+                if failed := [task for task in done if task in ends or task.exception() is not None]:
+                    raise self._cannot_start({**tasks, **ends}, failed)
+                waiting -= done
+        finally:
+            for task in (*tasks, *ends):
+                task.cancel()
+        return [task.result() for task in tasks]
+
+    def _cannot_start(
+        self, workers: dict[asyncio.Future[Any], Worker], failed: Sequence[asyncio.Future[Any]]
+    ) -> Exception:
+        error = failed[0].exception()
+        if self._launch.world_size == 1 and isinstance(error, Exception):
+            return error
+        what = "; ".join(f"rank {workers[task].rank} {_how(task.exception())}" for task in failed)
+        return GroupCannotStart(f"group {self._launch.group_id} of {self._launch.world_size} ranks: {what}")
+
+
+def places_of(seats: Sequence[Seat], openings: Sequence[Opening], tp_size: int) -> list[Place]:
+    """What each rank is told, given what each brings."""
+    if len(seats) == 1:
+        return [Place()]
+    gpus: dict[str, tuple[str, ...]] = {}
+    for seat, opening in zip(seats, openings, strict=True):
+        gpus[seat.node] = gpus.get(seat.node, ()) + opening.gpus
+    rendezvous = openings[0].rendezvous
+    return [Place(rendezvous, openings[seat.rank - seat.rank % tp_size].crew, gpus[seat.node]) for seat in seats]
+
+
+def _may_grow(bundle: Bundle, size: int) -> bool:
+    """Whether an autoscaler may add machines enough, for which a group has to wait."""
+    from ray._private.state import state
+
+    most = state.get_max_resources_from_cluster_config()
+    return most is not None and all(most.get(name, math.inf) >= amount * size for name, amount in bundle.items())
+
+
+def _no_room(bundle: Bundle, size: int) -> str:
+    free, total = ray.available_resources(), ray.cluster_resources()
+    needs = ", ".join(
+        f"{amount * size:g} {name} (free {free.get(name, 0):g} of {total.get(name, 0):g})"
+        for name, amount in bundle.items()
+    )
+    return f"no room for a group of {size}: it needs {needs}. Give fewer or smaller groups, or add machines"
+
+
+def _how(error: BaseException | None) -> str:
+    if error is None:
+        return "ended"
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"failed: {str(error).strip().splitlines()[-1]}"
+    return f"died: {str(error).strip().splitlines()[0]}"

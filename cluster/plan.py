@@ -1,0 +1,261 @@
+"""What an application would be on machines that one does not have yet: placement, memory, blocks, bandwidth, refusals.
+
+Everything comes from the application's arguments and the model's config.json. What only a running engine can measure
+(what a step allocates) is estimated, and said to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from baton.engine.config import DTYPES, EngineConfig, InvalidEngineConfig
+from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
+from baton.engine.model_config import ModelConfig, ModelError
+from baton.engine.parallel.division import check_division
+
+from .contracts import Role
+from .seats import seats_of
+from .sizing import block_bytes, weights_of_rank
+from .spec import FleetSpec, InvalidSpec
+
+GB = 10**9
+CPU_KV_BYTES = 4 << 30  # at most, where nobody says how much
+DRIVER_BYTES = 2 << 30  # of a GPU: its context, captured steps, libraries; seen on an H200
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The nodes to plan for: all alike."""
+
+    gpus_per_node: int = 8
+    gpu_memory_bytes: int = 80 * GB
+    nodes: int | None = None  # None: as many as it takes
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus_per_node else "cpu"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the application is to serve."""
+
+    requests_per_s: float = 1.0
+    prompt_tokens: int = 1024
+    output_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One worker."""
+
+    role: Role
+    group: int  # within the fleet
+    dp_rank: int
+    tp_rank: int
+    engine_rank: int  # that gateways and clients know: of the engine that this worker is part of
+    node: int
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """What each rank of a fleet holds, in bytes unless it says otherwise."""
+
+    role: Role
+    config: EngineConfig
+    device: str
+    weights: int
+    step: int  # estimated
+    block: int  # of the rank that holds most
+    num_blocks: int
+    max_model_len: int  # tokens
+
+    @property
+    def kv(self) -> int:
+        return self.num_blocks * self.block
+
+    def num_requests(self, traffic: Traffic) -> int:
+        """That one engine can have in its blocks, and in a step, at once."""
+        blocks = -(-(traffic.prompt_tokens + traffic.output_tokens) // BLOCK_SIZE)
+        return min(self.config.max_num_seqs, self.num_blocks // blocks)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Of hand-offs at the target load, in bytes and bytes a second."""
+
+    request: int
+    total: float
+    prefill_rank: float
+    decode_rank: float
+
+
+@dataclass
+class Plan:
+    spec: FleetSpec
+    machines: Machines
+    traffic: Traffic
+    fleets: list[FleetPlan] = field(default_factory=list)
+    ranks: list[RankPlan] = field(default_factory=list)
+    bandwidth: Bandwidth | None = None
+    refusals: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_nodes(self) -> int:
+        return max((rank.node for rank in self.ranks), default=-1) + 1
+
+
+def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
+    """Never raises for an application that cannot work: its `refusals` say why."""
+    plan = Plan(spec, machines, traffic)
+    plan.ranks = list(_placement(spec, machines))
+    if machines.nodes is not None and plan.num_nodes > machines.nodes:
+        plan.refusals.append(f"{plan.num_nodes} nodes are needed, there are {machines.nodes}")
+    for role in spec.fleets.present:
+        try:
+            plan.fleets.append(_fleet(spec, role, machines, plan.notes))
+        except (ModelError, InvalidEngineConfig) as error:
+            plan.refusals.append(f"{role}: {error}")
+    plan.bandwidth = _bandwidth(plan)
+    _note_what_is_slow(plan)
+    return plan
+
+
+def check_model(spec: FleetSpec) -> None:
+    """What depends on the model's config.json. Raises `InvalidSpec` with one line a fleet that cannot be."""
+    problems = []
+    for role in spec.fleets.present:
+        try:
+            model_of(spec, role)
+        except (ModelError, InvalidEngineConfig) as error:
+            problems.append(f"{role}: {error}")
+    if problems:
+        raise InvalidSpec("\n".join(dict.fromkeys(problems)))
+
+
+def model_of(spec: FleetSpec, role: Role) -> ModelConfig:
+    """The model as one fleet serves it; of its weights nothing is read.
+
+    Raises `ModelError` for one that this version cannot serve, `InvalidEngineConfig` where it does not divide.
+    """
+    config = spec.engine_config(role)
+    model = ModelConfig.from_folder(
+        spec.model,
+        dtype=DTYPES[config.dtype] or "auto",
+        max_model_len=config.max_model_len,
+        load_format="dummy",
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
+    check_division(model, config)
+    return model
+
+
+def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) -> FleetPlan:
+    config, model = spec.engine_config(role), model_of(spec, role)
+    device = machines.device if config.device == "auto" else config.device
+    weights = weights_of_rank(model, config).num_bytes(model, device)
+    step = _step_bytes(model, config)
+    block = max(block_bytes(model, config.tensor_parallel_size))
+    per_sequence = -(-model.max_model_len // BLOCK_SIZE)
+    budget, setting = _kv_budget(spec, role, machines, device, weights + step)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks, setting = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    else:
+        num_blocks = max(0, min(budget // block, config.max_num_seqs * per_sequence))
+    max_model_len = min(model.max_model_len, num_blocks * BLOCK_SIZE)
+    if num_blocks == 0:
+        raise InvalidEngineConfig(
+            setting, f"leaves no room for KV blocks: weights take {weights / GB:.1f} GB, a step some {step / GB:.1f} GB"
+        )
+    if max_model_len < model.max_model_len:
+        what = f"hold {max_model_len} tokens, a sequence may have {model.max_model_len}"
+        if config.max_model_len is not None:
+            raise InvalidEngineConfig(setting, f"{num_blocks} blocks {what}")
+        notes.append(f"{role}: {num_blocks} blocks {what}: max_model_len becomes {max_model_len}")
+    return FleetPlan(role, config, device, weights, step, block, num_blocks, max_model_len)
+
+
+def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, taken: int) -> tuple[int, str]:
+    """Bytes for blocks, and the argument that changes them."""
+    config = spec.engine_config(role)
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    if device == "cpu":
+        return CPU_KV_BYTES, "kv_cache_memory_bytes"
+    total = int(config.gpu_memory_utilization * machines.gpu_memory_bytes)
+    return total - DRIVER_BYTES - taken, "gpu_memory_utilization"
+
+
+def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """An estimate of what the largest step allocates: the widest activations, and logits in float32."""
+    ranks = config.tensor_parallel_size
+    width = 4 * model.hidden_size + 3 * max(model.intermediate_size, model.num_heads * model.head_dim) // ranks
+    if model.moe is not None:
+        width += model.moe.top_k * (model.hidden_size + 3 * model.moe.intermediate_size)
+    tokens = config.max_num_batched_tokens * (config.data_parallel_size if config.enable_expert_parallel else 1)
+    logits = config.max_num_seqs * model.vocab_size * (DTYPE_BYTES[model.dtype] + 4)
+    return tokens * width * DTYPE_BYTES[model.dtype] + logits
+
+
+def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
+    """As Ray's PACK does: the bundles of a group on as few nodes as possible, groups one after the other."""
+    free: list[float] = []
+    for role, fleet in spec.fleets.present.items():
+        config = spec.engine_config(role)
+        each = spec.gpus_of(role, cluster_gpus=machines.gpus_per_node)
+        for group in range(fleet.replicas):
+            nodes = _pack(free, config.world_size, each, machines.gpus_per_node)
+            first = spec.first_rank(role) + group * config.data_parallel_size
+            for seat in seats_of([str(node) for node in nodes], config.tensor_parallel_size):
+                dp_rank, tp_rank = divmod(seat.rank, config.tensor_parallel_size)
+                yield RankPlan(role, group, dp_rank, tp_rank, first + dp_rank, nodes[seat.bundle])
+
+
+def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]:
+    """The node of each bundle; `free` GPUs of each node are updated, and nodes are added as they are needed."""
+
+    def room(node: int) -> int:
+        return size if each == 0 else int(free[node] / each + 1e-9)
+
+    if not free:
+        free.append(per_node)
+    nodes: list[int] = []
+    while len(nodes) < size:
+        left = size - len(nodes)
+        whole = [node for node in range(len(free)) if room(node) >= left]
+        node = whole[0] if whole else max(range(len(free)), key=room)
+        taken = min(left, room(node))
+        if taken == 0 or (not whole and not nodes and room(node) < min(size, math.floor(per_node / each))):
+            free.append(per_node)
+            continue
+        free[node] -= taken * each
+        nodes += [node] * taken
+    return nodes
+
+
+def _bandwidth(plan: Plan) -> Bandwidth | None:
+    """None where nothing is handed over."""
+    fleets = {fleet.role: fleet for fleet in plan.fleets}
+    if Role.PREFILL not in fleets or Role.DECODE not in fleets:
+        return None
+    spec, decode = plan.spec, fleets[Role.DECODE].config
+    blocks = -(-plan.traffic.prompt_tokens // BLOCK_SIZE)
+    request = blocks * sum(block_bytes(model_of(spec, Role.DECODE), decode.tensor_parallel_size))
+    total = request * plan.traffic.requests_per_s
+    readers, holders = (spec.num_workers_of(role) for role in (Role.DECODE, Role.PREFILL))
+    return Bandwidth(request, total, total / holders, total / readers)
+
+
+def _note_what_is_slow(plan: Plan) -> None:
+    groups: dict[tuple[Role, int, int], set[int]] = {}
+    for rank in plan.ranks:
+        groups.setdefault((rank.role, rank.group, rank.dp_rank), set()).add(rank.node)
+    straddling = sum(len(nodes) > 1 for nodes in groups.values())
+    if straddling:
+        plan.notes.append(
+            f"{straddling} engines divide their layers over several nodes, which is slow: choose a "
+            f"tensor_parallel_size that divides {plan.machines.gpus_per_node}"
+        )

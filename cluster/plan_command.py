@@ -1,0 +1,85 @@
+"""What `baton plan` prints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from rich.console import Console
+from rich.table import Table
+
+from .contracts import LoadBalancing
+from .gateway.ranks import spell_ranks
+from .plan import GB, Plan, RankPlan
+
+
+def print_plan(console: Console, name: str, plan: Plan) -> None:
+    spec, machines = plan.spec, plan.machines
+    size = (
+        f"{machines.gpus_per_node} GPUs of {machines.gpu_memory_bytes / GB:g} GB"
+        if machines.gpus_per_node
+        else "no GPU"
+    )
+    console.print(f"[bold]{name}[/]: {spec.served_model_id} on {plan.num_nodes} node(s) with {size}", highlight=False)
+    console.print(_placement(plan))
+    console.print(_memory(plan))
+    console.print(_gateways(plan), highlight=False)
+    _print_bandwidth(console, plan)
+    for note in plan.notes:
+        console.print(f"[yellow]note:[/] {note}", highlight=False)
+    for refusal in plan.refusals:
+        console.print(f"[red]refused:[/] {refusal}", highlight=False)
+
+
+def _placement(plan: Plan) -> Table:
+    """One line for the ranks of a group on one node."""
+    table = Table(title="Placement", title_justify="left")
+    for column in ("node", "role", "group", "ranks", "workers"):
+        table.add_column(column)
+    lines: dict[tuple[int, str, int], list[RankPlan]] = defaultdict(list)
+    for rank in plan.ranks:
+        lines[rank.node, rank.role, rank.group].append(rank)
+    for (node, role, group), ranks in lines.items():
+        engines = spell_ranks({rank.engine_rank for rank in ranks})
+        dp_ranks = spell_ranks({rank.dp_rank for rank in ranks})
+        tp_ranks = spell_ranks({rank.tp_rank for rank in ranks})
+        table.add_row(str(node), role, str(group), engines, f"{len(ranks)}: dp {dp_ranks}, tp {tp_ranks}")
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(title="Memory of each worker, GB", title_justify="left")
+    sizes = ("weights", "step (estimated)", "KV")
+    counts = ("KV blocks", "max_model_len", "requests of an engine")
+    for column in ("role", "device", *sizes, *counts):
+        table.add_column(column, justify="left" if column in ("role", "device") else "right")
+    for fleet in plan.fleets:
+        gigabytes = (f"{size / GB:.2f}" for size in (fleet.weights, fleet.step, fleet.kv))
+        numbers = map(str, (fleet.num_blocks, fleet.max_model_len, fleet.num_requests(plan.traffic)))
+        table.add_row(fleet.role, fleet.device, *gigabytes, *numbers)
+    return table
+
+
+def _gateways(plan: Plan) -> str:
+    spec = plan.spec
+    nodes = len({rank.node for rank in plan.ranks if rank.role.writes_answers})
+    count, port = spec.num_gateways(nodes), spec.gateway.port
+    each = {
+        LoadBalancing.INTERNAL: f"at port {port} of their nodes; each reaches every rank",
+        LoadBalancing.HYBRID: f"at port {port} of the nodes that write answers; each reaches the ranks of its node",
+        LoadBalancing.EXTERNAL: f"at ports {port}, {port + 1}, ... of nodes that write answers; each reaches a rank",
+    }
+    return f"Gateways ({spec.load_balancing}): {count}, {each[spec.load_balancing]}"
+
+
+def _print_bandwidth(console: Console, plan: Plan) -> None:
+    load = plan.traffic
+    line = f"At {load.requests_per_s:g} requests a second of {load.prompt_tokens} + {load.output_tokens} tokens: "
+    if (bandwidth := plan.bandwidth) is None:
+        line += "nothing is handed over"
+    else:
+        line += (
+            f"{bandwidth.request / GB:.3f} GB a hand-off, {bandwidth.total / GB:.2f} GB/s in all, "
+            f"{bandwidth.prefill_rank / GB:.2f} from each prefill worker, "
+            f"{bandwidth.decode_rank / GB:.2f} to each decode worker"
+        )
+    console.print(line, highlight=False)

@@ -1,0 +1,97 @@
+"""What a model takes on each rank, from its config.json alone: bytes of weights, bytes of a KV block.
+
+Weights are counted as they are divided (docs/parallel.md): over tensor-parallel ranks, and experts over all ranks where
+they are spread. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from baton.engine.config import EngineConfig
+from baton.engine.core.layout import DTYPE_BYTES
+from baton.engine.model_config import ModelConfig
+
+BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale of 4 bytes
+BYTES_IN_8_BITS = 1 + 4 / BLOCK**2
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of one rank, by what becomes of them where a checkpoint has 8 bits and the device kernels for them."""
+
+    plain: float  # in the model's dtype in any case
+    narrow: float  # in 8 bits
+
+    def num_bytes(self, model: ModelConfig, device: str) -> int:
+        """On a "cuda" or "cpu" device; a CPU has no kernels for 8 bits, and multiplies them out."""
+        wide = DTYPE_BYTES[model.dtype]
+        in_8_bits = model.quantization is not None and device == "cuda"
+        return int(self.plain * wide + self.narrow * (BYTES_IN_8_BITS if in_8_bits else wide))
+
+
+def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
+    """Every rank has as many."""
+    ranks = config.tensor_parallel_size
+    embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    sparse = model.moe.sparse_layers if model.moe is not None else (False,) * model.num_layers
+    attention, latents = _attention(model, ranks)
+    plain, narrow = embeddings + norms + latents * model.num_layers, attention * model.num_layers
+    for is_mixture in sparse:
+        if not is_mixture:
+            narrow += 3 * model.hidden_size * model.intermediate_size / ranks
+            continue
+        router, shared, routed = _mixture(model, config)
+        plain, narrow = plain + router, narrow + shared
+        if _experts_stay_narrow(model, config):
+            narrow += routed
+        else:
+            plain += routed
+    return Weights(plain, narrow)
+
+
+def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
+    """Of one layer: what may be in 8 bits, and what latents are multiplied out with, which never is."""
+    hidden, heads = model.hidden_size, model.num_heads / ranks
+    if (latent := model.latent) is None:
+        kv_heads = len(model.layout.heads_of(0, ranks))
+        return hidden * model.head_dim * (2 * heads + 2 * kv_heads), 0
+    if latent.q_rank is None:
+        queries = hidden * heads * latent.head_dim
+    else:
+        queries = hidden * latent.q_rank + latent.q_rank * heads * latent.head_dim
+    down = hidden * (latent.rank + latent.rope_dim)
+    up = latent.rank * heads * (latent.nope_dim + latent.value_dim)
+    return queries + down + heads * latent.value_dim * hidden, up
+
+
+def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float, float]:
+    """Of one layer: the router, what all tokens share, and the experts."""
+    experts = model.moe
+    assert experts is not None, "only mixtures have experts"
+    one = 3 * model.hidden_size * experts.intermediate_size
+    if config.enable_expert_parallel:
+        routed = one * (experts.num_experts + config.num_redundant_experts) / config.world_size
+    else:
+        routed = one * experts.num_experts / config.tensor_parallel_size
+    shared = 3 * model.hidden_size * experts.shared_intermediate_size / config.tensor_parallel_size
+    return experts.num_experts * model.hidden_size, shared, routed
+
+
+def _experts_stay_narrow(model: ModelConfig, config: EngineConfig) -> bool:
+    """Those with scales of blocks, where a rank has whole blocks (`engine.layers.experts`)."""
+    assert model.moe is not None, "only mixtures have experts"
+    width = model.moe.intermediate_size
+    if not config.enable_expert_parallel:
+        width //= config.tensor_parallel_size
+    in_blocks = model.quantization is not None and model.quantization.in_blocks
+    return in_blocks and model.hidden_size % BLOCK == 0 and width % BLOCK == 0
+
+
+def block_bytes(model: ModelConfig, tensor_parallel_size: int) -> Iterator[int]:
+    """Of one KV block, on each tensor-parallel rank."""
+    layout = model.layout
+    for rank in range(tensor_parallel_size):
+        yield len(layout.heads_of(rank, tensor_parallel_size)) * layout.head_bytes

@@ -1,0 +1,154 @@
+"""A real balancer in front of real gateways, all of them processes of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+CONFIGS = Path(__file__).parents[3] / "configs/load_balancer"
+NUM_TOKENS = 60
+READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """A program and how its configuration that is shipped is run by a test."""
+
+    program: str
+    config: str
+    checks: Callable[[Path], list[str]]
+    runs: Callable[[Path], list[str]]
+    drain_s: float  # of gateways behind it
+
+    def configure(self, folder: Path, port: int, gateways: list[int]) -> Path:
+        """The file that is shipped, with other ports, and nothing else."""
+        text = (CONFIGS / self.config).read_text()
+        text, found = re.subn(r"9000\b", str(port), text)
+        assert found == 1
+        for index, gateway in enumerate(gateways):
+            text, found = re.subn(rf"127\.0\.0\.1:800{index}\b", f"127.0.0.1:{gateway}", text)
+            assert found == 1
+        file = folder / self.config
+        file.write_text(text)
+        return file
+
+
+def _nginx(*more: str) -> Callable[[Path], list[str]]:
+    def command(file: Path) -> list[str]:
+        return ["nginx", "-p", str(file.parent), "-c", str(file), "-g", f"pid {file.parent}/pid; daemon off;", *more]
+
+    return command
+
+
+HAPROXY = Balancer(
+    program="haproxy",
+    config="haproxy.cfg",
+    checks=lambda file: ["haproxy", "-c", "-f", str(file)],
+    runs=lambda file: ["haproxy", "-db", "-f", str(file)],
+    drain_s=4.0,
+)
+NGINX = Balancer(program="nginx", config="nginx.conf", checks=_nginx("-t"), runs=_nginx(), drain_s=0.0)
+BALANCERS = [HAPROXY, NGINX]
+
+
+def is_missing(program: str) -> bool:
+    """In continuous integration nothing is left out: what is missing fails."""
+    return shutil.which(program) is None and not os.environ.get("CI")
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Ended, whatever happens."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def gateway(port: int, drain_s: float, folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    program = Path(__file__).with_name("gateway_process.py")
+    return running([sys.executable, str(program), str(port), str(drain_s)], folder / f"gateway-{port}.log")
+
+
+def wait_until_healthy(port: int) -> None:
+    deadline_s = time.monotonic() + READY_S
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                return
+        assert time.monotonic() < deadline_s, f"nobody answers at port {port}"
+        time.sleep(0.05)
+
+
+def answered_by(port: int) -> float:
+    """How many requests the gateway has served."""
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+    name = 'baton_http_responses_total{route="/v1/completions",status="200"} '
+    return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
+
+
+@dataclass
+class Load:
+    """Clients that ask again and again, each on connections of its own."""
+
+    port: int
+    clients: int
+    stream: bool
+    keep_alive: bool = True
+    model: str = "tiny"
+    failures: list[str] = field(default_factory=list)
+    answered: int = 0
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextlib.asynccontextmanager
+    async def under_way(self) -> AsyncIterator[Load]:
+        tasks = [asyncio.create_task(self._ask(number)) for number in range(self.clients)]
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            async with asyncio.timeout(30):
+                await asyncio.gather(*tasks)
+
+    async def _ask(self, number: int) -> None:
+        body = {
+            "model": self.model,
+            "prompt": [5 + number] * 40,
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "seed": 1,
+        }
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=30) as http:
+            while not self._stop.is_set():
+                try:
+                    await self._ask_once(http, body)
+                except (httpx.HTTPError, AssertionError) as error:
+                    self.failures.append(f"{type(error).__name__}: {error}")
+
+    async def _ask_once(self, http: httpx.AsyncClient, body: dict[str, object]) -> None:
+        headers = {} if self.keep_alive else {"connection": "close"}
+        response = await http.post("/v1/completions", json=body | {"stream": self.stream}, headers=headers)
+        assert response.status_code == 200, response.text
+        if self.stream:
+            *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n")[:-1]]
+            assert done == "[DONE]", response.text[-300:]
+            finish = json.loads(events[-1])["choices"][0]["finish_reason"]
+        else:
+            finish = response.json()["choices"][0]["finish_reason"]
+        assert finish == "length"
+        self.answered += 1

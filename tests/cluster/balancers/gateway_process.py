@@ -1,0 +1,48 @@
+"""One real gateway over a fake engine, as a process: `python gateway_process.py PORT DRAIN_S`. SIGTERM drains it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
+
+from fake_cluster import FakeCluster
+from tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer
+
+from baton.cluster.contracts import Role
+from baton.cluster.gateway import GatewaySettings, create_app
+from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway_server import HttpServer, listen
+
+STEP_S = 0.004  # of the engine: answers last long enough to be under way when something happens
+
+
+async def serve(port: int, drain_s: float) -> None:
+    model = tiny_model(tiny_tokenizer())
+    cluster = FakeCluster(
+        {},
+        num_blocks=2048,
+        max_num_seqs=128,
+        max_num_batched_tokens=512,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=model.vocab_size,
+        eos_token_ids=list(model.eos_token_ids),
+    )
+    cluster.start(Role.UNIFIED).step_s = STEP_S
+    drain = Drain()
+    app = create_app(cluster, model, GatewaySettings(gateway_id=f"gateway-{port}"), drain)
+    server = HttpServer(app, drain, drain_s=drain_s, drain_timeout_s=20.0)
+    server.start(listen("127.0.0.1", port, share=False))
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    await told.wait()
+    await server.drain()
+    await cluster.settled()  # whatever it began, it ended
+    await cluster.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2])))

@@ -1,0 +1,145 @@
+"""The balancer configurations that are shipped, in real HAProxy and nginx, in front of real gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from balanced import BALANCERS, CONFIGS, Balancer, Load, answered_by, gateway, is_missing, running, wait_until_healthy
+from served import free_port
+
+from baton.cluster.gateway.settings import GatewaySettings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+CLIENTS = 12
+
+
+class Setup:
+    """A balancer and two gateways."""
+
+    def __init__(self, balancer: Balancer, folder: Path) -> None:
+        self.port, self.gateways = free_port(), [free_port(), free_port()]
+        self._balancer, self._folder = balancer, folder
+        self._running = contextlib.ExitStack()
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        for port in self.gateways:
+            self.start_gateway(port)
+        file = self._balancer.configure(self._folder, self.port, self.gateways)
+        self._running.enter_context(running(self._balancer.runs(file), self._folder / "balancer.log"))
+        for port in (*self.gateways, self.port):
+            wait_until_healthy(port)
+
+    def start_gateway(self, port: int) -> None:
+        process = self._running.enter_context(gateway(port, self._balancer.drain_s, self._folder))
+        self.processes[port] = process
+
+    def close(self) -> None:
+        self._running.close()
+
+
+@pytest.fixture(params=BALANCERS, ids=lambda balancer: balancer.program)
+def balancer(request: pytest.FixtureRequest) -> Balancer:
+    if is_missing(request.param.program):
+        pytest.skip(f"{request.param.program} is not installed")
+    return request.param
+
+
+@pytest.fixture
+def setup(balancer: Balancer, tmp_path: Path) -> Iterator[Setup]:
+    setup = Setup(balancer, tmp_path)
+    try:
+        setup.start()
+        yield setup
+    finally:
+        setup.close()
+
+
+async def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.05)
+
+
+async def test_the_file_as_it_is_shipped_is_valid(balancer: Balancer) -> None:
+    done = subprocess.run(balancer.checks(CONFIGS / balancer.config), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+async def test_requests_are_spread_over_the_gateways(setup: Setup) -> None:
+    async with Load(setup.port, CLIENTS, stream=True).under_way() as load:
+        await eventually(lambda: load.answered > 4 * CLIENTS)
+    assert load.failures == []
+    shares = [answered_by(port) for port in setup.gateways]
+    assert min(shares) > load.answered / 4, shares
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_gateway_that_is_taken_away_under_load_costs_no_request(setup: Setup, stream: bool) -> None:
+    leaver, stayer = setup.gateways
+    async with Load(setup.port, CLIENTS, stream).under_way() as load:
+        await eventually(lambda: answered_by(leaver) > CLIENTS)
+        setup.processes[leaver].send_signal(signal.SIGTERM)
+        await eventually(lambda: setup.processes[leaver].poll() is not None)
+        assert setup.processes[leaver].returncode == 0
+        alone_from = load.answered
+        await eventually(lambda: load.answered > alone_from + 2 * CLIENTS)
+        setup.start_gateway(leaver)
+        await asyncio.to_thread(wait_until_healthy, leaver)
+        await eventually(lambda: answered_by(leaver) > CLIENTS)
+    assert load.failures == []
+    assert answered_by(stayer) > alone_from / 4
+
+
+async def test_a_gateway_that_is_killed_costs_no_request_that_had_no_answer_yet(setup: Setup) -> None:
+    async with Load(setup.port, CLIENTS, stream=False, keep_alive=True).under_way() as load:
+        await eventually(lambda: answered_by(setup.gateways[0]) > CLIENTS)
+        setup.processes[setup.gateways[0]].kill()
+        killed_at = load.answered
+        await eventually(lambda: load.answered > killed_at + 3 * CLIENTS)
+    assert load.failures == []
+
+
+async def test_tokens_are_passed_on_as_they_come(setup: Setup) -> None:
+    body = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    arrivals = []
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{setup.port}") as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        async for chunk in response.aiter_raw():
+            arrivals.append(time.perf_counter())
+            assert chunk
+    assert len(arrivals) > 20
+    assert arrivals[-1] - arrivals[0] > 0.1
+
+
+def test_envoys_file_says_the_same() -> None:
+    """There is no Envoy in Debian: its file is read, and compared with what the others are tested for."""
+    config = yaml.safe_load((CONFIGS / "envoy.yaml").read_text())["static_resources"]
+    (listener,), (cluster,) = config["listeners"], config["clusters"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+    assert route["route"]["cluster"] == cluster["name"] == cluster["load_assignment"]["cluster_name"]
+    assert route["route"]["timeout"] == "0s"
+    assert "503" in str(route["route"]["retry_policy"]["retriable_status_codes"])
+    assert cluster["lb_policy"] == "LEAST_REQUEST"
+    (check,) = cluster["health_checks"]
+    assert check["http_health_check"]["path"] == "/health"
+    seconds = int(check["interval"].rstrip("s")) * check["unhealthy_threshold"]
+    assert seconds < GatewaySettings().drain_s
+    assert float(manager["stream_idle_timeout"].rstrip("s")) > GatewaySettings().request_timeout_s
+    endpoints = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    ports = [endpoint["endpoint"]["address"]["socket_address"]["port_value"] for endpoint in endpoints]
+    assert ports == [8000, 8001]

@@ -1,0 +1,87 @@
+"""A gateway that is about to end says so, and ends what it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+from gateway_service import Service, events
+
+from baton.cluster.contracts import Role
+from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
+from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway_server import HttpServer, listen
+
+BODY = {"model": "tiny", "prompt": [5] * 20, "max_tokens": 60, "ignore_eos": True}
+
+
+@pytest.fixture
+async def service(start: Callable[..., Service]) -> Service:
+    return start(Role.UNIFIED)
+
+
+def serve(service: Service, model: ServedModel, *, drain_s: float, drain_timeout_s: float) -> tuple[HttpServer, str]:
+    drain, listener = Drain(), listen("127.0.0.1", 0, share=False)
+    app = create_app(service.cluster, model, GatewaySettings(), drain)
+    server = HttpServer(app, drain, drain_s=drain_s, drain_timeout_s=drain_timeout_s)
+    server.start(listener)
+    return server, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_it_says_so_first_and_still_takes_requests(service: Service, model: ServedModel) -> None:
+    server, url = serve(service, model, drain_s=1.0, drain_timeout_s=5)
+    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+        answer = await http.get("/health")
+        assert (answer.status_code, answer.headers.get("connection")) == (200, None)
+        draining = asyncio.create_task(server.drain())
+        await asyncio.sleep(0.1)
+        health = await http.get("/health")
+        assert health.status_code == 503
+        assert "about to end" in health.json()["error"]["message"]
+        answer = await http.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert (await http.get("/live")).status_code == 200
+        assert not draining.done()
+        await asyncio.wait_for(draining, 10)
+        with pytest.raises(httpx.ConnectError):
+            await http.get("/live")
+    assert server.has_ended
+
+
+async def test_open_answers_end_behind_a_closed_port(service: Service, model: ServedModel) -> None:
+    service.cluster.members[0].step_s = 0.02
+    server, url = serve(service, model, drain_s=0.0, drain_timeout_s=20)
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        stream = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
+        while not service.cluster.members[0].submitted:
+            await asyncio.sleep(0.005)
+        draining = asyncio.create_task(server.drain())
+        await asyncio.sleep(0.4)
+        assert not stream.done()
+        async with httpx.AsyncClient(base_url=url) as other:
+            with pytest.raises(httpx.ConnectError):
+                await other.get("/live")
+        *chunks, done = events((await stream).text)
+        assert done == "[DONE]"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        await asyncio.wait_for(draining, 10)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_that_take_too_long_end_with_an_error(service: Service, model: ServedModel, stream: bool) -> None:
+    engine = service.cluster.members[0]
+    server, url = serve(service, model, drain_s=0.0, drain_timeout_s=1)
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        asked = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": stream}))
+        while not engine.submitted or (stream and not engine.core.stats().generation_tokens):
+            await asyncio.sleep(0.001)
+        engine.running.clear()
+        await asyncio.wait_for(asyncio.gather(server.drain(), server.drain()), 10)
+        answer = await asked
+        assert answer.status_code == (200 if stream else 503)
+        last = events(answer.text)[-1] if stream else answer.json()
+        assert "about to end" in last["error"]["message"]
+    engine.running.set()
+    await service.cluster.settled()

@@ -1,0 +1,95 @@
+"""Where gateways belong and at which ports they listen, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from fakes import make_gateway, make_record
+
+from baton.cluster.contracts import EngineRecord, LoadBalancing, Reach, Role
+from baton.cluster.gateway_keeper import EMPTY_S, Action, Gateway, Ports, Post, posts_for, what_to_do
+
+ENGINES = [
+    make_record(rank=0, role=Role.PREFILL, node="a"),
+    make_record(rank=1, role=Role.DECODE, node="b"),
+    make_record(rank=2, role=Role.DECODE, node="c"),
+    make_record(rank=3, role=Role.UNIFIED, node="b"),
+]
+
+
+def reaches(mode: LoadBalancing, engines: list[EngineRecord]) -> list[tuple[str, Reach]]:
+    return [(post.node_id, post.reach) for post in posts_for(mode, engines).values()]
+
+
+def test_there_is_a_gateway_on_each_node_that_writes_answers() -> None:
+    assert reaches(LoadBalancing.HYBRID, ENGINES) == [
+        ("b", Reach(mode=LoadBalancing.HYBRID, node_id="b")),
+        ("c", Reach(mode=LoadBalancing.HYBRID, node_id="c")),
+    ]
+
+
+def test_there_is_a_gateway_beside_each_rank_that_writes_answers() -> None:
+    assert reaches(LoadBalancing.EXTERNAL, ENGINES) == [
+        ("b", Reach(mode=LoadBalancing.EXTERNAL, rank=1)),
+        ("c", Reach(mode=LoadBalancing.EXTERNAL, rank=2)),
+        ("b", Reach(mode=LoadBalancing.EXTERNAL, rank=3)),
+    ]
+
+
+def test_a_rank_that_moved_to_another_node_has_its_gateway_there() -> None:
+    before = posts_for(LoadBalancing.EXTERNAL, [make_record(rank=1, node="b")])
+    after = posts_for(LoadBalancing.EXTERNAL, [make_record(rank=1, node="c")])
+    assert before.keys().isdisjoint(after)
+
+
+def post(rank: int, machine: str) -> Post:
+    return Post(Reach(mode=LoadBalancing.EXTERNAL, rank=rank), f"node of {machine}", machine)
+
+
+def test_gateways_of_one_machine_take_the_next_port_and_keep_it() -> None:
+    ports = Ports(8000)
+    posts = [post(0, "x"), post(1, "x"), post(2, "y")]
+    assert [ports.of(each) for each in posts] == [8000, 8001, 8000]
+    assert [ports.of(each) for each in reversed(posts)] == [8000, 8001, 8000]
+
+
+def test_a_port_that_is_given_up_is_the_next_ones() -> None:
+    ports = Ports(8000)
+    for rank in range(3):
+        ports.of(post(rank, "x"))
+    ports.free(post(1, "x"))
+    assert ports.of(post(7, "x")) == 8001
+    assert ports.of(post(1, "x")) == 8003
+
+
+def test_gateways_that_are_there_already_keep_their_ports() -> None:
+    ports = Ports(8000)
+    ports.hold(post(1, "x"), 8000)
+    assert ports.of(post(0, "x")) == 8001
+    assert ports.of(post(1, "x")) == 8000
+
+
+def gateway(application: str = "now", needed_at_s: float = 0.0) -> Gateway:
+    nobody: Any = None
+    record = msgspec.structs.replace(make_gateway("g"), application=application)
+    return Gateway(nobody, record, nobody, needed_at_s)
+
+
+@pytest.mark.parametrize(
+    ("there", "needed", "now_s", "action"),
+    [
+        (None, True, 0.0, Action.START),
+        (None, False, 0.0, Action.GIVE_UP),
+        (gateway(), True, 0.0, Action.NOTHING),
+        (gateway(), False, EMPTY_S - 1, Action.NOTHING),
+        (gateway(), False, EMPTY_S + 1, Action.END),
+        (gateway("before"), True, 0.0, Action.REPLACE),
+        (gateway("before"), False, 0.0, Action.END),
+    ],
+)
+def test_a_post_is_kept_while_it_is_needed_and_for_a_while(
+    there: Gateway | None, needed: bool, now_s: float, action: Action
+) -> None:
+    assert what_to_do(there, needed=needed, application="now", now_s=now_s) is action

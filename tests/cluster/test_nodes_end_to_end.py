@@ -1,0 +1,128 @@
+"""Hybrid load balancing over several nodes (of one machine): a gateway a node, a node that is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from served import Server, baton_serve, config_file, eventually, free_port
+
+from baton.cluster.processes import descendants, kill
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+
+DECODE_NODES = ["decode_a", "decode_b"]
+
+
+class Nodes:
+    """The nodes, as a process."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("several_nodes.py")
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *DECODE_NODES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, "the cluster did not start"
+
+    def lose(self, name: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{name}\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        below = descendants(self.process.pid)
+        self.process.kill()
+        self.process.wait()
+        kill(below)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A prefill engine somewhere, and a decode engine on each of two nodes."""
+    port = free_port()
+    file = config_file(tmp_path_factory.mktemp("nodes"), name="nodes", port=port)
+    config = yaml.safe_load(file.read_text())
+    args = config["applications"][0]["args"]
+    args["load_balancing"] = "hybrid"
+    args["engine"]["num_threads"] = 1
+    # Each decode engine takes most of its node's CPUs, so that there is one a node.
+    resources = {"decode_node": 0.001}
+    args["fleets"]["decode"] = {"replicas": 2, "num_cpus": 1.5, "resources": resources, "step_timeout_s": 30.0}
+    args["fleets"]["prefill"] |= {"num_cpus": 0.1}
+    file.write_text(yaml.safe_dump(config))
+    with baton_serve(file, port, "--address", nodes.address) as server:
+        yield server
+
+
+def table_at(port: int) -> dict[str, Any]:
+    return dict(httpx.get(f"http://127.0.0.1:{port}/v1/cluster/ranks", timeout=10).raise_for_status().json())
+
+
+def test_each_node_that_writes_answers_has_a_gateway_that_reaches_its_rank(server: Server) -> None:
+    table = table_at(server.port)
+    node_of = {rank["rank"]: rank["node_id"] for rank in table["data"]}
+    assert len({node_of[1], node_of[2]}) == 2, "ranks 1 and 2 decode, on a node each"
+    ports = [server.port, server.port + 1]
+    assert [gateway["port"] for gateway in table["gateways"]] == ports
+    assert sorted(gateway["ranks"] for gateway in table["gateways"]) == [[0, 1], [0, 2]]
+    for port, gateway in zip(ports, table["gateways"], strict=True):
+        body = {"model": "baton-demo", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
+        assert answer.headers["x-baton-path"].startswith("disaggregated")
+        reached = [rank["rank"] for rank in table_at(port)["data"] if rank["reachable"]]
+        assert reached == gateway["ranks"]
+
+
+def test_a_node_that_is_lost_takes_its_gateway_along_and_no_other(server: Server, nodes: Nodes) -> None:
+    before = table_at(server.port)
+    stays = before["gateways"][0]
+    lost_rank = next(gateway["ranks"][1] for gateway in before["gateways"][1:])
+    lost_node = next(rank["node_id"] for rank in before["data"] if rank["rank"] == lost_rank)
+    nodes.lose(name_of(nodes, lost_node))
+    eventually(lambda: len(table_at(stays["port"])["gateways"]) == 1, 30, "the lost gateway is still listed")
+    table = table_at(stays["port"])
+    assert [gateway["gateway"] for gateway in table["gateways"]] == [stays["gateway"]]
+    assert httpx.get(f"http://127.0.0.1:{stays['port']}/health").status_code == 200
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{before['gateways'][1]['port']}/health")
+
+
+def test_gateways_end_with_their_application_though_the_cluster_goes_on(server: Server, nodes: Nodes) -> None:
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert server.process.wait(timeout=60) == 130
+    left = [Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in descendants(nodes.process.pid)]
+    assert any(name.startswith("ray::ServeController") for name in left), "the cluster goes on"
+    assert [name for name in left if name.startswith(("ray::Gateway", "ray::Engine", "ray::Directory"))] == []
+
+
+def name_of(nodes: Nodes, node_id: str) -> str:
+    code = (
+        "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False);"
+        "print(*next(node['Resources'] for node in ray.nodes() if node['NodeID'] == sys.argv[2]))"
+    )
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    command = [sys.executable, "-c", code, nodes.address, node_id]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    return next(word for word in done.stdout.split() if word in DECODE_NODES)
