@@ -139,6 +139,9 @@ def make_model(
     keys = {**SHAPE, **DIFFERENCES[architecture], "rope_parameters": dict(rope or ROPES["default"]), **config}
     hf_config = AutoConfig.for_model(architecture, **keys)
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
+    for module in model.modules():
+        if hasattr(module, "limit"):  # of gpt-oss's experts: some versions take 7 whatever the config says
+            module.limit = hf_config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
