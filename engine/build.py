@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -156,7 +156,7 @@ def _prepare(config: EngineConfig, member: Member, phases: Phases) -> Iterator[_
         timeout_s=config.distributed_timeout_seconds,
         peer_memory=not config.disable_custom_all_reduce,
     )
-    with membership.telling():
+    with membership.telling(), nullcontext() if compiler is None else closing(compiler):
         with phases("join"):
             membership.join(device)
         groups = membership.groups

@@ -108,6 +108,35 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+# Sizes for which a device has kernels of its own: those of the tiny models would be served in other ways.
+_WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+_WIDE_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
+_WIDE_MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "deepseek_v2": _WIDE_LATENT,
+    "deepseek_v3": _WIDE_LATENT,
+}
+
+# In bfloat16, of models of these sizes:
+NEAR_TIE = 0.25  # of a logprob: about the largest error that rounding makes
+MISROUTED = 0.125  # of a mixture's tokens: rounding sends those with nearly tied experts to others, by any distance
+
+
+def wide_shape(architecture: str) -> dict[str, Any]:
+    """Config keys for `write_checkpoint`."""
+    return {**_WIDE, **_WIDE_MIXTURES.get(architecture, {})}
+
+
 def write_checkpoint(
     folder: str | Path,
     architecture: str = "qwen3",

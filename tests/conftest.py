@@ -26,11 +26,13 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu"):
+    needed = max((marker.args[0] if marker.args else 1 for marker in item.iter_markers("gpu")), default=0)
+    if needed:
         import torch
 
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found < needed:
+            pytest.skip("needs a CUDA device" if needed == 1 else f"needs {needed} CUDA devices, there are {found}")
 
 
 @pytest.fixture(scope="module")

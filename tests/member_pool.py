@@ -1,6 +1,7 @@
 """Processes that are members of groups: started once, given one function after another.
 
     results = pool.run(my_function, "an argument", tp=2)      # my_function(member, "an argument") in two processes
+    results = pool.run(my_function, tp=2, device="cuda")      # rank n is told to take GPU n
 
 A function that does not return in time, or whose process dies, fails the test, and all processes are started anew.
 """
@@ -22,8 +23,9 @@ from baton.engine.parallel.collectives import connect_groups
 from baton.engine.parallel.groups import ExpertSpread
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 
-TIMEOUT_S = 60.0  # of one function, on a machine that others use as well
+TIMEOUT_S = {"cpu": 60.0, "cuda": 110.0}  # of one function, on a machine that others use as well
 GROUP_TIMEOUT_S = 20.0
+START_TIMEOUT_S = {"cpu": GROUP_TIMEOUT_S, "cuda": 60.0}  # devices wake up
 
 
 class PoolFailed(AssertionError):
@@ -37,11 +39,18 @@ class MemberPool:
         self._pipes: list[Connection] = []
 
     def run(
-        self, function: Callable[..., Any], *args: Any, tp: int = 1, dp: int = 1, timeout_s: float = TIMEOUT_S
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        tp: int = 1,
+        dp: int = 1,
+        device: str = "cpu",
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """What `function(member, *args)` returns in each member of a group, in rank order.
 
-        The function is one of a module's top level, its arguments and results pickle. Raises `PoolFailed`.
+        The function is one of a module's top level, its arguments and results pickle. It ends within `timeout_s`, by
+        default that of the device. Raises `PoolFailed`.
         """
         size, rendezvous = tp * dp, Rendezvous()
         self._grow_to(size)
@@ -51,12 +60,13 @@ class MemberPool:
                 tensor_parallel_size=tp,
                 data_parallel_size=dp,
                 rendezvous=rendezvous.address,
+                device_index=rank if device == "cuda" else None,
                 num_local=size,
                 local_rank=rank,
-                start_timeout_s=GROUP_TIMEOUT_S,
+                start_timeout_s=START_TIMEOUT_S[device],
             )
             pipe.send((function, member, args))
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (TIMEOUT_S[device] if timeout_s is None else timeout_s)
         answers = [self._answer(rank, deadline) for rank in range(size)]
         failures = [text for failed, text in answers if failed]
         if failures:
@@ -101,11 +111,21 @@ def _serve(pipe: Connection) -> None:
         pipe.send(answer)
 
 
+def device_of(member: Member) -> torch.device:
+    """Where a member of the pool works."""
+    return torch.device("cpu") if member.device_index is None else torch.device("cuda", member.device_index)
+
+
 @contextmanager
-def groups_of(member: Member, spread: ExpertSpread | None = None) -> Iterator[ParallelGroups]:
-    """The groups of a member of the pool, on CPUs."""
+def groups_of(
+    member: Member, spread: ExpertSpread | None = None, *, peer_memory: bool = True
+) -> Iterator[ParallelGroups]:
+    """The groups of a member of the pool, on its device."""
+    device = device_of(member)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     meeting = Meeting(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
-    groups = connect_groups(member, meeting, torch.device("cpu"), spread, timeout_s=GROUP_TIMEOUT_S)
+    groups = connect_groups(member, meeting, device, spread, timeout_s=GROUP_TIMEOUT_S, peer_memory=peer_memory)
     yield groups
     groups.widest.agree([0])  # who is done first must not leave while others still talk
     groups.close()

@@ -49,8 +49,7 @@ class SelfAttention(Layer, abc.ABC):
         """hidden [T, hidden_size], through `norm` first -> [T, hidden_size], or only the `wanted` tokens [R] of it.
 
         With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
-        is returned is the sum. What later tokens need of all T tokens
-        is in `context.kv` afterwards.
+        is returned is the sum. What later tokens need of all T tokens is in `context.kv` afterwards.
         """
         ...
 

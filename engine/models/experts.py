@@ -16,6 +16,7 @@ class ExpertsConfig:
     num_experts: int
     top_k: int
     intermediate_size: int  # of one routed expert
+    intermediate_size_key: str = "moe_intermediate_size"  # its name in config.json
     shared_intermediate_size: int  # of all shared experts together; 0: none
     scoring: str = "softmax"
     renormalize: bool = False
@@ -81,6 +82,7 @@ def _read_mixtral(keys: Keys, num_layers: int) -> ExpertsConfig:
         num_experts=_num_experts(keys, ("num_local_experts", "num_experts"), 8),
         top_k=keys.integer("num_experts_per_tok", 2),
         intermediate_size=keys.integer("intermediate_size"),
+        intermediate_size_key="intermediate_size",
         shared_intermediate_size=0,
         renormalize=True,
         projections=("w1", "w3", "w2"),
@@ -93,6 +95,7 @@ def _read_gpt_oss(keys: Keys, num_layers: int) -> ExpertsConfig:
         num_experts=_num_experts(keys, ("num_local_experts", "num_experts"), 128),
         top_k=keys.integer("num_experts_per_tok", 4),
         intermediate_size=keys.integer("intermediate_size"),
+        intermediate_size_key="intermediate_size",
         shared_intermediate_size=0,
         renormalize=True,  # softmax over the chosen experts' logits: the same as over all, divided by the sum
         router_bias=True,

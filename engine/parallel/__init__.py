@@ -4,10 +4,18 @@ groups        what members of a group do together; which groups there are
 member        a process's place in its group
 division      whether a model can be divided as the arguments ask
 rendezvous    where the members of a group find each other
+membership    a member's ties to its group, from its start to its end
 collectives   groups over torch.distributed: gloo on CPUs, NCCL on GPUs
 symmetric     sums over the memory of peers, on GPUs of one machine
 plans         steps on their way from the rank that schedules to those that follow
+waves         how a data-parallel rank that gets work wakes the others
+addresses     where sockets between members are
+watch         how each end of a pair of sockets knows that the other lives
+placement     which experts lie on which rank
+dispatch      tokens on their way to the experts' ranks, and back
+balance       moves experts to where their tokens are shared out evenly
 launch        the other members on this machine, for an engine without a server
+offline       data-parallel ranks as one engine, without a server
 
 `groups`, `member` and `division` load no torch.
 """

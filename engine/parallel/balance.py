@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..layers.base import Layer
     from ..layers.moe import SpreadExperts
 
-WORTH_MOVING = 0.95  # of the imbalance before, at most: less of a gain is not worth the bytes
+WORTH_MOVING = 0.95  # of the imbalance before, and below: less of a gain is not worth the bytes
 
 
 class ExpertBalancer:
@@ -53,7 +53,7 @@ class ExpertBalancer:
         if self._moves:
             for layer, counts, imbalance in zip(self._layers, loads, before, strict=True):
                 target = layer.placement.balanced(counts)
-                if target.imbalance(counts) <= imbalance * WORTH_MOVING:
+                if target.imbalance(counts) < imbalance * WORTH_MOVING:
                     num_moves += self._move(layer, target)
         self.last = ExpertReview(imbalance=sum(before) / len(before), num_moves=num_moves)
 

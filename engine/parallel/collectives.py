@@ -97,8 +97,8 @@ def connect_groups(
     """The groups of a member, once all of its fellows are there.
 
     Where experts are `spread` over all ranks, data-parallel ranks work together. A rank that keeps a collective of
-    tensors waiting for `timeout_s` has failed. GPUs of one machine sum over each other's memory, if `peer_memory`.
-    Raises `GroupFailed`.
+    tensors waiting for `timeout_s` has failed, unless that is inside a captured step: there it is waited for. GPUs of
+    one machine sum over each other's memory, if `peer_memory`. Raises `GroupFailed`.
     """
     if meeting is None:
         return ALL_ALONE

@@ -36,7 +36,7 @@ def _divided_by_tensor_parallelism(model: ModelConfig, experts_spread: bool) -> 
         yield "intermediate_size", model.intermediate_size
     if experts is not None and any(experts.sparse_layers):
         if not experts_spread:
-            yield "moe_intermediate_size", experts.intermediate_size
+            yield experts.intermediate_size_key, experts.intermediate_size
         if experts.shared_intermediate_size:
             yield "intermediate size of the shared experts", experts.shared_intermediate_size
 

@@ -16,7 +16,7 @@ from .groups import ALL_ALONE, ExpertSpread, ParallelGroups
 from .member import Member
 from .plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from .rendezvous import Meeting
-from .waves import Waves
+from .waves import WatchedRunner, Waves
 
 _PATIENCE_S = 2.0  # for the reason of a failure to arrive, behind the failure
 
@@ -74,8 +74,10 @@ class Membership:
         return lockstep
 
     def leading(self, runner: Runner) -> Runner:
-        """`runner`, and with it those of the ranks that follow."""
-        return runner if self._sender is None else LeadingRunner(runner, self._sender)
+        """`runner`, and with it those of the ranks that follow; without results once a rank of the group has gone."""
+        if self._sender is not None:
+            runner = LeadingRunner(runner, self._sender)
+        return runner if self._waves is None else WatchedRunner(runner, self._waves)
 
     def follow(self, runner: Runner, *, depth: int) -> None:
         """Runs the steps of the rank that schedules until it ends. Raises `GroupFailed` where it does not end well."""

@@ -15,29 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
-import tempfile
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from ..core.step import PendingStep, Runner, StepPlan, StepResult
+from .addresses import Addresses, connect
 from .errors import GroupFailed
 from .groups import ParallelGroups
 from .member import Member
 from .rendezvous import Meeting
-from .watch import Watch, beat, inproc_pair
+from .watch import Watch, inproc_pair
 
 logger = logging.getLogger(__name__)
 
 _END = b""  # in place of a plan: the group ends as it should
 _LINGER_MS = 1000
 _GRACE_S = 1.0  # for a follower to read what its leader said last
-_MAX_UNIX_PATH = 100
 
 
 class PlanSender:
@@ -48,20 +45,21 @@ class PlanSender:
         self._meeting = meeting
         self._groups = groups
         self._encode = msgspec.msgpack.Encoder().encode
-        self._folder: Path | None = None
+        self._addresses = Addresses(member)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[zmq.Socket[bytes], str] = {}
         self.loss: str | None = None  # who has gone
         self._watch = Watch(self._context, self._lose)
-        for rank in member.tp_ranks[1:]:
-            socket = self._context.socket(zmq.PUSH)
-            self._sockets[socket] = f"rank {rank}"
-            self._watch.add(socket, f"rank {rank}")
-            meeting.put(f"plans/{rank}", self._bind(socket, member, meeting.get(f"here/{rank}")))
         try:
+            for rank in member.tp_ranks[1:]:
+                socket = self._context.socket(zmq.PUSH)
+                self._sockets[socket] = f"rank {rank}"
+                socket.set_hwm(1000)  # steps: far more than are ever under way
+                self._watch.add(socket, f"rank {rank}")
+                meeting.put(f"plans/{rank}", self._addresses.bind(socket, [meeting.get(f"here/{rank}")]))
             self._watch.wait_connected(member.start_timeout_s, meeting.check)
         except GroupFailed:
-            self._context.destroy(linger=0)
+            self._give_back(linger=0)
             raise
         self._watch.start()
 
@@ -89,24 +87,11 @@ class PlanSender:
             for socket in self._sockets:
                 with contextlib.suppress(zmq.Again):  # one that takes nothing any more is told by the disconnection
                     socket.send(_END, zmq.NOBLOCK)
-        self._context.destroy(linger=_LINGER_MS)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._give_back(linger=_LINGER_MS)
 
-    def _bind(self, socket: zmq.Socket[bytes], member: Member, host: str) -> str:
-        """The address for a follower at `host`."""
-        socket.set_hwm(1000)  # steps: far more than are ever under way
-        if host == member.host:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # for this user only
-            path = self._folder / str(len(self._sockets))
-            if len(str(path)) < _MAX_UNIX_PATH:
-                socket.bind(f"ipc://{path}")
-                return f"ipc://{path}"
-        beat(socket)
-        if member.secure_server is not None:
-            member.secure_server(socket)
-        return f"tcp://{member.host}:{socket.bind_to_random_port(f'tcp://{member.host}')}"
+    def _give_back(self, *, linger: int) -> None:
+        self._context.destroy(linger=linger)
+        self._addresses.remove()
 
     def _lose(self, name: str) -> None:
         logger.error("%s has gone: the group ends", name)
@@ -127,14 +112,10 @@ class PlanReceiver:
         self._socket = self._context.socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._bell, self._ringer = inproc_pair(self._context)
-        if address.startswith("tcp:"):
-            beat(self._socket)
-            if member.secure_client is not None:
-                member.secure_client(self._socket)
         self._watch = Watch(self._context, self._lose)
         self._watch.add(self._socket, self._leader)
         self._ended = threading.Event()
-        self._socket.connect(address)
+        connect(self._socket, address, member)
         try:
             self._watch.wait_connected(member.start_timeout_s, meeting.check)
         except GroupFailed:

@@ -3,27 +3,27 @@
     dp 0 ── wave 7 ──PUSH──PULL──> dp 1        each rank pulls at one address, and pushes to those of all others
          <──PULL──PUSH───────────
 
-The same sockets tell that the others live: when one goes, the groups are closed, so that nobody waits for it.
+The same sockets tell that the others live: when one goes, the groups are closed, so that nobody waits for it. What a
+GPU has computed from then on means nothing, and is not handed out (`WatchedRunner`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import struct
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
+from ..core.step import PendingStep, Runner, StepPlan, StepResult
+from .addresses import Addresses, connect
 from .errors import GroupFailed
 from .groups import ParallelGroups
 from .member import Member
 from .rendezvous import Meeting
-from .watch import Watch, beat, inproc_pair
+from .watch import Watch, inproc_pair
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _WAVE = struct.Struct("<q")
 _END = b""  # in place of a wave: this rank ends as it should
 _LINGER_MS = 1000
 _GRACE_S = 1.0  # for a rank's last message to be read before its end counts as a loss
-_MAX_UNIX_PATH = 100
 
 
 class Waves:
@@ -42,7 +41,8 @@ class Waves:
         self._meeting = meeting
         self._groups = groups
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._folder: Path | None = None
+        self._addresses = Addresses(member)
+        self._pull = self._context.socket(zmq.PULL)
         self._loss: str | None = None  # who has gone
         self._ended = threading.Event()  # a rank has said that it ends
         self._bell, self._ringer = inproc_pair(self._context)
@@ -50,13 +50,14 @@ class Waves:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._thread: threading.Thread | None = None
         others = [rank for rank in member.dp_ranks if rank != member.rank]
-        self._pull = self._bind(member, meeting, others)
         try:
+            address = self._addresses.bind(self._pull, [meeting.get(f"here/{rank}") for rank in others])
+            meeting.put(f"waves/{member.rank}", address)
             for rank in others:
                 self._connect(member, rank)
             self._watch.wait_connected(member.start_timeout_s, meeting.check)
         except GroupFailed:
-            self._context.destroy(linger=0)
+            self._give_back(linger=0)
             raise
         self._watch.start()
 
@@ -67,54 +68,42 @@ class Waves:
 
     def wake_others(self, wave: int) -> None:
         """Returns at once. Raises `GroupFailed` where a rank has gone."""
-        if self._loss is not None:
-            raise GroupFailed(self._meeting.failure() or f"{self._loss} has gone")
+        self.check()
         for socket in self._sockets:
             try:
                 socket.send(_WAVE.pack(wave), zmq.NOBLOCK)
             except zmq.Again:
                 raise GroupFailed("a rank takes no more wakes") from None
 
+    def check(self) -> None:
+        """Raises `GroupFailed` where a rank has gone."""
+        if self._loss is not None:
+            raise GroupFailed(self._meeting.failure() or f"{self._loss} has gone")
+
     def close(self) -> None:
         """Tells the others that this rank ends. Once is enough."""
         if self._context.closed:
             return
+        known = self._ended.is_set()  # to all: whoever ended first has told everyone
         self._ended.set()
         self._watch.close()
-        for socket in self._sockets:
+        for socket in () if known else self._sockets:
             with contextlib.suppress(zmq.Again):  # one that takes nothing any more is told by the disconnection
                 socket.send(_END, zmq.NOBLOCK)
         if self._thread is not None:
             self._ringer.send(b"")
             self._thread.join()
-        self._context.destroy(linger=_LINGER_MS)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._give_back(linger=_LINGER_MS)
 
-    def _bind(self, member: Member, meeting: Meeting, others: list[int]) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PULL)
-        if all(meeting.get(f"here/{rank}") == member.host for rank in others):
-            self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # for this user only
-        if self._folder is not None and len(str(self._folder)) < _MAX_UNIX_PATH:
-            address = f"ipc://{self._folder / 'waves'}"
-            socket.bind(address)
-        else:
-            beat(socket)
-            if member.secure_server is not None:
-                member.secure_server(socket)
-            address = f"tcp://{member.host}:{socket.bind_to_random_port(f'tcp://{member.host}')}"
-        meeting.put(f"waves/{member.rank}", address)
-        return socket
+    def _give_back(self, *, linger: int) -> None:
+        self._context.destroy(linger=linger)
+        self._addresses.remove()
 
     def _connect(self, member: Member, rank: int) -> None:
         address = self._meeting.get(f"waves/{rank}")
         socket = self._context.socket(zmq.PUSH)
-        if address.startswith("tcp:"):
-            beat(socket)
-            if member.secure_client is not None:
-                member.secure_client(socket)
         self._watch.add(socket, f"rank {rank}")
-        socket.connect(address)
+        connect(socket, address, member)
         self._sockets.append(socket)
 
     def _run(self, on_wake: Callable[[int], None]) -> None:
@@ -140,3 +129,29 @@ class Waves:
         logger.error("%s has gone: the group ends", name)
         self._loss = name
         self._groups.close()
+
+
+class WatchedRunner:
+    """A runner that gives no results once another data-parallel rank has gone. Implements `core.step.Runner`.
+
+    A step that waited for that rank has come back all the same, when the groups were closed.
+    """
+
+    def __init__(self, runner: Runner, waves: Waves) -> None:
+        self._runner = runner
+        self._waves = waves
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return _WatchedStep(self._runner.launch(plan), self._waves)
+
+
+class _WatchedStep:
+    def __init__(self, step: PendingStep, waves: Waves) -> None:
+        self._step = step
+        self._waves = waves
+
+    def result(self) -> StepResult:
+        """Raises `GroupFailed` where a rank went during the step."""
+        result = self._step.result()
+        self._waves.check()
+        return result

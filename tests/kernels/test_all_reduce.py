@@ -1,7 +1,11 @@
-"""Sums over the memory of peers. Kernels are interpreted, a process a rank, over files that the processes share."""
+"""Sums over the memory of peers, a process a rank.
+
+Kernels are interpreted over files that the processes share; or run on two GPUs that reach each other's memory.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -12,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from aot import compile_for_h200
-from member_pool import MemberPool
+from member_pool import MemberPool, device_of
 
 from baton.engine.parallel import Member
+from baton.engine.parallel.rendezvous import Meeting
 from baton.kernels import tuned
 from baton.kernels.all_reduce import PeerMemory, PeersOutOfReach, reference, serves
 from baton.kernels.all_reduce import memory as memory_module
@@ -278,3 +283,129 @@ def test_ranks_on_several_machines_are_out_of_reach(fake: type[FakeMemory]) -> N
     outcomes = map_in_threads(2, machine_of=lambda rank: f"machine {rank}")
     assert {str(outcome) for outcome in outcomes} == {"the ranks are on several machines"}
     assert not fake.by_handle
+
+
+# ---------------------------------------------------------------------- on two GPUs
+
+ON_DEVICE = [
+    {"method": method, "BLOCK": block}
+    for method in (gpu.Method.ONE_SHOT, gpu.Method.TWO_SHOTS)
+    for block in (512, 1024, 2048, 4096)
+]
+DEVICE_SIZES = (8, 2048, 4104, 64 * 4096, 200 * 4096 + 8)
+DEVICE_REPLAYS = 200
+DEVICE_TIMEOUT_S = 150.0  # each process compiles, or waits for the other that does
+
+
+def on_two_gpus(test: Any) -> Any:
+    return pytest.mark.gpu(2)(pytest.mark.timeout(2 * DEVICE_TIMEOUT_S)(test))
+
+
+def exchange_of(member: Member, name: str) -> Callable[[str], list[str]]:
+    meeting = Meeting(member.rendezvous, member.rank, timeout_s=DEVICE_TIMEOUT_S)
+    numbers = itertools.count()
+
+    def exchange(words: str) -> list[str]:
+        number = next(numbers)
+        meeting.put(f"{name}/{number}/{member.rank}", words)
+        return [meeting.get(f"{name}/{number}/{rank}") for rank in range(member.world_size)]
+
+    return exchange
+
+
+def share_memory(member: Member) -> tuple[PeerMemory, Callable[[str], list[str]]]:
+    torch.cuda.set_device(device_of(member))
+    exchange = exchange_of(member, "sums")
+    return PeerMemory.share(member.rank, member.world_size, device_of(member), exchange), exchange
+
+
+def sums_on_device(member: Member, dtype: torch.dtype) -> list[str]:
+    """What differs from the definition."""
+    memory, exchange = share_memory(member)
+    wrong = []
+    for number, size in enumerate(DEVICE_SIZES):
+        inputs = [x.to(device_of(member), dtype) for x in inputs_of(size, member.world_size, number)]
+        expected = reference.all_reduce(inputs)
+        for options in ON_DEVICE:
+            if not torch.equal(gpu.all_reduce(inputs[member.rank].clone(), memory, options), expected):
+                wrong.append(f"{size} {options}")
+    exchange("done")
+    return wrong
+
+
+@on_two_gpus
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_devices_sums_are_those_of_the_definition(pool: MemberPool, dtype: torch.dtype) -> None:
+    assert pool.run(sums_on_device, dtype, tp=2, device="cuda", timeout_s=DEVICE_TIMEOUT_S) == [[], []]
+
+
+def uneven_replays(member: Member) -> tuple[int, int]:
+    """How many values were wrong in replays of a graph, and how many are left in this rank's memory."""
+    device = device_of(member)
+    memory, exchange = share_memory(member)
+    cases = []
+    for number, size in enumerate(DEVICE_SIZES):
+        inputs = [x.to(device, torch.bfloat16) for x in inputs_of(size, member.world_size, 50 + number)]
+        given = inputs[member.rank]
+        cases.append((given, torch.empty_like(given), reference.all_reduce(inputs), ON_DEVICE[number * 3 % 8]))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+    def work() -> None:
+        for given, x, expected, options in cases:
+            x.copy_(given)
+            gpu.all_reduce(x, memory, options)
+            wrong.add_((x != expected).sum())
+
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="relaxed")
+        work()
+        graph.capture_end()
+        for replay in range(DEVICE_REPLAYS):
+            if replay % 5 == 3 * member.rank:
+                torch.cuda._sleep(50_000)  # cycles: now this rank's device comes late, now the other's
+            if replay % 50 == 10 * member.rank:
+                time.sleep(0.002)
+            graph.replay()
+            if replay % 37 == 0:
+                work()  # between replays, kernel by kernel
+        stream.synchronize()
+    exchange("done")
+    mapping: Any = memory._keeps
+    left = torch.frombuffer(mapping._memory[member.rank].read(0, total_bytes(memory.room_bytes)), dtype=torch.int16)
+    return int(wrong), int((left != EMPTY).sum())
+
+
+@on_two_gpus
+def test_on_devices_that_come_unevenly_replays_give_equal_sums_and_leave_nothing_behind(pool: MemberPool) -> None:
+    assert pool.run(uneven_replays, tp=2, device="cuda", timeout_s=DEVICE_TIMEOUT_S) == [(0, 0), (0, 0)]
+
+
+def wait_in_vain(member: Member) -> tuple[bool, float]:
+    """Whether rank 0's sum waits for the other, which does not come, and seconds until it has ended."""
+    memory, exchange = share_memory(member)
+    waits, elapsed_s = False, 0.0
+    if member.rank == 0:
+        x = torch.ones(4096, dtype=torch.bfloat16, device=device_of(member))
+        gpu.all_reduce(x, PeerMemory.sketch(0, 2, x.device), ON_DEVICE[1])  # compiles
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        gpu.all_reduce(x, memory, ON_DEVICE[1])
+        done.record()
+        time.sleep(0.2)
+        waits, begin = not done.query(), time.monotonic()
+        memory.end()
+        while not done.query() and time.monotonic() - begin < 10:
+            time.sleep(0.001)
+        elapsed_s = time.monotonic() - begin
+    exchange("done")
+    return waits, elapsed_s
+
+
+@on_two_gpus
+def test_a_device_that_waits_for_a_peer_in_vain_is_freed_by_the_end_of_the_group(pool: MemberPool) -> None:
+    (waits, elapsed_s), _ = pool.run(wait_in_vain, tp=2, device="cuda", timeout_s=DEVICE_TIMEOUT_S)
+    assert waits
+    assert elapsed_s < 1.0

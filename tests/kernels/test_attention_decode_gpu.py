@@ -298,7 +298,8 @@ def test_an_fp8_cache_gives_what_its_values_in_bfloat16_give() -> None:
     q = queries(sequences, 32, torch.bfloat16)
     small = attend(q, dataclasses.replace(sequences, kv=stored), **scales)
     same = attend(q, dataclasses.replace(sequences, kv=stored.bfloat16()), **scales)
-    assert torch.equal(small, same)
+    # Two kernels, whose sums in float32 may differ in their last bits: now and then a result rounds to its neighbour.
+    torch.testing.assert_close(small, same, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -365,7 +365,9 @@ def lower(options: ProductOptions) -> dict[str, object]:
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 9, 64, 700, 5000])
-@pytest.mark.parametrize(("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408)])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408), (8, 4, 2880, 2880)]
+)
 def test_in_bfloat16_experts_are_as_accurate_as_their_definition(
     num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int, like_gpt_oss: bool
 ) -> None:
@@ -382,7 +384,9 @@ def test_in_bfloat16_experts_are_as_accurate_as_their_definition(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("num_tokens", [1, 3, 9, 64, 700, 5000])
-@pytest.mark.parametrize(("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408)])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408), (8, 4, 2048, 2048)]
+)
 def test_in_8_bits_experts_are_as_accurate_as_their_definition(
     num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int
 ) -> None:

@@ -7,35 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, make_model, write_checkpoint
+from checkpoints import ARCHITECTURES, MISROUTED, NEAR_TIE, make_model, wide_shape, write_checkpoint
 from paged import PagedRun, chunked_logprobs, random_tokens, reference_logprobs
 
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import load_model
-
-# Sizes for which a device has kernels of its own: those of the tiny models would be served in other ways.
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128,
-}
-WIDER: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
-    "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
-    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-}
-NEAR_TIE = 0.25  # of a logprob: about the largest error that rounding makes in models of this size
-MISROUTED = (
-    0.125  # of a mixture's tokens: rounding sends those whose experts are nearly tied to others, by any distance
-)
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[CausalLM, Any, Any]:
     """(ours, that of `transformers`, the latter in float32) with one checkpoint's weights, on the GPU."""
     architecture = request.param
-    keys = {**SIZES, **WIDER.get(architecture, {})}
+    keys = wide_shape(architecture)
     folder = write_checkpoint(tmp_path / "model", architecture, dtype="bfloat16", **keys)
     theirs = make_model(architecture, dtype="bfloat16", **keys).cuda()
     exact = make_model(architecture, **keys).cuda()

@@ -124,3 +124,22 @@ def test_an_engine_of_a_single_block_warms_up(build: Any) -> None:
 def test_free_memory_is_the_smaller_of_the_machines_and_the_control_groups() -> None:
     machine = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
     assert 0 < kv_cache.available_memory_bytes() <= int(machine.split()[1]) * 1024
+
+
+def test_processes_that_compile_are_gone_when_the_start_fails(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Compiler:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    compiler = Compiler()
+    monkeypatch.setattr("baton.engine.build.start_compiler", lambda: compiler)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidEngineConfig, match="num_gpu_blocks_override"):
+        build_engine(
+            EngineConfig.from_args({"model": str(checkpoint), "num_gpu_blocks_override": 1, "max_model_len": 64})
+        )
+    assert compiler.closed

@@ -112,7 +112,7 @@ def test_random_lengths_never_run_out_of_memory_and_compile_nothing(make: Callab
     for _ in range(6):
         lens = [int(2 ** rng.uniform(0, 11.9)) for _ in range(rng.randint(1, 200))]
         controls = rng.choice([PLAIN, EVERYTHING, {"temperature": 0.0, "logprobs": 5, "prompt_logprobs": 3}])
-        tokens(llm, lens, max_tokens=rng.randint(1, 60), **controls)
+        tokens(llm, lens, max_tokens=rng.randint(controls.get("min_tokens", 1), 60), **controls)
     assert llm.engine.core.stats().num_late_compilations == 0
     free, total = torch.cuda.mem_get_info()
     assert (total - free) / total < 0.82

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from member_pool import MemberPool, groups_of
+from member_pool import MemberPool, device_of, groups_of
 
 from baton.engine.parallel import ALONE, Group, Member, ParallelGroups
 from baton.engine.parallel.groups import ExpertSpread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 3, 64, 1001, 65536)
+ON_GPUS = pytest.param(2, "cuda", marks=pytest.mark.gpu(2), id="two on GPUs")
 
 
 def own(member: Member, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -22,13 +23,17 @@ def own(member: Member, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def sums(member: Member) -> list[torch.Tensor]:
+    device = device_of(member)
     with groups_of(member) as groups:
-        return [groups.tp.all_reduce(own(member, size, dtype)) for dtype in DTYPES for size in SIZES]
+        totals = [groups.tp.all_reduce(own(member, size, dtype).to(device)) for dtype in DTYPES for size in SIZES]
+        return [total.cpu() for total in totals]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(pool: MemberPool, ranks: int) -> None:
-    first, *others = pool.run(sums, tp=ranks)
+@pytest.mark.parametrize(("ranks", "device"), [(2, "cpu"), (3, "cpu"), (4, "cpu"), ON_GPUS])
+def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(
+    pool: MemberPool, ranks: int, device: str
+) -> None:
+    first, *others = pool.run(sums, tp=ranks, device=device)
     for other in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
     members = [Member(rank=rank) for rank in range(ranks)]
@@ -39,34 +44,80 @@ def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(pool:
         assert (error <= ranks * torch.finfo(dtype).eps * parts.abs().sum(0)).all()
 
 
+# Of three rows, how many each rank sends to each.
+SENT = {2: [[1, 2], [0, 3]], 3: [[1, 1, 1], [0, 2, 1], [1, 1, 1]]}
+
+
 def exchange(member: Member) -> dict[str, Any]:
-    rows = torch.arange(6.0).view(3, 2) + 10 * member.rank
+    rows = torch.arange(6.0, device=device_of(member)).view(3, 2) + 10 * member.rank
     with groups_of(member) as groups:
         tp = groups.tp
-        sent = [0, 2, 1] if member.rank == 1 else [1, 1, 1]
-        received = [1, [1, 2, 1][member.rank], 1] if member.rank != 0 else [1, 0, 1]
+        sent = SENT[tp.size]
+        received = [of_rank[member.rank] for of_rank in sent]
         return {
-            "reduced": tp.all_reduce(rows.clone()),
-            "gathered": tp.all_gather(rows.T),  # no contiguous memory
-            "scattered": tp.reduce_scatter(rows.repeat(tp.size, 1)),
-            "mixed": tp.all_to_all(rows, sent, received),
+            "reduced": tp.all_reduce(rows.clone()).cpu(),
+            "gathered": tp.all_gather(rows.T).cpu(),  # no contiguous memory
+            "scattered": tp.reduce_scatter(rows.repeat(tp.size, 1)).cpu(),
+            "mixed": tp.all_to_all(rows, sent[member.rank], received).cpu(),
             "agreed": tp.agree([member.rank, -member.rank, 2**40]),
             "place": (tp.rank, tp.size),
         }
 
 
-def test_every_collective_does_what_the_table_says(pool: MemberPool) -> None:
-    results = pool.run(exchange, tp=3)
-    rows = [torch.arange(6.0).view(3, 2) + 10 * rank for rank in range(3)]
+@pytest.mark.parametrize(("ranks", "device"), [(3, "cpu"), (2, "cpu"), ON_GPUS])
+def test_every_collective_does_what_the_table_says(pool: MemberPool, ranks: int, device: str) -> None:
+    results = pool.run(exchange, tp=ranks, device=device)
+    rows = [torch.arange(6.0).view(3, 2) + 10 * rank for rank in range(ranks)]
+    pieces = [part.split(sent) for part, sent in zip(rows, SENT[ranks], strict=True)]
     for rank, result in enumerate(results):
         assert torch.equal(result["reduced"], sum(rows, torch.zeros(3, 2)))
         assert torch.equal(result["gathered"], torch.cat([part.T for part in rows]))
         assert torch.equal(result["scattered"], sum(rows, torch.zeros(3, 2)))
-        assert result["agreed"] == [2, 0, 2**40]
-        assert result["place"] == (rank, 3)
-    assert torch.equal(results[0]["mixed"], torch.stack([rows[0][0], rows[2][0]]))
-    assert torch.equal(results[1]["mixed"], torch.stack([rows[0][1], rows[1][0], rows[1][1], rows[2][1]]))
-    assert torch.equal(results[2]["mixed"], torch.stack([rows[0][2], rows[1][2], rows[2][2]]))
+        assert torch.equal(result["mixed"], torch.cat([of_rank[rank] for of_rank in pieces]))
+        assert result["agreed"] == [ranks - 1, 0, 2**40]
+        assert result["place"] == (rank, ranks)
+
+
+REPLAYS = 5
+
+
+def replayed_sums(member: Member, peer_memory: bool) -> list[torch.Tensor]:
+    """What a captured chain of sums gives, again and again, for other inputs each time."""
+    device = device_of(member)
+    with groups_of(member, peer_memory=peer_memory) as groups:
+        return _replay(groups.tp, member, device)
+
+
+def _replay(group: Group, member: Member, device: torch.device) -> list[torch.Tensor]:
+    given = torch.zeros(4096, dtype=torch.bfloat16, device=device)
+    x = torch.empty_like(given)
+
+    def chain() -> None:
+        x.copy_(given)
+        group.all_reduce(x)
+        x.add_(1.0)
+        group.all_reduce(x)
+
+    stream, graph, found = torch.cuda.Stream(device), torch.cuda.CUDAGraph(), []
+    with torch.cuda.stream(stream):
+        chain()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="relaxed")
+        chain()
+        graph.capture_end()
+        for replay in range(REPLAYS):
+            given.fill_(replay + 10.0 * member.rank)
+            graph.replay()
+            found.append(x.cpu())
+    return found
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("peer_memory", [True, False], ids=["peer memory", "NCCL"])
+def test_sums_in_a_captured_graph_are_those_of_each_replay(pool: MemberPool, peer_memory: bool) -> None:
+    for results in pool.run(replayed_sums, peer_memory, tp=2, device="cuda"):
+        for replay, result in enumerate(results):
+            assert (result == 2 * (2 * replay + 10 + 1)).all()
 
 
 def neighbours(member: Member, spread: bool) -> list[list[int]]:

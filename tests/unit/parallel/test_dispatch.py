@@ -75,14 +75,22 @@ def test_every_rank_gets_the_sums_of_its_own_tokens(
         assert torch.equal(result, results[rank // tp * tp]), "ranks with the same tokens have the same bits"
 
 
-@pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)
-def test_steps_of_equal_sizes_need_no_counts_and_a_stream_is_added_to(backend: str) -> None:
-    alone, stream = mixture(ALL_ALONE), torch.randn(4, HIDDEN)
+@pytest.mark.parametrize("shared", [0, 40], ids=["routed", "routed and shared"])
+@pytest.mark.parametrize(
+    ("dp", "spread"),
+    [(1, None), (1, ExpertSpread()), *((2, ExpertSpread(0, backend)) for backend in ALL2ALL_BACKENDS)],
+    ids=["divided", "replicated", *ALL2ALL_BACKENDS],
+)
+def test_steps_of_equal_sizes_need_no_counts_and_a_stream_is_added_to(
+    dp: int, spread: ExpertSpread | None, shared: int
+) -> None:
+    alone, stream = mixture(ALL_ALONE, shared_intermediate_size=shared), torch.randn(4, HIDDEN)
 
     def work(groups: ParallelGroups) -> Tensor:
-        return mixture(groups)(tokens_of(groups.dp.rank, 4), TokenRows(torch.arange(4)), add_to=stream.clone())
+        moe = mixture(groups, shared_intermediate_size=shared)
+        return moe(tokens_of(groups.dp.rank, 4), TokenRows(torch.arange(4)), add_to=stream.clone())
 
-    for rank, result in enumerate(run_ranks(work, tp=2, dp=2, spread=ExpertSpread(0, backend))):
+    for rank, result in enumerate(run_ranks(work, tp=2, dp=dp, spread=spread)):
         expected = stream + alone(tokens_of(rank // 2, 4), TokenRows(torch.arange(4)))
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -75,6 +76,13 @@ def test_what_divides_is_let_through(check: Callable[..., None], kind: str, keys
             "6 KV heads",
         ),
         ("qwen3_moe", {"moe_intermediate_size": 41}, {"tensor_parallel_size": 2}, "tensor_parallel_size", "moe_inter"),
+        (
+            "mixtral",
+            {"intermediate_size": 41},
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size",
+            "'s intermediate_size",
+        ),
         (
             "deepseek_v2",
             {"n_shared_experts": 1, "moe_intermediate_size": 41},

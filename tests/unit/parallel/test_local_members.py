@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from checkpoints import edit_config, write_checkpoint
+from local_members import SOON_S, assert_members_end, members
 
 from baton.engine import LLM, InvalidEngineConfig, SamplingParams
 from baton.engine.core.engine import EngineFailed
 from baton.engine.parallel import GroupFailed
 
-SOON_S = 10.0  # by when a failure is told and all processes are gone
 PARAMS = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8] * 40]
 
@@ -42,24 +42,7 @@ def make(folder: Path) -> Callable[..., LLM]:
 def _nothing_is_left_behind() -> Iterator[None]:
     before = set(members())
     yield
-    deadline = time.monotonic() + SOON_S
-    while left := set(members()) - before:
-        assert time.monotonic() < deadline, f"processes {left} are still there"
-        time.sleep(0.02)
-
-
-def members(parent: int | None = None) -> list[int]:
-    """Processes of this one (or of `parent`) that are members of a group."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            status = (process / "stat").read_text().rpartition(")")[2].split()
-            command = (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(status[1]) == (parent or os.getpid()) and status[0] != "Z" and b"parallel.launch" in command:
-            found.append(int(process.name))
-    return found
+    assert_members_end(but=before)
 
 
 def tokens(llm: LLM) -> list[list[int]]:

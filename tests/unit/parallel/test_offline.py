@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from local_members import SOON_S, assert_members_end, cpu_seconds, members
 
 from baton.engine import LLM, SamplingParams
 from baton.engine.core.engine import EngineFailed
 from baton.engine.llm import InvalidPrompt
 from baton.engine.parallel import GroupFailed
 
-SOON_S = 10.0  # by when a failure is told and all processes are gone
 PROMPTS = [[3 + (i * 37 + 11 * p * p) % 250 for p in range(5 + 9 * i)] for i in range(6)]
 PARAMS = [SamplingParams(temperature=0.0, max_tokens=4 + 5 * i, ignore_eos=True, n=1 + i % 2) for i in range(6)]
 EXPERTS = {"enable_expert_parallel": True}
@@ -44,33 +44,11 @@ def make(folder: Path) -> Callable[..., LLM]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     yield
-    deadline = time.monotonic() + SOON_S
-    while left := members():
-        assert time.monotonic() < deadline, f"processes {left} are still there"
-        time.sleep(0.02)
-
-
-def members() -> list[int]:
-    """Processes of this one that are members of a group, oldest first."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            status = (process / "stat").read_text().rpartition(")")[2].split()
-            command = (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(status[1]) == os.getpid() and status[0] != "Z" and b"parallel.launch" in command:
-            found.append(int(process.name))
-    return sorted(found)
+    assert_members_end()
 
 
 def tokens(llm: LLM) -> list[list[list[int]]]:
     return [[output.token_ids for output in result.outputs] for result in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(user) + int(system) for user, system in (each[11:13] for each in fields)) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from thread_groups import run_threads
+from thread_groups import Closing, run_threads
 
 from baton.engine import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
-from baton.engine.parallel import ALONE, Group, GroupFailed, Member, ParallelGroups
+from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups
 from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 from baton.kv_transfer.curve import ClusterKey
@@ -57,19 +57,6 @@ class Recorder:
                 return StepResult(plan.step, [])
 
         return Pending()
-
-
-class Closing(Group):
-    """Notes when it is closed: what waited in it would come back."""
-
-    def __init__(self) -> None:
-        self.closed = threading.Event()
-
-    rank, size = 0, 2
-    all_reduce = all_gather = reduce_scatter = all_to_all = agree = lambda self, *args: ALONE.agree([])
-
-    def close(self) -> None:
-        self.closed.set()
 
 
 @contextmanager
@@ -173,6 +160,18 @@ def test_a_follower_without_the_clusters_key_gets_none() -> None:
     sides = {"secure_server": key.secure_server, "start_timeout_s": 1.0}
     with pytest.raises(GroupFailed, match="did not connect within 1 s"), ends(follower=stranger, **sides):
         pass
+
+
+def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rendezvous = Rendezvous()
+    member = Member(tensor_parallel_size=3, rendezvous=rendezvous.address)
+    meeting = Meeting(member.rendezvous, member.rank, timeout_s=10)
+    meeting.put("here/1", member.host)
+    threading.Timer(0.2, lambda: rendezvous.fail(2, "it does not fit")).start()
+    with pytest.raises(GroupFailed, match="it does not fit"):
+        PlanSender(member, meeting, ParallelGroups(Closing()))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_unix_socket_is_for_its_user_only_and_leaves_nothing_behind(

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from thread_groups import run_threads
+from thread_groups import Closing, run_threads
 
-from baton.engine.parallel import ALONE, Group, GroupFailed, Member, ParallelGroups
+from baton.engine.core.step import Runner, StepPlan, StepResult
+from baton.engine.parallel import GroupFailed, Member, ParallelGroups
+from baton.engine.parallel.membership import Membership
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 from baton.engine.parallel.waves import Waves
 from baton.kv_transfer.curve import ClusterKey
@@ -23,19 +25,6 @@ SOON_S = 5.0
 KEY = ClusterKey.generate()
 SECURE = {"secure_server": KEY.secure_server, "secure_client": KEY.secure_client}
 OTHER = ClusterKey.generate()
-
-
-class Closing(Group):
-    """Notes when it is closed: what waited in it would come back."""
-
-    def __init__(self) -> None:
-        self.closed = threading.Event()
-
-    rank, size = 0, 2
-    all_reduce = all_gather = reduce_scatter = all_to_all = agree = lambda self, *args: ALONE.agree([])
-
-    def close(self) -> None:
-        self.closed.set()
 
 
 class End:
@@ -83,26 +72,66 @@ def test_a_wake_reaches_every_other_rank_in_order(apart: bool, member: dict[str,
         assert heard == [0, 1, 2**40]
 
 
-def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("baton-*"))
+def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ends(2) as (first, second):
+        assert len(list(tmp_path.iterdir())) == 2
         second.waves.close()
         assert not first.group.closed.wait(1.5)
     first.waves.close()  # once more
-    assert set(Path(tempfile.gettempdir()).glob("baton-*")) <= before
+    assert list(tmp_path.iterdir()) == []
+
+
+def go_without_a_word(end: End) -> None:
+    end.waves._watch.close()
+    end.waves._ringer.send(b"")
+    assert end.waves._thread is not None
+    end.waves._thread.join(SOON_S)
+    end.waves._context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bool) -> None:
     with ends(2, apart=apart) as (first, second):
-        second.waves._watch.close()
-        second.waves._ringer.send(b"")
-        assert second.waves._thread is not None
-        second.waves._thread.join(SOON_S)
-        second.waves._context.destroy(linger=0)
+        go_without_a_word(second)
         assert first.group.closed.wait(SOON_S)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             first.waves.wake_others(3)
+
+
+class Device:
+    """A runner whose step comes back when the groups are closed, with what nobody has finished."""
+
+    def __init__(self, closed: threading.Event) -> None:
+        self.closed = closed
+
+    def launch(self, plan: StepPlan) -> Any:
+        device = self
+
+        class Pending:
+            def result(self) -> StepResult:
+                assert device.closed.wait(SOON_S)
+                return StepResult(plan.step, [])
+
+        return Pending()
+
+
+def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
+    def runner(end: End, closed: threading.Event) -> Runner:
+        membership = Membership(Member(), timeout_s=SOON_S)
+        membership._waves = end.waves
+        return membership.leading(Device(closed))
+
+    with ends(2) as (first, second):
+        done = threading.Event()
+        done.set()
+        assert runner(first, done).launch(StepPlan(4, [], [], [])).result().step == 4
+        step = runner(first, first.group.closed).launch(StepPlan(5, [], [], []))
+        go_without_a_word(second)
+        with pytest.raises(GroupFailed, match="rank 1 has gone"):
+            step.result()
 
 
 def test_what_is_no_wave_is_dropped() -> None:
@@ -111,6 +140,17 @@ def test_what_is_no_wave_is_dropped() -> None:
         socket.send(b"nonsense and more")
         first.waves.wake_others(5)
         assert second.heard.get(timeout=SOON_S) == 5
+
+
+def test_a_rank_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rendezvous = Rendezvous()
+    end = End(0, rendezvous.address, {"data_parallel_size": 2})
+    end.meeting.put("here/1", "127.0.0.1")
+    threading.Timer(0.2, lambda: rendezvous.fail(1, "it does not fit")).start()
+    with pytest.raises(GroupFailed, match="it does not fit"):
+        end.connect()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_with_different_keys_do_not_find_each_other() -> None:

@@ -66,6 +66,19 @@ class ThreadGroup(Group):
         self._table.barrier.abort()
 
 
+class Closing(Group):
+    """Notes when it is closed: what waited in it would come back."""
+
+    rank, size = 0, 2
+    all_reduce = all_gather = reduce_scatter = all_to_all = agree = lambda self, *args: ALONE.agree([])
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
 def thread_groups(tp: int, dp: int, spread: ExpertSpread | None = None) -> list[ParallelGroups]:
     """Of all members, in rank order."""
     size = tp * dp

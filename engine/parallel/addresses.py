@@ -1,0 +1,58 @@
+"""Where sockets between members are: Unix sockets of this user within a machine, TCP between machines."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from .member import Member
+from .watch import beat
+
+_MAX_UNIX_PATH = 100
+
+
+class Addresses:
+    """Of the sockets that one end binds."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._folder: Path | None = None
+        self._num_paths = 0
+
+    def bind(self, socket: zmq.Socket[Any], hosts: Iterable[str]) -> str:
+        """Binds a socket that members at `hosts` connect to, and gives its address."""
+        member = self._member
+        if all(host == member.host for host in hosts):
+            path = self._new_path()
+            if len(path) < _MAX_UNIX_PATH:
+                socket.bind(f"ipc://{path}")
+                return f"ipc://{path}"
+        beat(socket)
+        if member.secure_server is not None:
+            member.secure_server(socket)
+        return f"tcp://{member.host}:{socket.bind_to_random_port(f'tcp://{member.host}')}"
+
+    def remove(self) -> None:
+        """Leaves no files behind. Comes after the sockets are closed."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _new_path(self) -> str:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # for this user only
+        self._num_paths += 1
+        return str(self._folder / str(self._num_paths))
+
+
+def connect(socket: zmq.Socket[Any], address: str, member: Member) -> None:
+    """To what another member has bound."""
+    if address.startswith("tcp:"):
+        beat(socket)
+        if member.secure_client is not None:
+            member.secure_client(socket)
+    socket.connect(address)

@@ -1,0 +1,36 @@
+"""The processes that an `LLM` of several ranks has started, as the system sees them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+SOON_S = 10.0  # by when a failure is told and all processes are gone
+
+
+def members(parent: int | None = None) -> list[int]:
+    """Processes of this one (or of `parent`) that are members of a group, oldest first."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (process / "stat").read_text().rpartition(")")[2].split()
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(status[1]) == (parent or os.getpid()) and status[0] != "Z" and b"parallel.launch" in command:
+            found.append(int(process.name))
+    return sorted(found)
+
+
+def assert_members_end(but: set[int] | None = None) -> None:
+    """Soon there are none but those."""
+    deadline = time.monotonic() + SOON_S
+    while left := set(members()) - (but or set()):
+        assert time.monotonic() < deadline, f"processes {left} are still there"
+        time.sleep(0.02)
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(user) + int(system) for user, system in (each[11:13] for each in fields)) / os.sysconf("SC_CLK_TCK")
