@@ -11,7 +11,7 @@
     crew_member  the thread that does so on ranks other than 0; `crew_messages` are its orders
     messages     what engines say to each other; the ticket
     channel      how they say it (ZMQ with CURVE); `curve` holds the cluster's key
-    transports   how memory is read (NIXL, and a fake with faults)
+    transports   how memory is read (NIXL, UCX, and a fake with faults); `affinity` is where the thread runs that does
 
-The only package that imports NIXL.
+The only package that imports NIXL and UCXX.
 """

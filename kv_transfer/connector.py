@@ -1,6 +1,6 @@
-"""The engine's `KVConnector`: hand-offs over NIXL, in a thread of their own.
+"""The engine's `KVConnector`: hand-offs over NIXL or UCX, in a thread of their own.
 
-step loop ──calls──> queue ──> transfer thread: sockets, NIXL agent, state machines ──events──> poll()
+step loop ──calls──> queue ──> transfer thread: sockets, transport, state machines  ──events──> poll()
                                   │                                                └──> wake()
                                   └──orders──> other ranks' CrewMember
 """
@@ -96,7 +96,7 @@ class TransferConnector:
             lease=lease,
             kv_address=self.address,
             fingerprint=self._fingerprint,
-            transport=self._settings.transport,
+            transport=self._settings.transport_name,
             num_tokens=num_tokens,
             lease_s=self._settings.lease_s,
             runs=runs_of(block_ids),

@@ -1,6 +1,6 @@
 """The half of a group's transfers that runs on every rank but 0: reads when it is told to.
 
-    rank 0's Crew ──orders──> CrewMember's thread: socket, NIXL agent, RankReader
+    rank 0's Crew ──orders──> CrewMember's thread: socket, transport, RankReader
                  <──reports──
 
 Without orders, reads and readers it sleeps.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
+from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
 from .messages import EngineKey
 from .receives import Patience
 
@@ -14,11 +16,17 @@ class InvalidTransferSettings(ValueError):
     """A setting is out of its range."""
 
 
+def nixl_name(backends: Iterable[str]) -> str:
+    """What two engines over NIXL must have in common, as `nixl/LIBFABRIC+UCX`."""
+    return f"nixl/{'+'.join(sorted(set(backends)))}"
+
+
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All times in seconds. Raises `InvalidTransferSettings` for values that cannot work."""
 
-    transport: str = "nixl"
+    transport: str = "nixl"  # or "ucx"
     backends: tuple[str, ...] = ("UCX",)  # of NIXL
+    cpu_affinity: str = NEAR_DEVICE  # of the transfer thread: "device" (its NUMA node), "any", or CPUs: "0-7,16"
     lease_s: float = 30.0  # how long finished blocks wait for their reader, and for each sign of life of it
     margin_s: float = 0.5  # a read that ends this close to the end of the lease does not count
     renew_at: float = 0.5  # share of the lease after which a read that still runs renews it
@@ -40,6 +48,19 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.batch_bytes < 1 or self.reads_in_flight < 1 or not self.backends:
             raise InvalidTransferSettings("batch_bytes and reads_in_flight must be at least 1, backends must name one")
+        if self.cpu_affinity not in (NEAR_DEVICE, ANY_CPU):
+            try:
+                parse_cpus(self.cpu_affinity)
+            except ValueError as error:
+                raise InvalidTransferSettings(
+                    f"cpu_affinity is {self.cpu_affinity!r} ({error}); it must be {NEAR_DEVICE!r}, {ANY_CPU!r}"
+                    " or a list of CPUs like '0-7,16'"
+                ) from None
+
+    @property
+    def transport_name(self) -> str:
+        """What a peer's must equal: tickets and greetings carry it."""
+        return nixl_name(self.backends) if self.transport == "nixl" else self.transport
 
     @property
     def patience(self) -> Patience:

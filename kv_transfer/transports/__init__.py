@@ -41,7 +41,7 @@ class Transport(Protocol):
     What a peer does wrong is a state or a `TransportError`.
     """
 
-    name: str
+    name: str  # what both ends must have in common, as `nixl/UCX`
 
     def metadata(self) -> bytes:
         """What a peer's `add_peer` needs to read our region."""

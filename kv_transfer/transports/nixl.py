@@ -14,7 +14,6 @@ How NIXL behaves, as far as it shaped this file (1.5, UCX 1.23):
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
 import logging
@@ -29,13 +28,14 @@ from baton.engine.core.layout import KVRegion
 
 from ..errors import TransportError
 from ..messages import decode_as
+from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
 from .ucx_log import UcxLog
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.1
-WARM_BYTES = 64
 
 T = TypeVar("T")
 _Memory = Literal["DRAM", "VRAM"]  # NIXL's names
@@ -78,25 +78,26 @@ class NixlTransport:
     Raises `TransportError` where a backend is missing or the region cannot be registered.
     """
 
-    name = "nixl"
-
     def __init__(self, region: KVRegion, agent_name: str, backends: Sequence[str] = ("UCX",)) -> None:
         with _ucx_log.capturing():
             bindings, api = _import_nixl()
             self._errors: tuple[type[Exception], ...] = tuple(
                 kind for name, kind in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")
             )
-            self._memory, self._device = _set_device(region.device)
+            gpu = use_device(region.device)
+            self._memory: _Memory = "DRAM" if gpu is None else "VRAM"
+            self._device = gpu or 0
             config = api.nixl_agent_config(enable_prog_thread=False, backends=list(backends))
             self._agent = self._asking("cannot make a NIXL agent", api.nixl_agent, agent_name, config)
         missing = [name for name in backends if name not in self._agent.backends]
         if missing:
             available = ", ".join(sorted(self._agent.plugin_list))
             raise TransportError(f"NIXL has no backend {', '.join(missing)} here; available: {available}")
+        self.name = nixl_name(backends)
         self._backends = list(backends)
         self._address = region.address
         self._num_bytes = region.num_bytes
-        self._scratch = _scratch(region.device)
+        self._scratch = make_scratch(region.device)
         self._registered = [
             self._register(region.address, self._num_bytes),
             self._register(self._scratch.address, WARM_BYTES),
@@ -157,7 +158,7 @@ class NixlTransport:
 
     def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
         known = self._peers[peer]
-        self._check(ranges, known)
+        check_ranges(ranges, self._num_bytes, known.metadata.num_bytes, known.name)
         ours, our_device, theirs, their_device = (
             self._address,
             self._device,
@@ -260,17 +261,6 @@ class NixlTransport:
         except self._errors as error:
             logger.warning("NIXL could not forget peer %s: %s", name, error)
 
-    def _check(self, ranges: Sequence[ByteRange], peer: _Peer) -> None:
-        """A range outside a registered region is refused here, by name, whatever UCX would make of it."""
-        theirs = peer.metadata.num_bytes
-        for remote, local, num_bytes in ranges:
-            if num_bytes < 1 or not 0 <= remote <= theirs - num_bytes:
-                raise TransportError(f"{num_bytes} bytes at {remote} are outside the {theirs} bytes of {peer.name}")
-            if not 0 <= local <= self._num_bytes - num_bytes:
-                raise TransportError(
-                    f"{num_bytes} bytes at {local} are outside the {self._num_bytes} bytes of our region"
-                )
-
     def _asking(self, what: str, call: Callable[..., T], *arguments: object) -> T:
         try:
             return call(*arguments)
@@ -291,33 +281,3 @@ def _import_nixl() -> tuple[Any, Any]:
     except ImportError as error:
         raise TransportError(f"NIXL cannot be imported ({error}); install `nixl`") from error
     return _bindings, _api
-
-
-@dataclasses.dataclass(slots=True)
-class _Scratch:
-    address: int
-    owner: object  # keeps the memory alive
-
-
-def _scratch(device: str) -> _Scratch:
-    if device == "cpu":
-        buffer = (ctypes.c_char * WARM_BYTES)()
-        return _Scratch(ctypes.addressof(buffer), buffer)
-    import torch
-
-    tensor = torch.empty(WARM_BYTES, dtype=torch.uint8, device=device)
-    return _Scratch(tensor.data_ptr(), tensor)
-
-
-def _set_device(device: str) -> tuple[_Memory, int]:
-    """NIXL's names for the memory. A GPU becomes the calling thread's current one: UCX looks there for its context."""
-    kind, _, index = device.partition(":")
-    if kind == "cpu":
-        return "DRAM", 0
-    if kind != "cuda" or not index.isdigit():
-        raise TransportError(f"the KV region is on {device!r}; 'cpu' and 'cuda:N' can be registered")
-    import torch
-
-    torch.cuda.set_device(int(index))
-    torch.cuda.current_stream().synchronize()  # makes the context current in this thread
-    return "VRAM", int(index)

@@ -44,6 +44,38 @@ class Seat:
     size: int = 1
     leader: str = ""  # the address of rank 0's `CrewSocket`
     environ: tuple[tuple[str, str], ...] = ()
+    device: str = "cpu"  # or "cuda": the GPUs in turn, rank by rank
+
+
+class Memory:
+    """Of one rank: [block, head, byte], zeros at first."""
+
+    def __init__(self, seat: Seat, num_heads: int) -> None:
+        self._shape = (seat.num_blocks, num_heads, seat.layout.head_bytes)
+        self._array: Any
+        if seat.device == "cpu":
+            self._array = np.zeros(self._shape, dtype=np.uint8)
+            self.device, self.address = "cpu", self._array.ctypes.data
+            return
+        import torch
+
+        self.device = f"cuda:{seat.rank % torch.cuda.device_count()}"
+        self._array = torch.zeros(self._shape, dtype=torch.uint8, device=self.device)
+        self.address = self._array.data_ptr()
+        torch.cuda.synchronize(self.device)
+
+    def write(self, values: np.ndarray) -> None:
+        if self.device == "cpu":
+            self._array[:] = values
+            return
+        import torch
+
+        self._array.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        torch.cuda.synchronize(self.device)  # others read past the streams of this process
+
+    def read(self, blocks: Sequence[int]) -> np.ndarray:
+        found = self._array[list(blocks)]
+        return found if self.device == "cpu" else found.cpu().numpy()
 
 
 class Child:
@@ -51,9 +83,10 @@ class Child:
 
     def __init__(self, seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
         self.layout, self.heads = seat.layout, seat.layout.heads_of(seat.rank, seat.size)
-        self.memory = np.zeros((seat.num_blocks, len(self.heads), self.layout.head_bytes), dtype=np.uint8)
+        self.num_blocks = seat.num_blocks
+        self.memory = Memory(seat, len(self.heads))
         region = KVRegion(
-            self.memory.ctypes.data, seat.num_blocks, "cpu", self.layout, self.heads.start, len(self.heads)
+            self.memory.address, seat.num_blocks, self.memory.device, self.layout, self.heads.start, len(self.heads)
         )
         self.info: PeerInfo | None = None
         if seat.rank == 0:
@@ -88,13 +121,13 @@ class Child:
 
     def fill(self, seed: int) -> None:
         """The same bytes for a head, wherever it is."""
-        shape = (len(self.memory), self.layout.num_kv_heads, self.layout.head_bytes)
+        shape = (self.num_blocks, self.layout.num_kv_heads, self.layout.head_bytes)
         rng = np.random.default_rng(seed)
-        self.memory[:] = rng.integers(0, 256, shape, dtype=np.uint8)[:, self.heads.start : self.heads.stop]
+        self.memory.write(rng.integers(0, 256, shape, dtype=np.uint8)[:, self.heads.start : self.heads.stop])
 
     def share(self, blocks: Sequence[int]) -> tuple[range, np.ndarray]:
         """This rank's heads, and what the blocks hold of them: [block, head, byte]."""
-        return self.heads, self.memory[list(blocks)]
+        return self.heads, self.memory.read(blocks)
 
     def offer(self, request_id: str, blocks: Sequence[int]) -> Offer:
         return self.connector.offer(request_id, 0, blocks, len(blocks) * self.layout.block_size)

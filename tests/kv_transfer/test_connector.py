@@ -1,4 +1,4 @@
-"""Hand-offs between two processes over NIXL and UCX on CPU memory."""
+"""Hand-offs between two processes on CPU memory, over each transport."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
-from engine_process import EngineProcess
+from engine_process import DEFAULT_SETTINGS, EngineProcess
 
 from baton.engine.core.connector import (
     BlocksReleased,
@@ -39,12 +40,15 @@ Pair = tuple[EngineProcess, EngineProcess]
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[Start]:
+def starting(transport: str) -> Iterator[Start]:
     key = ClusterKey.generate()
     running: list[EngineProcess] = []
 
-    def start_one(name: str, layout: KVLayout = SMALL, **options: object) -> EngineProcess:
-        running.append(EngineProcess(name, key, layout, **options))
+    def start_one(
+        name: str, layout: KVLayout = SMALL, settings: TransferSettings = DEFAULT_SETTINGS, **options: object
+    ) -> EngineProcess:
+        settings = msgspec.structs.replace(settings, transport=transport)
+        running.append(EngineProcess(name, key, layout, settings=settings, **options))
         return running[-1]
 
     try:
@@ -54,9 +58,14 @@ def starting() -> Iterator[Start]:
             engine.kill()
 
 
+@pytest.fixture(scope="module", params=["nixl", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def start() -> Iterator[Start]:
-    with starting() as start_one:
+def start(transport: str) -> Iterator[Start]:
+    with starting(transport) as start_one:
         yield start_one
 
 
@@ -70,9 +79,9 @@ def meet(start: Start, layout: KVLayout = SMALL, **options: object) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair(transport: str) -> Iterator[Pair]:
     """For tests that leave both as they found them, but for the memory's content."""
-    with starting() as start_one:
+    with starting(transport) as start_one:
         yield meet(start_one, num_blocks=256)
 
 
@@ -184,7 +193,7 @@ def test_a_holder_killed_in_mid_transfer_fails_the_receive_within_two_seconds(sl
     assert time.monotonic() - killed_at < 2.0
     assert isinstance(failed, ReceiveFailed)
     assert isinstance(released, BlocksReleased)
-    assert decode.stats().peers_ready == 0
+    wait_until(lambda: decode.stats().peers_ready == 0)
 
 
 def test_a_holder_that_is_dead_already_fails_the_receive_though_nobody_says_so(start: Start) -> None:
@@ -221,6 +230,31 @@ def test_engines_of_different_layouts_never_pair(start: Start) -> None:
     assert SMALL.fingerprint in failed.reason
     assert other.fingerprint in failed.reason
     assert decode.stats().peers_ready == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "names"),
+    [
+        ({"transport": "nixl"}, {"transport": "ucx"}, ("nixl/UCX", "ucx")),
+        ({"backends": ("UCX",)}, {"backends": ("UCX", "POSIX")}, ("nixl/UCX", "nixl/POSIX+UCX")),
+    ],
+    ids=["transports", "backends"],
+)
+def test_engines_of_different_transports_or_backends_say_so_by_name(
+    theirs: dict, ours: dict, names: tuple[str, str]
+) -> None:
+    key = ClusterKey.generate()
+    prefill = EngineProcess("prefill", key, SMALL, settings=TransferSettings(**theirs))
+    decode = EngineProcess("decode", key, SMALL, settings=TransferSettings(**ours))
+    try:
+        decode.peers_changed([prefill.info])
+        decode.receive(prefill.offer("request", [1]).ticket, 0, [1])
+        by_ticket, _ = decode.events(2, 10.0)
+        assert f"the ticket is for transport {names[0]}, here is {names[1]}" in by_ticket.reason
+        assert decode.stats().peers_ready == 0
+    finally:
+        prefill.kill()
+        decode.kill()
 
 
 def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
@@ -276,7 +310,7 @@ def test_a_ticket_for_more_blocks_than_are_to_be_filled_fails_the_receive(connec
 
 def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl", 16, 30.0, runs_of([1]))
+    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl/UCX", 16, 30.0, runs_of([1]))
     connector.receive("request", 0, ticket.encode(), 0, [1])
     failed, _ = events_of(connector, 2)
     assert "no connection to nobody at tcp://127.0.0.1:9 within 2 s" in failed.reason
@@ -285,7 +319,7 @@ def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConne
 @pytest.mark.parametrize("address", ["nonsense", "tcp://nonsense", "ipc:///tmp/elsewhere"])
 def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(1, lease, address, SMALL.fingerprint, "nixl", 16, 30.0, runs_of([1]))
+    ticket = Ticket(1, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, runs_of([1]))
     for _ in range(2):
         connector.peers_changed([PeerInfo("nobody", 7, address, SMALL.fingerprint)])
         connector.receive("request", 0, ticket.encode(), 0, [1])
@@ -322,7 +356,7 @@ def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
     connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl", 16, 30.0, runs_of([1]))
+    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl/UCX", 16, 30.0, runs_of([1]))
     transfer = connector.receive("request", 0, ticket.encode(), 0, [1])
     wait_until(lambda: connector.stats().receives_active == 1)
     monkeypatch.setattr(Handoff, "pump", lambda self: 1 / 0)

@@ -1,4 +1,4 @@
-"""Hand-offs between groups of processes over NIXL and UCX on CPU memory: each rank moves its own KV heads."""
+"""Hand-offs between groups of processes, over each transport: each rank moves its own KV heads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
-from engine_process import FORKING, EngineProcess, RankProcess
+from engine_process import DEFAULT_SETTINGS, FORKING, EngineProcess, RankProcess
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
 from baton.engine.core.layout import KVLayout
@@ -25,17 +26,28 @@ FEW_HEADS = KVLayout(model="few heads", num_layers=2, num_kv_heads=2, head_dim=3
 LATENTS = KVLayout(model="latents", num_layers=2, num_kv_heads=1, head_dim=48, dtype="bfloat16", num_planes=1)
 QUICK = TransferSettings(lease_s=3.0, margin_s=0.2, retry_s=0.2, connect_s=2.0)
 NUM_BLOCKS = 32
-CASES = [(HEADS, (1, 2, 4)), (FEW_HEADS, (2, 4)), (LATENTS, (1, 2))]
+CASES = [
+    (HEADS, (1, 2, 4), "nixl", "cpu"),
+    (FEW_HEADS, (2, 4), "nixl", "cpu"),
+    (LATENTS, (1, 2), "nixl", "cpu"),
+    (HEADS, (1, 2, 4), "ucx", "cpu"),
+    pytest.param((HEADS, (1, 2), "nixl", "cuda"), marks=pytest.mark.gpu(2)),
+    pytest.param((LATENTS, (1, 2), "nixl", "cuda"), marks=pytest.mark.gpu(2)),
+]
 
 Start = Callable[..., EngineProcess]
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[Start]:
+def starting(transport: str) -> Iterator[Start]:
     key, running = ClusterKey.generate(), []
 
-    def start_one(name: str, layout: KVLayout, **options: object) -> EngineProcess:
-        running.append(EngineProcess(name, key, layout, context=FORKING, num_blocks=NUM_BLOCKS, **options))
+    def start_one(
+        name: str, layout: KVLayout, settings: TransferSettings = DEFAULT_SETTINGS, **options: object
+    ) -> EngineProcess:
+        settings = msgspec.structs.replace(settings, transport=transport)
+        options = {"context": FORKING, "num_blocks": NUM_BLOCKS, "settings": settings, **options}
+        running.append(EngineProcess(name, key, layout, **options))
         return running[-1]
 
     try:
@@ -45,18 +57,18 @@ def starting() -> Iterator[Start]:
             engine.kill()
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with starting() as start_one:
+@pytest.fixture(params=["nixl", "ucx"])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    with starting(request.param) as start_one:
         yield start_one
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0].model)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: ", ".join([case[0].model, *case[2:]]))
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[int, EngineProcess]]:
     """One of each size, that all know each other."""
-    layout, sizes = request.param
-    with starting() as start_one:
-        engines = {size: start_one(f"of {size}", layout, size=size) for size in sizes}
+    layout, sizes, transport, device = request.param
+    with starting(transport) as start_one:
+        engines = {size: start_one(f"of {size}", layout, size=size, device=device) for size in sizes}
         for engine in engines.values():
             engine.peers_changed([other.info for other in engines.values() if other is not engine])
         for engine in engines.values():

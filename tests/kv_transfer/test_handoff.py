@@ -89,6 +89,17 @@ def test_a_holder_refuses_whom_it_does_not_match(holder_layout: KVLayout, epoch:
     assert isinstance(engines.events[2], ReceiveFailed)
 
 
+def test_a_holder_refuses_another_transport_or_other_backends_and_names_both() -> None:
+    engines = Engines(OURS)
+    engines.holder._crew.transport_name = "nixl/POSIX+UCX"
+    engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
+    engines.receive(EngineKey("holder", 1))
+    engines.pass_time()
+    failed, _ = engines.events
+    assert isinstance(failed, ReceiveFailed)
+    assert "holder refuses to pair: its transport is nixl/POSIX+UCX, the reader's is fake" in failed.reason
+
+
 def test_a_ticket_for_blocks_that_the_holder_lacks_costs_nobody_else_the_connection() -> None:
     engines = Engines(OURS)
     engines.meet()

@@ -20,8 +20,18 @@ def test_the_defaults_are_valid() -> None:
         ({"renew_at": 1.0}, "leave no time to renew"),
         ({"reads_in_flight": 0}, "must be at least 1"),
         ({"backends": ()}, "backends must name one"),
+        ({"cpu_affinity": ""}, "cpu_affinity is ''"),
+        ({"cpu_affinity": "near"}, "it must be 'device', 'any' or a list of CPUs like '0-7,16'"),
+        ({"cpu_affinity": "3-1"}, "no CPU from 0 to 8191 is named"),
+        ({"cpu_affinity": "0-9999999"}, "no CPU from 0 to 8191 is named"),
     ],
 )
 def test_impossible_settings_are_refused(change: dict, reason: str) -> None:
     with pytest.raises(InvalidTransferSettings, match=reason):
         TransferSettings(**change)
+
+
+def test_the_name_that_both_ends_compare_has_nixls_backends_in_any_order() -> None:
+    assert TransferSettings(backends=("UCX", "POSIX")).transport_name == "nixl/POSIX+UCX"
+    assert TransferSettings(backends=("POSIX", "UCX", "UCX")).transport_name == "nixl/POSIX+UCX"
+    assert TransferSettings(transport="ucx", backends=("POSIX",)).transport_name == "ucx"

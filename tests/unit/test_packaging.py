@@ -44,7 +44,7 @@ def test_no_code_lies_in_a_folder_that_is_no_package() -> None:
     assert stray == []
 
 
-DISTRIBUTIONS = {"zmq": "pyzmq", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"zmq": "pyzmq", "yaml": "pyyaml", "ucxx": "ucxx_cu13"}
 
 
 def imported_by_the_packages() -> Iterator[str]:
@@ -58,7 +58,8 @@ def imported_by_the_packages() -> Iterator[str]:
 
 
 def test_dependencies_are_what_the_packages_import() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = project["dependencies"] + project["optional-dependencies"]["ucx"]
     names = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in listed}
     modules = {name.partition(".")[0] for name in imported_by_the_packages()} - {"baton", *sys.stdlib_module_names}
     assert {DISTRIBUTIONS.get(name, name) for name in modules} == names

@@ -1,0 +1,64 @@
+"""On which CPUs a transfer thread runs: for a GPU, those of its NUMA node, so that what it polls and copies is near.
+
+Linux tells in `/sys` which node a PCI device is at. Threads that a transport starts later run where this one does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+NEAR_DEVICE = "device"
+ANY_CPU = "any"
+SYS = Path("/sys")
+MAX_CPUS = 8192  # of Linux
+
+
+def pin_thread(affinity: str, device: str) -> None:
+    """The calling thread, to `affinity` as in `TransferSettings`. Where that is refused it runs on, with a warning."""
+    if affinity == ANY_CPU:
+        return
+    cpus = cpus_near(device) if affinity == NEAR_DEVICE else parse_cpus(affinity)
+    if cpus is None:
+        return
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        logger.warning("the transfer thread stays on all CPUs: %s are refused (%s)", sorted(cpus), error.strerror)
+    else:
+        logger.info("the transfer thread runs on CPUs %s", sorted(os.sched_getaffinity(0)))
+
+
+def cpus_near(device: str, sys: Path = SYS) -> set[int] | None:
+    """Those of a GPU's NUMA node. None: the device is the CPU, or the machine does not say."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack where it is plugged in
+    return cpus_of_pci(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0", sys)
+
+
+def cpus_of_pci(address: str, sys: Path = SYS) -> set[int] | None:
+    """Of the NUMA node of a PCI device, by its address such as `0000:1b:00.0`."""
+    try:
+        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+        return parse_cpus((sys / f"devices/system/node/node{node}/cpulist").read_text().strip())
+    except (OSError, ValueError) as error:  # node -1 is what a machine with one node says
+        logger.info("the NUMA node of PCI device %s is not known: %s", address, error)
+        return None
+
+
+def parse_cpus(text: str) -> set[int]:
+    """`0-3,8`, as Linux writes sets of CPUs. Raises `ValueError`."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    if not cpus or not 0 <= min(cpus) <= max(cpus) < MAX_CPUS:
+        raise ValueError(f"no CPU from 0 to {MAX_CPUS - 1} is named")
+    return cpus

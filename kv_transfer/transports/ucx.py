@@ -1,0 +1,286 @@
+"""Reads over UCX alone, through UCXX: the same lanes as NIXL's UCX backend, without the layer between.
+
+How it differs from `nixl.py`, for whoever compares the two:
+
+* Active messages are never sent, but the context must ask for them: with RMA alone UCX makes no lanes for large data,
+  and reads between processes of a host go over TCP.
+* Every range is one `ucp_get_nbx`, whose request says when UCX has done with it. So a read that failed is released when
+  each of its requests has completed, and there is no time to wait for siblings that might still write.
+* UCXX's progress thread is not used: whoever is read, or reads, calls `progress` or `poll`.
+* A failed endpoint stays failed, as with NIXL; here it says so itself (`alive`), even when nothing is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from baton.engine.core.layout import KVRegion
+
+from ..errors import TransportError
+from ..messages import Name, decode_as
+from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
+from .ucp import IN_PROGRESS, OK, Handle, Ucp
+from .ucx_log import UcxLog
+
+logger = logging.getLogger(__name__)
+
+# Where a message may become a rendezvous, UCX shuns lanes on which a reader's access cannot be revoked, as over CMA.
+# We send no messages, and whoever still reads when the lease is over throws away what it read.
+CONFIG = {"RNDV_THRESH": "inf"}
+PROGRESS_S = 2e-3  # of one call at most: while data flow, UCX always finds more to do
+CLOSE_PERIOD_NS, CLOSE_ATTEMPTS = 10_000_000, 10
+
+_ucx_log = UcxLog()  # not NIXL's: its UCX is another library
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer must know of us: who speaks, UCX's own blobs, and where the region lies."""
+
+    version: Name
+    name: Name
+    worker: Annotated[bytes, Meta(min_length=1)]
+    key: Annotated[bytes, Meta(min_length=1)]
+    address: Annotated[int, Meta(ge=0, lt=2**62)]
+    num_bytes: Annotated[int, Meta(ge=1, lt=2**62)]
+
+
+_metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
+
+
+@dataclasses.dataclass(slots=True)
+class _Transfer:
+    """Requests of one endpoint, in the order in which they began. Those that have completed leave."""
+
+    running: deque[Handle] = dataclasses.field(default_factory=deque)
+    status: int = OK  # or the first error
+
+    @property
+    def state(self) -> ReadState:
+        if self.status != OK:
+            return ReadState.FAILED
+        return ReadState.RUNNING if self.running else ReadState.DONE
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    metadata: _Metadata
+    endpoint: Any  # UCXX's
+    key: Handle
+    warm_read: _Transfer
+    state: PeerState = PeerState.CONNECTING
+
+
+@dataclasses.dataclass(slots=True)
+class _Read:
+    peer: _Peer
+    transfer: _Transfer
+
+
+class UcxTransport:
+    """UCXX as a `Transport`. Made, used and closed by one thread.
+
+    Raises `TransportError` where UCXX is missing or the region cannot be registered.
+    """
+
+    name = "ucx"
+
+    def __init__(self, region: KVRegion, agent_name: str) -> None:
+        self._agent_name = agent_name
+        self._address = region.address
+        self._num_bytes = region.num_bytes
+        kind = "cpu" if use_device(region.device) is None else "cuda"
+        self._scratch = make_scratch(region.device)
+        with _ucx_log.capturing():
+            self._ucxx, self._ucp = _import_ucxx()
+            try:
+                features = self._ucxx.Feature
+                self._context = self._ucxx.UCXContext(CONFIG, (features.RMA, features.AM))
+                self._worker = self._ucxx.UCXWorker(self._context)
+            except self._ucxx.UCXError as error:
+                raise TransportError(f"cannot make a UCX worker: {error}") from error
+        self._memory = self._ucp.register(self._context.handle, self._address, self._num_bytes, kind)
+        self._into_region = self._ucp.registered(self._memory)
+        self._ids = itertools.count(1)
+        self._peers: dict[PeerHandle, _Peer] = {}
+        self._reads: dict[ReadHandle, _Read] = {}
+        self._lingering: list[_Peer] = []  # removed ones whose warm read still runs, into the scratch
+        _ucx_log.drain()
+        logger.info("UCX %s worker %s: %.1f MB of %s", self._ucp.version, agent_name, self._num_bytes / 1e6, kind)
+
+    @property
+    def lanes(self) -> list[str]:
+        """What UCX chose so far, in its own words."""
+        return _ucx_log.lanes
+
+    def metadata(self) -> bytes:
+        key = self._ucp.pack_key(self._context.handle, self._memory)
+        worker = self._worker.address.tobytes()
+        return msgspec.msgpack.encode(
+            _Metadata(self._ucp.version, self._agent_name, worker, key, self._address, self._num_bytes)
+        )
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        known = decode_as(_metadata_decoder, metadata, "metadata of a UCX peer")
+        if known.version != self._ucp.version:
+            raise TransportError(f"{known.name} has UCX {known.version}, here is {self._ucp.version}: install the same")
+        endpoint = self._connect(known)
+        try:
+            key = self._ucp.unpack_key(endpoint.handle, known.key)
+        except TransportError:
+            self._close_endpoint(endpoint)
+            raise
+        peer = _Peer(known, endpoint, key, _Transfer())
+        self._get(peer, peer.warm_read, known.address, self._scratch.address, min(WARM_BYTES, known.num_bytes))
+        handle = next(self._ids)
+        self._peers[handle] = peer
+        return handle
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        known = self._peers[peer]
+        if known.state is PeerState.CONNECTING:
+            self._advance()
+            self._settle(known.warm_read)
+            if known.warm_read.state is ReadState.DONE:
+                known.state = PeerState.CONNECTED
+                _ucx_log.drain()
+        if known.warm_read.state is ReadState.FAILED or not known.endpoint.alive:
+            known.state = PeerState.BROKEN
+            _ucx_log.drain()
+        return known.state
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        self._lingering.append(self._peers.pop(peer))
+        self._advance()
+
+    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+        known = self._peers[peer]
+        check_ranges(ranges, self._num_bytes, known.metadata.num_bytes, known.metadata.name)
+        if not known.endpoint.alive:
+            known.state = PeerState.BROKEN
+            raise TransportError(f"the connection to {known.metadata.name} is broken")
+        entry = _Read(known, _Transfer())
+        for remote, local, num_bytes in ranges:
+            self._get(
+                known,
+                entry.transfer,
+                known.metadata.address + remote,
+                self._address + local,
+                num_bytes,
+                self._into_region,
+            )
+            if entry.transfer.status != OK:
+                break
+        self._note_failure(entry)
+        read = next(self._ids)
+        self._reads[read] = entry
+        return read
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        entry = self._reads[read]
+        if entry.transfer.state is ReadState.RUNNING:
+            self._advance()
+            self._settle(entry.transfer)
+            self._note_failure(entry)
+        return entry.transfer.state
+
+    def release(self, read: ReadHandle) -> bool:
+        entry = self._reads[read]
+        assert entry.transfer.state is not ReadState.RUNNING, "a read that runs may still write"
+        if entry.transfer.running:
+            self._advance()
+            self._settle(entry.transfer)
+        if entry.transfer.running:
+            return False
+        del self._reads[read]
+        return True
+
+    def progress(self) -> None:
+        self._advance()
+
+    def close(self) -> None:
+        """Reads that still run keep the worker, and with it the region's registration, alive until the process ends."""
+        for read in self._reads.values():
+            self._settle(read.transfer)
+        running = sum(bool(read.transfer.running) for read in self._reads.values())
+        if not running:
+            for peer in list(self._peers):
+                self.remove_peer(peer)
+        if running or self._lingering:
+            logger.warning("%d reads still run: the UCX worker is left alone", running + len(self._lingering))
+            _abandoned.append(self)
+            return
+        self._ucp.deregister(self._context.handle, self._memory)
+        del self._worker, self._context
+
+    def _connect(self, known: _Metadata) -> Any:
+        try:
+            address = self._ucxx.UCXAddress.create_from_buffer(known.worker)
+            return self._worker.create_endpoint_from_worker_address(address, endpoint_error_handling=True)
+        except self._ucxx.UCXError as error:
+            raise TransportError(f"cannot connect to {known.name}: {error}") from error
+
+    def _close_endpoint(self, endpoint: Any) -> None:
+        try:
+            endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
+        except self._ucxx.UCXError as error:
+            logger.warning("UCX closed a connection with: %s", error)
+        _ucx_log.drain()
+
+    def _get(
+        self, peer: _Peer, transfer: _Transfer, remote: int, local: int, num_bytes: int, params: Any = None
+    ) -> None:
+        status, request = self._ucp.get(peer.endpoint.handle, peer.key, remote, local, num_bytes, params)
+        if status == IN_PROGRESS:
+            transfer.running.append(request)
+        else:
+            transfer.status = transfer.status or status
+
+    def _settle(self, transfer: _Transfer) -> None:
+        """Takes out what has completed, in order: nothing is known of a transfer before its first request has."""
+        while transfer.running and (status := self._ucp.check(transfer.running[0])) != IN_PROGRESS:
+            self._ucp.free(transfer.running.popleft())
+            transfer.status = transfer.status or status
+
+    def _note_failure(self, read: _Read) -> None:
+        status = read.transfer.status
+        if status != OK and read.peer.state is not PeerState.BROKEN:
+            read.peer.state = PeerState.BROKEN
+            logger.warning("a read of %s failed: %s", read.peer.metadata.name, self._ucp.reason(status))
+            _ucx_log.drain()
+
+    def _advance(self) -> None:
+        until = time.monotonic() + PROGRESS_S
+        while self._worker.progress_once() and time.monotonic() < until:
+            pass
+        for peer in list(self._lingering):
+            self._settle(peer.warm_read)
+            if not peer.warm_read.running:
+                self._lingering.remove(peer)
+                self._ucp.destroy_key(peer.key)  # after whatever uses it, and before the endpoint
+                self._close_endpoint(peer.endpoint)
+
+
+_abandoned: list[UcxTransport] = []
+
+
+def _import_ucxx() -> tuple[Any, Ucp]:
+    """Late, so that everything else works without UCXX, and so that UCX is loaded while its log is caught."""
+    ours = dict(os.environ)
+    try:
+        from ucxx._lib import libucxx
+    except ImportError as error:
+        raise TransportError(f"UCXX cannot be imported ({error}); install `baton[ucx]`") from error
+    for name in os.environ.keys() - ours.keys():
+        del os.environ[name]  # UCXX's choices for messages with tags: child processes would inherit them
+    return libucxx, Ucp()

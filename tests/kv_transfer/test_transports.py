@@ -1,0 +1,153 @@
+"""What every transport between processes does, tried with two ends in one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.errors import MalformedMessage, TransportError
+from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport
+from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.ucx import UcxTransport
+
+LAYOUT = KVLayout(model="small", num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32")
+NUM_BLOCKS = 4
+UCX_SETTINGS = {name for name in os.environ if name.startswith("UCX_")}  # before any transport
+
+TRANSPORTS: dict[str, type] = {"nixl": NixlTransport, "ucx": UcxTransport}
+
+End = tuple[Any, np.ndarray]
+
+
+def an_end(transport: str, name: str) -> End:
+    memory = np.full((NUM_BLOCKS, LAYOUT.block_bytes), ord(name[0]), dtype=np.uint8)
+    region = KVRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads)
+    return TRANSPORTS[transport](region, name), memory
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ends(transport: str) -> Iterator[tuple[End, End]]:
+    """A holder and a reader."""
+    holder, reader = an_end(transport, "holder"), an_end(transport, "reader")
+    yield holder, reader
+    reader[0].close()
+    holder[0].close()
+
+
+def connect(holder: Transport, reader: Transport) -> int:
+    peer = reader.add_peer(holder.metadata())
+    deadline = time.monotonic() + 10
+    while reader.peer_state(peer) is PeerState.CONNECTING:
+        holder.progress()
+        assert time.monotonic() < deadline
+    assert reader.peer_state(peer) is PeerState.CONNECTED
+    return peer
+
+
+def test_a_read_brings_the_range_and_no_byte_more(ends: tuple[End, End]) -> None:
+    (holder, _), (reader, memory) = ends
+    peer = connect(holder, reader)
+    read = reader.read(peer, [ByteRange(remote=100, local=8, num_bytes=50), ByteRange(0, 200, 1)])
+    while reader.poll(read) is ReadState.RUNNING:
+        holder.progress()
+    assert reader.poll(read) is ReadState.DONE
+    assert reader.release(read)
+    expected = np.full(memory.size, ord("r"), dtype=np.uint8)
+    expected[8:58] = expected[200] = ord("h")
+    assert (memory.reshape(-1) == expected).all()
+
+
+def test_the_lanes_that_ucx_chose_are_known(ends: tuple[End, End]) -> None:
+    (holder, _), (reader, _) = ends
+    connect(holder, reader)
+    assert any("cfg#" in lane for lane in reader.lanes)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        ByteRange(NUM_BLOCKS * LAYOUT.block_bytes - 1, 0, 2),
+        ByteRange(0, NUM_BLOCKS * LAYOUT.block_bytes, 1),
+        ByteRange(-1, 0, 1),
+        ByteRange(0, 0, 0),
+    ],
+)
+def test_a_range_outside_the_regions_is_refused(piece: ByteRange, ends: tuple[End, End]) -> None:
+    (holder, _), (reader, _) = ends
+    peer = connect(holder, reader)
+    with pytest.raises(TransportError, match="are outside the"):
+        reader.read(peer, [piece])
+
+
+def test_a_read_goes_on_where_the_same_peer_was_removed_before(ends: tuple[End, End]) -> None:
+    (holder, _), (reader, memory) = ends
+    reader.remove_peer(reader.add_peer(holder.metadata()))  # while it connects
+    reader.remove_peer(connect(holder, reader))
+    read = reader.read(connect(holder, reader), [ByteRange(0, 0, memory.size)])
+    while reader.poll(read) is ReadState.RUNNING:
+        holder.progress()
+    assert reader.release(read)
+    assert (memory == ord("h")).all()
+
+
+def altered(metadata: bytes, field: int, value: object) -> bytes:
+    fields = msgspec.msgpack.decode(metadata)
+    fields[field] = value
+    return msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize(
+    ("transport", "field", "value"),
+    [
+        ("nixl", 1, -1),  # address
+        ("nixl", 2, 0),  # bytes
+        ("nixl", 3, "CORE"),  # memory
+        ("ucx", 0, ""),  # version
+        ("ucx", 2, b""),  # worker
+        ("ucx", 3, b""),  # key
+        ("ucx", 4, -1),  # address
+        ("ucx", 5, 0),  # bytes
+    ],
+)
+def test_metadata_with_an_impossible_field_are_refused(field: int, value: object, ends: tuple[End, End]) -> None:
+    (holder, _), (reader, _) = ends
+    with pytest.raises(MalformedMessage, match=r"no metadata of a (NIXL|UCX) peer"):
+        reader.add_peer(altered(holder.metadata(), field, value))
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xff" * 30, msgspec.msgpack.encode(["short"])])
+def test_metadata_that_are_none_are_refused(metadata: bytes, ends: tuple[End, End]) -> None:
+    with pytest.raises(MalformedMessage, match=r"no metadata of a (NIXL|UCX) peer"):
+        ends[1][0].add_peer(metadata)
+
+
+@pytest.mark.parametrize("transport", ["ucx"])
+def test_a_peer_with_another_version_of_ucx_is_refused_by_name(ends: tuple[End, End]) -> None:
+    (holder, _), (reader, _) = ends
+    with pytest.raises(TransportError, match=r"holder has UCX 1\.2, here is 1\.\d\d: install the same"):
+        reader.add_peer(altered(holder.metadata(), 0, "1.2"))
+
+
+def test_child_processes_inherit_nothing_that_a_transport_told_ucx(ends: tuple[End, End]) -> None:
+    given = {name for name in os.environ if name.startswith("UCX_")}
+    assert given <= UCX_SETTINGS
+
+
+def test_a_backend_that_is_missing_is_named() -> None:
+    memory = np.zeros(LAYOUT.block_bytes, dtype=np.uint8)
+    with pytest.raises(TransportError, match=r"no backend CARRIER_PIGEON here; available: .*UCX"):
+        NixlTransport(
+            KVRegion(memory.ctypes.data, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads), "agent", ["UCX", "CARRIER_PIGEON"]
+        )
