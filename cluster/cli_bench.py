@@ -189,3 +189,41 @@ def kv(
     typer.echo(table(result))
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
+
+
+@bench_app.command()
+def router(
+    unified: Annotated[int, typer.Option(min=0, help="Unified engines.")] = 16,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Prefill engines; with --decode, in the place of unified ones.")
+    ] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 0,
+    gateways: Count = 4,
+    num_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 8192,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None,
+    num_prompts: Count = 4000,
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0,
+    input_len: Annotated[int, typer.Option(min=4, help="Mean tokens of a prompt.")] = 4096,
+    output_len: Count = 64,
+    policies: Annotated[list[str] | None, typer.Option("--policy", help="By default all.")] = None,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Routing policies on the same requests, in virtual time: real router, real schedulers, no device."""
+    import msgspec
+    from rich.console import Console
+
+    from .replay.compare import InvalidReplay, compare, table
+    from .replay.replay import Fleets
+    from .replay.traffic import InvalidTrace, Shape
+
+    unified = 0 if prefill or decode else unified
+    fleets = Fleets(unified, prefill, decode, num_blocks, gateways)
+    shape = Shape(num_prompts, request_rate, input_len, output_len, seed)
+    try:
+        rows = compare(fleets, shape, trace, policies or ())
+    except (InvalidReplay, InvalidTrace) as error:
+        fail(str(error))
+    Console().print(table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps(msgspec.to_builtins(rows), indent=2) + "\n")

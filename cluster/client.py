@@ -26,9 +26,10 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.handoff import TransferStats
 
+from .cached_blocks import CachedBlocks
 from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
 from .engine_server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
-from .wire import Abort, ClientMessage, Codec, Hello, Submit, WireError
+from .wire import Abort, AskBlocks, ClientMessage, Codec, Hello, Submit, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ClientCounters:
     malformed_messages: int = 0
     stale_messages: int = 0  # of another epoch, or about a request that is over here
     engines_lost: int = 0
+    block_gaps: int = 0  # news of prefix caches were missing: snapshots were asked for
 
 
 EngineKey = tuple[str, int]  # engine id and epoch: one process
@@ -113,6 +115,7 @@ class Connection:
         self.record = record
         self.stats: EngineStats | None = None  # None: not answered yet, or lost
         self.transfers: TransferStats | None = None
+        self.cached = CachedBlocks(record.num_blocks)
         self.counters = ClientCounters()
         self._context, self._key, self._identity = context, key, identity
         self._codec = Codec()
@@ -218,6 +221,9 @@ class Connection:
                 self.counters.stale_messages += 1
                 continue
             self.stats, self.transfers = message.stats, message.transfers or self.transfers
+            if message.blocks is not None and not self.cached.apply(message.blocks):
+                self.counters.block_gaps += 1
+                self._send(AskBlocks(self.record.epoch))
             for output in message.outputs:
                 self._dispatch(output)
 
@@ -243,6 +249,7 @@ class Connection:
                 "engine %s (rank %d, pid %d) %s", self.record.engine_id, self.record.rank, self.record.pid, why
             )
         self.stats = None
+        self.cached = CachedBlocks(self.record.num_blocks)
         lost = list(self._requests.values())
         self._requests.clear()
         for stream in lost:
@@ -284,7 +291,9 @@ class ZmqEngineClient:
 
     def engines(self) -> Sequence[EngineView]:
         views = [
-            EngineView(connection.record, connection.stats, connection.outstanding, connection.transfers)
+            EngineView(
+                connection.record, connection.stats, connection.outstanding, connection.transfers, connection.cached
+            )
             for connection in self._connections.values()
             if connection.stats is not None
         ]

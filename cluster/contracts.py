@@ -16,6 +16,8 @@ import msgspec
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.handoff import TransferStats
 
+from .cached_blocks import CachedBlocks
+
 
 class Role(enum.StrEnum):
     UNIFIED = "unified"
@@ -127,6 +129,7 @@ class EngineView(msgspec.Struct, frozen=True):
     stats: EngineStats | None  # the newest it sent; None before its first step
     outstanding: int  # requests of this gateway that it has not finished
     transfers: TransferStats | None = None  # the newest it sent; None where it hands nothing over
+    cached: CachedBlocks = CachedBlocks(0)  # what its prefix cache holds
 
 
 class EngineGone(Exception):

@@ -22,14 +22,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import zmq
 
+from baton.engine.core.block_log import BlockLog, BlockNews
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.handoff import TransferStats
 
-from .wire import Abort, ClientMessage, Codec, Hello, Outputs, Submit, WireError
+from .wire import Abort, AskBlocks, ClientMessage, Codec, Hello, Outputs, Submit, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Engine(Protocol):
     def step(self) -> list[EngineOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def block_log(self) -> BlockLog: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class EngineServer:
 
         self._owners: dict[str, Owner] = {}  # step thread only
         self._gateways: dict[bytes, None] = {}  # step thread only: those that said hello, in order
-        self._told: Outputs | None = None  # step thread only: what every gateway knows
+        self._blocks = engine.block_log()  # step thread only, from `start` on
+        self._told: Outputs | None = None  # step thread only: what every gateway knows, but for blocks
         self._told_at_s = 0.0
         self._turn_began_s = time.monotonic()
         self._alive: set[bytes] = set()  # gateways in the newest snapshot
@@ -217,13 +221,15 @@ class EngineServer:
             case Hello():
                 self._abort_all_of(gateway)
                 self._gateways[gateway] = None
-                self._outbox.append((gateway, self._news()))
+                self._tell_blocks(gateway)
             case GatewayLost():
                 self._gateways.pop(gateway, None)
                 self._give_up_all_of(gateway)
             case Submit(request=request):
                 self._gateways[gateway] = None  # one that the directory lost for a while is back
                 self._add(gateway, request)
+            case AskBlocks():
+                self._tell_blocks(gateway)
             case Abort(request_id=request_id, generation=generation):
                 self._abort(request_id, generation)
 
@@ -283,15 +289,23 @@ class EngineServer:
             self._outbox.append((gateway, self._message(its_outputs, stats)))
 
     def _tell_all_gateways(self) -> None:
-        news = self._news()
+        news, changes = self._news(), self._blocks.take() if self._gateways else None
         self._told_at_s = time.monotonic()
-        if news == self._told:
+        if news == self._told and changes is None:
             return
         self._told = news
-        self._outbox.extend((gateway, news) for gateway in self._gateways)
+        told = msgspec.structs.replace(news, blocks=changes)
+        self._outbox.extend((gateway, told) for gateway in self._gateways)
 
-    def _news(self) -> Outputs:
-        return Outputs(self._engine_id, self._epoch, [], self._engine.stats(), self._transfers())
+    def _tell_blocks(self, gateway: bytes) -> None:
+        """All that is cached, to one gateway; what changed until now, to the others."""
+        if (changes := self._blocks.take()) is not None:
+            told = self._news(changes)
+            self._outbox.extend((other, told) for other in self._gateways if other != gateway)
+        self._outbox.append((gateway, self._news(self._blocks.snapshot())))
+
+    def _news(self, blocks: BlockNews | None = None) -> Outputs:
+        return Outputs(self._engine_id, self._epoch, [], self._engine.stats(), self._transfers(), blocks)
 
     def _message(self, outputs: list[EngineOutput], stats: EngineStats) -> Outputs:
         return Outputs(self._engine_id, self._epoch, outputs, stats)

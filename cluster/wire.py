@@ -2,10 +2,13 @@
 
     gateway DEALER                                  engine ROUTER
       Hello(epoch)            ─────────────────>      forgets what ran for this gateway before
-                              <─────────────────      Outputs([], stats): the connection is ready
+                              <─────────────────      Outputs([], stats, cached blocks): the connection is ready
       Submit(epoch, request)  ─────────────────>
       Abort(epoch, id)        ─────────────────>
                               <─────────────────      Outputs(outputs of one step, stats)
+                              <─────────────────      Outputs([], stats, changed blocks): to every gateway, now and then
+      AskBlocks(epoch)        ─────────────────>      news of blocks are missing here
+                              <─────────────────      Outputs([], stats, cached blocks)
 
 Each message is one frame of msgpack; nothing else is ever decoded from these sockets. A message whose epoch is not the
 engine's was meant for another process: it is counted and dropped.
@@ -17,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from baton.engine.core.block_log import BlockNews
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.handoff import TransferStats
 
@@ -44,7 +48,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     generation: int
 
 
-ClientMessage = Hello | Submit | Abort
+class AskBlocks(msgspec.Struct, frozen=True, tag="ask-blocks"):
+    """The gateway missed news of the prefix cache, and wants to know all of it."""
+
+    epoch: int
+
+
+ClientMessage = Hello | Submit | Abort | AskBlocks
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
@@ -55,6 +65,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     outputs: list[EngineOutput]
     stats: EngineStats
     transfers: TransferStats | None = None  # with news about the engine, where it hands KV over
+    blocks: BlockNews | None = None  # with news about the engine, where its prefix cache changed
 
 
 class Codec:

@@ -51,7 +51,8 @@ def create_app(
     metrics = GatewayMetrics(model.model_id, client.engines)
     router = Router(
         settings.gateway_id,
-        prefix_capacity=settings.prefix_memory_chunks,
+        rates=settings.cost,
+        session_patience_s=settings.session_patience_s,
         local_prefill_max_tokens=settings.local_prefill_max_tokens,
     )
     dispatcher = Dispatcher(client, router, settings, metrics)

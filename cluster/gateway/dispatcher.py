@@ -21,10 +21,10 @@ from baton.cluster.contracts import EngineClient, EngineGone, EngineRecord, Outp
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 
 from .errors import from_engine, internal, no_capacity
+from .ledger import EngineKey, Placement, engine_key
 from .metrics import GatewayMetrics
-from .prefixes import EngineKey
 from .ranks import only_with
-from .router import Path, Placement, Route, Router, engine_key
+from .router import Path, Route, Router, num_tokens
 from .settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,13 @@ RETRIED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Leg:
     """The sequence in one engine."""
 
     placement: Placement
     stream: OutputStream
+    is_read: bool = False  # the engine has read the prompt
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class Dispatcher:
         self.settings = settings
         self.metrics = metrics
 
-    def dispatch(self, request: EngineRequest, rank: int | None = None) -> Dispatch:
-        """`rank`: an engine that must take part, whatever happens."""
-        return Dispatch(self, request, rank)
+    def dispatch(self, request: EngineRequest, *, rank: int | None = None, session_id: str | None = None) -> Dispatch:
+        """`rank`: an engine that must take part, whatever happens. `session_id`: requests that had best meet."""
+        return Dispatch(self, request, rank, session_id)
 
     def is_ready(self) -> bool:
         """Whether some path through the engines exists now."""
@@ -81,7 +82,9 @@ class Dispatch:
     At any time it has at most one leg, and at most one offer, which ends with the decode engine's first word.
     """
 
-    def __init__(self, dispatcher: Dispatcher, request: EngineRequest, rank: int | None) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, request: EngineRequest, rank: int | None, session_id: str | None
+    ) -> None:
         self.path = Path.UNIFIED
         self.reason = ""
         self._client = dispatcher.client
@@ -90,6 +93,7 @@ class Dispatch:
         self._metrics = dispatcher.metrics
         self._request = request
         self._pinned_rank = rank
+        self._wanted = self._router.read(request, session_id=session_id, pinned_rank=rank)
         self._tokens = list(request.output_token_ids)  # so far, by whichever engine
         self._generation = request.generation
         self._leg: _Leg | None = None
@@ -127,6 +131,9 @@ class Dispatch:
 
     async def _accept(self, leg: _Leg, output: EngineOutput) -> EngineOutput:
         """Keeps what another engine would need to go on from here; starts the decode leg when prefill is done."""
+        if not leg.is_read:
+            leg.is_read = True
+            self._router.ledger.read(leg.placement)
         if self._offer is not None:
             self._offer = None  # the decode engine speaks: it has the KV, and told the prefill engine so
         if self._tokens and output.num_cached_tokens:  # what this engine found or received is no news to the client
@@ -191,12 +198,13 @@ class Dispatch:
         request = msgspec.structs.replace(
             self._request, output_token_ids=list(self._tokens), generation=self._generation
         )
+        wanted = self._wanted.with_tokens(num_tokens(request))
         if self._offer is not None:
-            mate = self._router.decode_placement(engines, request, self._offer.engine.fingerprint, self._full)
+            mate = self._router.decode_placement(engines, wanted, self._offer.engine, self._full)
             if mate is not None:
                 return self._submit(mate, msgspec.structs.replace(request, kv_source=self._offer.source))
-        route = self._router.route(engines, request, self._lost | self._full)
-        route = route or self._router.route(engines, request, self._full)
+        route = self._router.route(engines, wanted, self._lost | self._full)
+        route = route or self._router.route(engines, wanted, self._full)
         if route is None or (self._offer is not None and route.hands_off):
             return None
         if self._offer is not None:
@@ -216,13 +224,14 @@ class Dispatch:
         self._metrics.paths.labels(self.path, self.reason).inc()
 
     def _submit(self, placement: Placement, request: EngineRequest) -> _Leg:
-        self._router.started(placement)
+        self._router.ledger.sent(placement)
         return _Leg(placement, self._client.submit(placement.engine, request))
 
     async def _end_leg(self) -> None:
         if (leg := self._leg) is not None:
             self._leg = None
-            self._router.finished(leg.placement)
+            ledger = self._router.ledger
+            (ledger.ended if leg.is_read else ledger.given_up)(leg.placement)
             await leg.stream.aclose()
 
     def _end_offer(self) -> None:

@@ -28,6 +28,7 @@ from .prepare import Job
 from .protocol import GenerationRequest, StreamOptions, parse_request
 from .ranks import PIN_HEADER, pinned_rank
 from .render import Renderer, UsageOptions
+from .sessions import SESSION_HEADER, session_id_of
 from .settings import GatewaySettings
 from .streams import ClientGone, merge, until_gone
 
@@ -58,6 +59,14 @@ class Gateway:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """What a client wishes of the engines that serve it."""
+
+    rank: int | None
+    session_id: str | None
+
+
+@dataclass(frozen=True)
 class GenerationApi(Generic[RequestT]):
     """What tells one endpoint from the other."""
 
@@ -85,8 +94,11 @@ class GenerationEndpoint(Generic[RequestT]):
             async with asyncio.timeout(limits.request_timeout_s):
                 http = Request(scope, receive)
                 body = await read_body(http, limits.max_body_bytes)
-                rank = pinned_rank(http.headers.get(PIN_HEADER), gateway.dispatcher.client)
-                await until_gone(receive, self._generate(request_id_of(scope), body, rank, answer, started_s))
+                place = _Place(
+                    pinned_rank(http.headers.get(PIN_HEADER), gateway.dispatcher.client),
+                    session_id_of(http.headers.get(SESSION_HEADER)),
+                )
+                await until_gone(receive, self._generate(request_id_of(scope), body, place, answer, started_s))
         except ApiError as error:
             await self._fail(answer, error)
         except TimeoutError:
@@ -109,9 +121,7 @@ class GenerationEndpoint(Generic[RequestT]):
             self._gateway.metrics.stream_errors.labels(error.status).inc()
         await answer.fail(error)
 
-    async def _generate(
-        self, request_id: str, body: bytes, rank: int | None, answer: _Answer, started_s: float
-    ) -> None:
+    async def _generate(self, request_id: str, body: bytes, place: _Place, answer: _Answer, started_s: float) -> None:
         gateway = self._gateway
         request = parse_request(self._api.request_type, parse_object(body))
         job = await self._api.prepare(request, request_id)
@@ -119,7 +129,8 @@ class GenerationEndpoint(Generic[RequestT]):
         options = request.stream_options or StreamOptions()
         usage = UsageOptions(at_end=options.include_usage, in_each_chunk=options.continuous_usage_stats)
         renderer = self._api.renderer(job, gateway.model.model_id, gateway.model.tokenizer, usage)
-        dispatches = [gateway.dispatcher.dispatch(sequence, rank) for sequence in job.sequences]
+        dispatch = gateway.dispatcher.dispatch
+        dispatches = [dispatch(each, rank=place.rank, session_id=place.session_id) for each in job.sequences]
         choices = [self._choice(job, index, dispatch, started_s) for index, dispatch in enumerate(dispatches)]
         async with aclosing(merge(choices)) as steps:
             write = _write_events if request.stream else _write_whole

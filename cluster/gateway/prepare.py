@@ -47,9 +47,6 @@ class Job:
     shows_prompt_logprobs: bool = False  # as the extra field `prompt_logprobs`; `echo` may need them, too
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
 
-    def prompt_of(self, index: int) -> list[int]:
-        return self.prompts[index // self.sampling.n]
-
 
 class Preparer:
     """Holds the tokenizer's thread: long texts must not stop everyone else's tokens."""

@@ -1,23 +1,31 @@
-"""Chooses engines: the least loaded one, where a remembered prefix counts as work that need not be done.
+"""Chooses engines: the cheapest way to serve a request, in seconds (`cost.py`), where cached prefixes need no work.
 
-Work is counted in tokens: those to prefill, and those of context that every decode step reads.
+Everything it knows of the engines comes from them: a gateway that starts knows what the others know as soon as its
+connections are there. What it has sent itself and not heard of yet is in its ledger.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.cluster.cached_blocks import BlockName
 from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
+from baton.engine.core.prefix import block_hashes
 
-from .prefixes import EngineKey, PrefixMemory, prefix_chain
+from .cost import Cost, CostRates, Load, load_of
+from .ledger import EngineKey, Ledger, Placement, engine_key
 
-ASSUMED_WORK = 512  # tokens of another gateway's request, about which we only know that it exists
+EQUAL = 1.05  # costs closer than this are equal: gateways whose news are as old must not all choose the same engine
+WORTHWHILE_HIT = 256  # cached tokens with which a decode engine may be the better one to read a prompt
 
 
 class Path(enum.StrEnum):
@@ -25,17 +33,22 @@ class Path(enum.StrEnum):
 
     DISAGGREGATED = "disaggregated"  # one engine prefills, another decodes
     UNIFIED = "unified"
-    LOCAL_PREFILL = "local-prefill"  # a decode engine does both, since no prefill engine is there
+    LOCAL_PREFILL = "local-prefill"  # a decode engine does both: no prefill engine is there, or it does not pay
     RECOMPUTED = "recomputed"  # a first attempt was lost, an engine computes the tokens so far again
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A request on an engine."""
+class Wanted:
+    """What the router needs to know of a request."""
 
-    engine: EngineRecord
-    work: int  # tokens, beyond what is probably cached
-    chain: Sequence[int] = ()  # prefixes that the engine will have cached
+    num_tokens: int
+    names: Sequence[BlockName]  # of those full blocks of the prompt that an engine may find in its cache
+    tie: str  # orders engines of equal cost
+    session: bool = False  # the same order for every request of a session: its home comes first
+    pinned_rank: int | None = None  # an engine that must take part
+
+    def with_tokens(self, num_tokens: int) -> Wanted:
+        return dataclasses.replace(self, num_tokens=num_tokens)
 
 
 @dataclass(frozen=True)
@@ -48,102 +61,179 @@ class Route:
     reason: str
 
 
-def engine_key(record: EngineRecord) -> EngineKey:
-    return record.engine_id, record.epoch
+@dataclass(frozen=True)
+class _Option:
+    is_full: bool  # no room for the request's KV now
+    cost_s: float
+    placement: Placement
+    path: Path = Path.DISAGGREGATED
 
 
 class Router:
-    """One gateway's choices and what it learns from having made them."""
+    """One gateway's choices."""
 
-    def __init__(self, gateway_id: str, *, prefix_capacity: int, local_prefill_max_tokens: int) -> None:
+    def __init__(
+        self,
+        gateway_id: str,
+        *,
+        rates: CostRates,
+        session_patience_s: float,
+        local_prefill_max_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._gateway_id = gateway_id
+        self._cost = Cost(rates)
+        self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
-        self._prefixes = PrefixMemory(prefix_capacity)
-        self._work: Counter[EngineKey] = Counter()
+        self.ledger = Ledger(clock)
 
-    def route(
-        self, engines: Sequence[EngineView], request: EngineRequest, avoid: Collection[EngineKey] = ()
-    ) -> Route | None:
+    def read(self, request: EngineRequest, *, session_id: str | None = None, pinned_rank: int | None = None) -> Wanted:
+        """About a microsecond a block of the prompt: once a request."""
+        prompt = request.prompt_token_ids
+        names: Sequence[BlockName] = ()
+        if request.sampling.prompt_logprobs is None:  # else every position has to run
+            findable = prompt[: (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE]
+            hashes = block_hashes(findable, BLOCK_SIZE, request.cache_salt, request.adapter_id)
+            names = unpack_names(pack_names(hashes))
+        tie = f"{self._gateway_id}/{request.request_id}" if session_id is None else f"session/{session_id}"
+        return Wanted(num_tokens(request), names, tie, session_id is not None, pinned_rank)
+
+    def route(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey] = ()) -> Route | None:
         """An engine for all tokens that the request has so far. None: nobody can take it now."""
-        chain = prefix_chain(request.prompt_token_ids, (request.cache_salt, request.adapter_id))
-        decoders = [view for view in engines if view.record.role is Role.DECODE]
-        mates = {view.record.fingerprint for view in decoders}
-        takes_prompts = [
-            view
-            for view in engines
-            if view.record.role is Role.UNIFIED
-            or (view.record.role is Role.PREFILL and view.record.fingerprint in mates)
-        ]
-        if best := self._cheapest(takes_prompts, request, chain, avoid):
-            hands_off = best.engine.role is Role.PREFILL
-            reason = "prefix-hit" if best.work < num_tokens(request) else "least-loaded"
-            return Route(best, hands_off, Path.DISAGGREGATED if hands_off else Path.UNIFIED, reason)
-        best = self._cheapest(decoders, request, chain, avoid)
-        if best is None or best.work > self._local_prefill_max_tokens:
+        best = self._best(self._options(engines, wanted, avoid), wanted)
+        if best is not None:
+            if best.path is Path.LOCAL_PREFILL:
+                reason = "cheaper"
+            else:
+                reason = "prefix-hit" if best.placement.uncached < wanted.num_tokens else "least-loaded"
+            return Route(best.placement, best.path is Path.DISAGGREGATED, best.path, reason)
+        best = self._best(self._local_options(engines, wanted, avoid), wanted)
+        if best is None:
             return None
-        return Route(best, False, Path.LOCAL_PREFILL, "no-prefill-engine")
+        return Route(best.placement, False, Path.LOCAL_PREFILL, "no-prefill-engine")
 
     def decode_placement(
         self,
         engines: Sequence[EngineView],
-        request: EngineRequest,
-        fingerprint: str,
+        wanted: Wanted,
+        source: EngineRecord,
         avoid: Collection[EngineKey] = (),
     ) -> Placement | None:
-        """A decode engine that can read KV with this fingerprint."""
-        pairs = [view for view in engines if view.record.role is Role.DECODE and view.record.fingerprint == fingerprint]
-        return self._cheapest(pairs, request, (), avoid)
-
-    def started(self, placement: Placement) -> None:
-        """Call `finished` once for each call of this."""
-        key = engine_key(placement.engine)
-        self._work[key] += placement.work
-        self._prefixes.remember(placement.chain, key)
-
-    def finished(self, placement: Placement) -> None:
-        key = engine_key(placement.engine)
-        self._work[key] -= placement.work
-        if not self._work[key]:
-            del self._work[key]  # engines come and go
-
-    def _cheapest(
-        self,
-        views: Iterable[EngineView],
-        request: EngineRequest,
-        chain: Sequence[int],
-        avoid: Collection[EngineKey],
-    ) -> Placement | None:
-        """The engine that would be done first; one without room for the request's KV only if no other is there."""
-        tokens = num_tokens(request)
-        best: tuple[tuple[bool, int, bytes], Placement] | None = None
-        for view in views:
-            key = engine_key(view.record)
-            if key in avoid:
+        """A decode engine that can read the KV that the engine `source` holds."""
+        options = []
+        for view in engines:
+            record = view.record
+            if not _pairs(source, record) or engine_key(record) in avoid:
                 continue
-            work = tokens - self._prefixes.cached_tokens(chain, key)
-            cost = (_is_full(view, tokens), self._work[key] + _foreign_work(view) + work, self._tie(request, key))
-            if best is None or cost < best[0]:
-                best = cost, Placement(view.record, work, chain)
-        return best[1] if best else None
+            missing = self._uncached(view, wanted)
+            cost_s = self._receive_s(view, missing, same_node=record.node_id == source.node_id)
+            options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, Placement(record, 0)))
+        best = self._best(options, wanted)
+        return best.placement if best else None
 
-    def _tie(self, request: EngineRequest, key: EngineKey) -> bytes:
-        """Another order of the engines for each request: gateways that see the same must not all choose the same."""
-        text = f"{self._gateway_id}/{request.request_id}/{key[0]}/{key[1]}"
-        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+    def _options(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey]) -> list[_Option]:
+        decoders = [view for view in engines if view.record.role is Role.DECODE]
+        receivers = _Receivers(self, decoders, wanted)
+        options = []
+        for view in engines:
+            record = view.record
+            if engine_key(record) in avoid or record.role is Role.DECODE:
+                continue
+            uncached, load, path = self._uncached(view, wanted), self._load(view), Path.UNIFIED
+            if record.role is Role.UNIFIED:
+                cost_s = self._cost.whole_s(load, uncached)
+            elif (receive_s := receivers.cheapest_s(record)) is not None:
+                cost_s = self._cost.prefill_only_s(view, load, uncached) + receive_s
+                path = Path.DISAGGREGATED
+            else:
+                continue
+            placement = Placement(record, uncached, wanted.names)
+            options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, placement, path))
+        if options:
+            options += self._local_options(decoders, wanted, avoid, min_hit=WORTHWHILE_HIT)
+        return options
+
+    def _local_options(
+        self, engines: Iterable[EngineView], wanted: Wanted, avoid: Collection[EngineKey], min_hit: int = 0
+    ) -> list[_Option]:
+        """Decode engines that would read the prompt themselves."""
+        options = []
+        for view in engines:
+            record = view.record
+            if record.role is not Role.DECODE or engine_key(record) in avoid:
+                continue
+            if wanted.pinned_rank not in (None, record.rank):
+                continue
+            uncached = self._uncached(view, wanted)
+            if uncached > self._local_prefill_max_tokens or wanted.num_tokens - uncached < min_hit:
+                continue
+            cost_s = self._cost.whole_s(self._load(view), uncached)
+            placement = Placement(record, uncached, wanted.names)
+            options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, placement, Path.LOCAL_PREFILL))
+        return options
+
+    def _best(self, options: Collection[_Option], wanted: Wanted) -> _Option | None:
+        """The cheapest; of those about as cheap, the first in the request's own order.
+
+        An engine without room for the request's KV only if no other is there.
+        """
+        options = [option for option in options if not option.is_full] or options
+        if not options:
+            return None
+        cheapest = min(options, key=lambda option: option.cost_s)
+        limit_s = cheapest.cost_s + self._session_patience_s if wanted.session else cheapest.cost_s * EQUAL
+        equals = [option for option in options if option.cost_s <= limit_s and option.path is cheapest.path]
+        return min(equals, key=lambda option: _order(wanted.tie, option.placement.engine))
+
+    def _uncached(self, view: EngineView, wanted: Wanted) -> int:
+        hit = self.ledger.count_prefix(view.cached, engine_key(view.record), wanted.names)
+        return wanted.num_tokens - hit * BLOCK_SIZE
+
+    def _load(self, view: EngineView) -> Load:
+        key = engine_key(view.record)
+        return load_of(view, self.ledger.num_requests(key), self.ledger.num_tokens(key))
+
+    def _receive_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
+        """Of a decode engine: handoff + decode."""
+        return self._cost.handoff_s(view, missing, same_node=same_node) + self._cost.decode_s(self._load(view))
+
+
+class _Receivers:
+    """The cheapest decode engine for each prefill engine, without a look at every pair.
+
+    A link is within a node or between nodes, so each decode engine has two costs.
+    """
+
+    def __init__(self, router: Router, decoders: Iterable[EngineView], wanted: Wanted) -> None:
+        near: defaultdict[tuple[str, str], list[float]] = defaultdict(list)  # by fingerprint and node
+        far: defaultdict[str, list[float]] = defaultdict(list)
+        for view in decoders:
+            record, missing = view.record, router._uncached(view, wanted)
+            near[record.fingerprint, record.node_id].append(router._receive_s(view, missing, same_node=True))
+            far[record.fingerprint].append(router._receive_s(view, missing, same_node=False))
+        self._near_s = {place: min(costs_s) for place, costs_s in near.items()}
+        self._far_s = {fingerprint: min(costs_s) for fingerprint, costs_s in far.items()}
+
+    def cheapest_s(self, source: EngineRecord) -> float | None:
+        """None: no decode engine can read its KV."""
+        far_s = self._far_s.get(source.fingerprint)
+        if far_s is None:
+            return None
+        return min(far_s, self._near_s.get((source.fingerprint, source.node_id), far_s))
 
 
 def num_tokens(request: EngineRequest) -> int:
     return len(request.prompt_token_ids) + len(request.output_token_ids)
 
 
+def _pairs(source: EngineRecord, record: EngineRecord) -> bool:
+    return record.role is Role.DECODE and record.fingerprint == source.fingerprint
+
+
 def _is_full(view: EngineView, tokens: int) -> bool:
     return view.stats is not None and view.stats.num_blocks_free * BLOCK_SIZE < tokens
 
 
-def _foreign_work(view: EngineView) -> int:
-    """What other gateways have in the engine, in tokens."""
-    stats = view.stats
-    if stats is None:
-        return 0
-    in_engine = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
-    return max(0, in_engine - view.outstanding) * ASSUMED_WORK
+def _order(tie: str, engine: EngineRecord) -> bytes:
+    """Rendezvous hashing: where an engine leaves, only those move for whom it was the first."""
+    return hashlib.blake2b(f"{tie}/{engine.engine_id}/{engine.epoch}".encode(), digest_size=8).digest()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .cost import CostRates
+
 
 class GatewaySettings(BaseModel):
     """One gateway's limits. Times are seconds."""
@@ -22,4 +24,5 @@ class GatewaySettings(BaseModel):
     local_prefill_max_tokens: int = Field(8192, ge=0)  # a decode engine prefills at most this much when it must
     drain_s: float = Field(5.0, ge=0)  # how long /health says 503 before the port closes: longer than balancers' checks
     drain_timeout_s: float = Field(30.0, gt=0)  # for open answers, from then on
-    prefix_memory_chunks: int = Field(65536, gt=0)  # of 64 tokens: what the router remembers to be cached somewhere
+    session_patience_s: float = Field(0.1, ge=0)  # so much later a session's request may be at its home engine
+    cost: CostRates = CostRates()  # of the router: see docs/routing.md

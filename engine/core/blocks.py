@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from .block_log import BlockLog
 from .prefix import BlockHash
 
 NO_BLOCK = -2  # not adjacent to any block
@@ -34,6 +35,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
+        self._log: BlockLog | None = None
         # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 0]
@@ -95,6 +97,14 @@ class BlockPool:
         if block_hash not in self._block_of and self._hashes[block] is None:
             self._block_of[block_hash] = block
             self._hashes[block] = block_hash
+            if self._log is not None:
+                self._log.stored(block_hash)
+
+    def log(self) -> BlockLog:
+        """Keeps account of what is stored and evicted, from the first call on; always the same log."""
+        if self._log is None:
+            self._log = BlockLog(self._block_of.keys())
+        return self._log
 
     def record_lookup(self, num_tokens: int, num_hits: int) -> None:
         """Counts one request's way through the cache, in tokens."""
@@ -152,6 +162,8 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hashes[block] = None
+            if self._log is not None:
+                self._log.evicted(block_hash)
 
     def _link(self, block: int, before: int) -> None:
         previous = self._previous[before]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from .block_log import BlockLog
 from .config import EngineCoreConfig, InvalidEngineCoreConfig
 from .connector import KVConnector
 from .lockstep import EMPTY_STEP, Lockstep
@@ -74,6 +75,10 @@ class EngineCore:
         """`call` tells whoever drives the loop, from another thread, that other ranks wait for this one to step."""
         if self._lockstep is not None:
             self._lockstep.when_woken(call)
+
+    def block_log(self) -> BlockLog:
+        """News of the prefix cache; kept from the first call on."""
+        return self._scheduler.pool.log()
 
     def has_work(self) -> bool:
         """False: `step` would do nothing until a request, an abort, an event of the connector or a wake comes."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord, Reach, Role
 from baton.cluster.engine_server import EngineServer
+from baton.engine.core.block_log import BlockLog
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
 from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.curve import ClusterKey
@@ -33,6 +34,8 @@ class CountingEngine:
         self.aborted: list[str] = []
         self.steps = 0
         self._done: dict[str, int] = {}
+        self.cached: dict[bytes, int] = {}
+        self._log = BlockLog(self.cached.keys())
 
     def add(self, request: EngineRequest) -> None:
         self.running[request.request_id] = request
@@ -68,6 +71,18 @@ class CountingEngine:
 
     def has_work(self) -> bool:
         return bool(self.running) and self.hold.is_set()
+
+    def store(self, block_hash: bytes) -> None:
+        """As if a request had filled a block. Only while nothing runs."""
+        self.cached[block_hash] = 0
+        self._log.stored(block_hash)
+
+    def evict(self, block_hash: bytes) -> None:
+        del self.cached[block_hash]
+        self._log.evicted(block_hash)
+
+    def block_log(self) -> BlockLog:
+        return self._log
 
     def stats(self) -> EngineStats:
         values = dict.fromkeys(EngineStats.__struct_fields__, 0)

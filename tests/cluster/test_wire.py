@@ -11,8 +11,9 @@ import zmq
 from fakes import CountingEngine, ListedSource, make_request, serve_engine
 
 from baton.cluster.client import ZmqEngineClient
-from baton.cluster.contracts import EngineGone, EngineRecord, LoadBalancing, Reach
+from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, Reach
 from baton.cluster.engine_server import EngineServer
+from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.messages import ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.handoff import TransferStats
@@ -20,6 +21,7 @@ from baton.kv_transfer.handoff import TransferStats
 pytestmark = pytest.mark.timeout(30)
 
 KEY = ClusterKey.generate()
+HASHES = [bytes([index]) * 16 for index in (1, 2, 3)]
 
 
 @pytest.fixture
@@ -346,3 +348,73 @@ async def test_a_gateway_connects_to_the_engines_in_its_reach_and_lists_all() ->
         await client.close()
         for server in servers:
             server.close()
+
+
+def cached_by(client: ZmqEngineClient, hashes: list[bytes]) -> int:
+    """Blocks at the start of a prompt that the engine has, as the gateway knows."""
+    views = client.engines()
+    return views[0].cached.count_prefix(unpack_names(pack_names(hashes))) if views else 0
+
+
+async def test_gateways_know_what_an_engine_has_cached_also_those_that_come_later(
+    client: ZmqEngineClient, source: ListedSource, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    for block_hash in HASHES:
+        engine.store(block_hash)
+    served[0].wake()
+    await until(lambda: cached_by(client, HASHES) == 3)
+    engine.evict(HASHES[1])  # not told yet: the newcomer's snapshot and the other's news must agree on its number
+    later = ZmqEngineClient(source, KEY, "gateway-b")
+    await later.start()
+    try:
+        await until(lambda: cached_by(later, HASHES) == 1 and cached_by(client, HASHES) == 1)
+        engine.store(HASHES[1])
+        served[0].wake()
+        await until(lambda: cached_by(later, HASHES) == 3 and cached_by(client, HASHES) == 3)
+        assert client.counters().block_gaps == later.counters().block_gaps == 0
+    finally:
+        await later.close()
+
+
+async def test_news_of_blocks_that_a_gateway_missed_are_asked_for(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    server, record = served
+    engine.store(HASHES[0])
+    server.wake()
+    await until(lambda: cached_by(client, HASHES) == 1)
+    server.keep_gateways(["gateway-a"])
+    server.keep_gateways([])  # the directory lost it for a while: it hears nothing
+    await until(lambda: not server._gateways)
+    other = ZmqEngineClient(ListedSource(), KEY, "gateway-b")
+    await other.start()
+    other.apply(DirectorySnapshot(9, [record], []))
+    try:
+        await until(lambda: cached_by(other, HASHES) == 1)
+        engine.store(HASHES[1])
+        server.wake()
+        await until(lambda: cached_by(other, HASHES) == 2)
+        assert cached_by(client, HASHES) == 1
+        assert len(await tokens_of(client.submit(record, make_request("a")))) == 5
+        engine.store(HASHES[2])
+        server.wake()
+        await until(lambda: cached_by(client, HASHES) == 3)
+        assert (client.counters().block_gaps, other.counters().block_gaps) == (1, 0)
+    finally:
+        await other.close()
+
+
+async def test_a_lost_connection_forgets_what_was_cached(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord], source: ListedSource
+) -> None:
+    engine.store(HASHES[0])
+    served[0].wake()
+    await until(lambda: cached_by(client, HASHES) == 1)
+    served[0].close()
+    server, record = serve_engine(CountingEngine(), KEY, epoch=2)
+    source.show(record)
+    try:
+        await until(lambda: [view.record.epoch for view in client.engines()] == [2])
+        assert cached_by(client, HASHES) == 0
+    finally:
+        server.close()

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import (
     DirectorySnapshot,
     EngineGone,
@@ -208,6 +209,9 @@ class FakeEngine:
         self.on_death: Callable[[], None] = lambda: None
         self.refuse: EngineOutput | None = None
         self.transfers: TransferStats | None = None
+        self._log = self.core.block_log()
+        self._cached = CachedBlocks(config.num_blocks)
+        self._cached.apply(self._log.snapshot())
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def _loop(self) -> None:
@@ -250,6 +254,12 @@ class FakeEngine:
     @property
     def stats(self) -> EngineStats:
         return self.core.stats()
+
+    @property
+    def cached(self) -> CachedBlocks:
+        if (changes := self._log.take()) is not None:
+            self._cached.apply(changes)
+        return self._cached
 
 
 class FakeStream:
@@ -316,7 +326,7 @@ class FakeCluster:
 
     def engines(self) -> list[EngineView]:
         return [
-            EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers)
+            EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers, engine.cached)
             for engine in self.members
             if engine.alive and self.reach.includes(engine.record)
         ]

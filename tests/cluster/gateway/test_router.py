@@ -5,27 +5,45 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.cluster.gateway.prefixes import CHUNK_TOKENS, PrefixMemory, prefix_chain
-from baton.cluster.gateway.router import Path, Router
+from baton.cluster.gateway.cost import ASSUMED_PROMPT, CostRates
+from baton.cluster.gateway.ledger import NEWS_DELAY_S
+from baton.cluster.gateway.router import Path, Route, Router, Wanted
+from baton.engine.core.block_log import BlocksCached, pack_names
+from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest, EngineStats
+from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
 
 STATS = EngineStats(
     **{**dict.fromkeys(EngineStats.__struct_fields__, 0), "num_blocks": 1000, "num_blocks_free": 1000, "experts": None}
 )
+PROMPT = list(range(1, 40 * BLOCK_SIZE))
+RATES = CostRates()
 
 
 def view(
-    rank: int, role: Role = Role.UNIFIED, *, fingerprint: str = "f", outstanding: int = 0, **stats: int
+    rank: int,
+    role: Role = Role.UNIFIED,
+    *,
+    fingerprint: str = "f",
+    node: str = "n",
+    outstanding: int = 0,
+    cached: list[int] | None = None,
+    salt: str = "",
+    **stats: int,
 ) -> EngineView:
+    """An engine that has the prompt `cached` in its prefix cache."""
     record = EngineRecord(
         engine_id=f"e{rank}",
         group_id=f"e{rank}",
         epoch=rank,
         role=role,
         rank=rank,
-        node_id="n",
+        node_id=node,
         node_ip="",
         pid=0,
         address="",
@@ -36,125 +54,244 @@ def view(
         num_blocks=1000,
     )
     values = {name: getattr(STATS, name) for name in EngineStats.__struct_fields__} | stats
-    return EngineView(record, EngineStats(**values), outstanding)
+    blocks = CachedBlocks(1000)
+    blocks.apply(BlocksCached(0, pack_names(block_hashes(cached or [], BLOCK_SIZE, salt))))
+    return EngineView(record, EngineStats(**values), outstanding, None, blocks)
 
 
 def request(tokens: list[int], name: str = "r", **fields: Any) -> EngineRequest:
-    return EngineRequest(request_id=name, prompt_token_ids=tokens, sampling=SamplingParams(), **fields)
+    sampling = fields.pop("sampling", SamplingParams())
+    return EngineRequest(request_id=name, prompt_token_ids=tokens, sampling=sampling, **fields)
 
 
-def router(gateway_id: str = "g", capacity: int = 1000, local: int = 8192) -> Router:
-    return Router(gateway_id, prefix_capacity=capacity, local_prefill_max_tokens=local)
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
-def rank_of(router: Router, engines: list[EngineView], request: EngineRequest, **options: Any) -> int:
-    route = router.route(engines, request, **options)
-    assert route is not None
-    return route.placement.engine.rank
+def router(gateway_id: str = "g", local: int = 8192, clock: Clock | None = None, **rates: float) -> Router:
+    return Router(
+        gateway_id,
+        rates=CostRates(**rates),
+        session_patience_s=0.1,
+        local_prefill_max_tokens=local,
+        clock=clock or Clock(),
+    )
+
+
+def wanted(tokens: list[int], name: str = "r", **fields: Any) -> Wanted:
+    return router().read(request(tokens, name, **fields))
+
+
+def route(chooser: Router, engines: list[EngineView], tokens: list[int], name: str = "r", **fields: Any) -> Route:
+    chosen = chooser.route(engines, chooser.read(request(tokens, name), **fields))
+    assert chosen is not None
+    return chosen
+
+
+def rank_of(chooser: Router, engines: list[EngineView], tokens: list[int], name: str = "r", **fields: Any) -> int:
+    return route(chooser, engines, tokens, name, **fields).placement.engine.rank
 
 
 def test_work_in_progress_goes_where_least_of_it_is() -> None:
     chooser, engines = router(), [view(0), view(1), view(2)]
+    ranks = Counter()
     for index in range(30):
-        route = chooser.route(engines, request([index] * 10, f"r{index}"))
-        assert route is not None
-        chooser.started(route.placement)
-    assert sorted(chooser._work.values()) == [100, 100, 100]
+        chosen = route(chooser, engines, [index] * 10, f"r{index}")
+        chooser.ledger.sent(chosen.placement)
+        ranks[chosen.placement.engine.rank] += 1
+    assert ranks == {0: 10, 1: 10, 2: 10}
 
 
-def test_finished_work_counts_no_more() -> None:
+def test_work_that_is_over_counts_no_more() -> None:
     chooser, engines = router(), [view(0), view(1)]
-    first = chooser.route(engines, request([1] * 50))
-    assert first is not None
-    chooser.started(first.placement)
-    other = rank_of(chooser, engines, request([2] * 5))
-    assert other != first.placement.engine.rank
-    chooser.finished(first.placement)
-    assert not chooser._work
+    first = route(chooser, engines, [1] * 50).placement
+    chooser.ledger.sent(first)
+    assert rank_of(chooser, engines, [2] * 5) != first.engine.rank
+    chooser.ledger.read(first)
+    assert chooser.ledger.num_tokens(("e0", 0)) == chooser.ledger.num_tokens(("e1", 1)) == 0
+    assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "it still decodes"
+    chooser.ledger.ended(first)
+    assert {rank_of(chooser, engines, [2] * 5, f"{i}") for i in range(20)} == {0, 1}
+    assert not chooser.ledger._requests
 
 
 def test_requests_of_other_gateways_count() -> None:
-    assert rank_of(router(), [view(0, num_requests_running=3, outstanding=1), view(1)], request([1])) == 1
-    assert rank_of(router(), [view(0), view(1, num_requests_waiting=1)], request([1])) == 0
+    assert rank_of(router(), [view(0, num_requests_running=3, outstanding=1), view(1)], [1]) == 1
+    assert rank_of(router(), [view(0), view(1, num_requests_waiting=1)], [1]) == 0
 
 
-def test_a_remembered_prefix_wins_until_the_queue_costs_more() -> None:
-    chooser, engines = router(), [view(0), view(1)]
-    prompt = list(range(CHUNK_TOKENS * 4))
-    first = chooser.route(engines, request(prompt))
-    assert first is not None
-    chooser.started(first.placement)
-    chooser.finished(first.placement)
-    home = first.placement.engine.rank
-    again = chooser.route(engines, request([*prompt, 1, 2, 3]))
-    assert again is not None
-    assert (again.placement.engine.rank, again.placement.work, again.reason) == (home, 3, "prefix-hit")
-    long = chooser.route([engines[home]], request([9] * (CHUNK_TOKENS * 5)))
-    assert long is not None
-    chooser.started(long.placement)
-    assert rank_of(chooser, engines, request([*prompt, 1, 2, 3])) != home
+def test_a_cached_prefix_wins_until_the_queue_costs_more() -> None:
+    engines = [view(0), view(1, cached=PROMPT)]
+    chosen = route(router(), engines, [*PROMPT, 1, 2])
+    assert (chosen.placement.engine.rank, chosen.reason) == (1, "prefix-hit")
+    assert chosen.placement.uncached == len(PROMPT) + 2 - len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+    queue = len(PROMPT) // ASSUMED_PROMPT + 1
+    busy = view(1, cached=PROMPT, num_requests_waiting=queue)
+    chosen = route(router(decode_request_s=0), [view(0), busy], [*PROMPT, 1, 2])
+    assert (chosen.placement.engine.rank, chosen.reason) == (0, "least-loaded")
+
+
+def test_the_last_token_is_never_found_in_a_cache() -> None:
+    whole = PROMPT[: 4 * BLOCK_SIZE]
+    assert route(router(), [view(0, cached=whole)], whole).placement.uncached == BLOCK_SIZE
+
+
+def test_prompt_logprobs_find_nothing_in_a_cache() -> None:
+    assert wanted(PROMPT, sampling=SamplingParams(prompt_logprobs=0)).names == ()
 
 
 def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
-    chooser, engines = router(), [view(0), view(1)]
-    prompt = list(range(CHUNK_TOKENS * 4))
-    first = chooser.route(engines, request(prompt, cache_salt="a"))
-    assert first is not None
-    chooser.started(first.placement)
-    chooser.finished(first.placement)
+    engines = [view(0), view(1, cached=PROMPT, salt="a")]
+    chooser = router()
     for salt, reason in {"a": "prefix-hit", "b": "least-loaded", "": "least-loaded"}.items():
-        route = chooser.route(engines, request(prompt, cache_salt=salt))
-        assert route is not None
-        assert route.reason == reason
+        chosen = chooser.route(engines, chooser.read(request(PROMPT, cache_salt=salt)))
+        assert chosen is not None
+        assert chosen.reason == reason
+
+
+def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() -> None:
+    clock = Clock()
+    chooser, engines = router(clock=clock), [view(0), view(1)]
+    first = route(chooser, engines, PROMPT).placement
+    chooser.ledger.sent(first)
+    chooser.ledger.read(first)
+    home = first.engine.rank
+    assert rank_of(chooser, engines, [*PROMPT, 1]) == home
+    chooser.ledger.ended(first)
+    assert rank_of(chooser, engines, [*PROMPT, 1]) == home
+    clock.now_s = NEWS_DELAY_S
+    other = route(chooser, engines, [9]).placement
+    chooser.ledger.sent(other)
+    assert route(chooser, engines, [*PROMPT, 1]).reason == "least-loaded"
+    assert not chooser.ledger._coming
+
+
+def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
+    chooser = router()
+    first = route(chooser, [view(0)], PROMPT).placement
+    chooser.ledger.sent(first)
+    assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "prefix-hit"
+    chooser.ledger.given_up(first)
+    assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "least-loaded"
+    assert not any([chooser.ledger._coming, chooser.ledger._tokens, chooser.ledger._requests])
+
+
+def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
+    """Each engine that gets it has it from then on: the herd ends where a prefill costs less than the queue."""
+    chooser, engines = router(), [view(0, cached=PROMPT), *(view(rank) for rank in range(1, 8))]
+    ranks = Counter()
+    for index in range(200):
+        placement = route(chooser, engines, [*PROMPT, index], f"r{index}").placement
+        chooser.ledger.sent(placement)
+        chooser.ledger.read(placement)
+        ranks[placement.engine.rank] += 1
+    assert set(ranks) == set(range(8))
+    assert max(ranks.values()) - min(ranks.values()) <= 4
 
 
 def test_equals_are_told_apart_by_request_and_gateway_and_always_alike() -> None:
     engines = [view(rank) for rank in range(4)]
     names = [f"r{index}" for index in range(400)]
-    ranks = [rank_of(router("g"), engines, request([1], name)) for name in names]
-    assert ranks == [rank_of(router("g"), engines, request([1], name)) for name in names]
+    ranks = [rank_of(router("g"), engines, [1], name) for name in names]
+    assert ranks == [rank_of(router("g"), engines, [1], name) for name in names]
     assert min(Counter(ranks).values()) > 60
-    assert ranks != [rank_of(router("h"), engines, request([1], name)) for name in names]
+    assert ranks != [rank_of(router("h"), engines, [1], name) for name in names]
+
+
+def test_a_session_has_one_home_at_every_gateway_and_leaves_it_only_with_its_engine() -> None:
+    engines = [view(rank) for rank in range(5)]
+    homes = {f"s{i}": rank_of(router("g"), engines, [i], session_id=f"s{i}") for i in range(100)}
+    assert set(homes.values()) == set(range(5))
+    for session_id, home in homes.items():
+        assert rank_of(router("h"), engines, [7] * 30, "other", session_id=session_id) == home
+        assert home == 2 or rank_of(router(), [*engines[:2], *engines[3:]], [1], session_id=session_id) == home
+
+
+def test_a_session_waits_for_its_home_no_longer_than_the_patience() -> None:
+    engines = [view(0), view(1)]
+    home = rank_of(router(), engines, [1], session_id="s")
+    few, many = (round(0.1 / RATES.decode_request_s * share) for share in (0.5, 2))
+    for num_running, expected in {few: home, many: 1 - home}.items():
+        engines[home] = view(home, num_requests_running=num_running)
+        assert rank_of(router(), engines, [1], session_id="s") == expected
 
 
 def test_an_engine_without_room_is_taken_only_when_no_other_is_there() -> None:
     full, busy = view(0, num_blocks_free=0), view(1, num_requests_running=50)
-    assert rank_of(router(), [full, busy], request([1] * 20)) == 1
-    assert rank_of(router(), [full], request([1] * 20)) == 0
+    assert rank_of(router(), [full, busy], [1] * 20) == 1
+    assert rank_of(router(), [full], [1] * 20) == 0
 
 
 def test_a_prefill_engine_is_of_use_only_with_a_mate_of_the_same_fingerprint() -> None:
     chooser = router()
     prefill, decode = view(0, Role.PREFILL), view(1, Role.DECODE)
-    route = chooser.route([prefill, decode], request([1]))
-    assert route is not None
-    assert (route.placement.engine.rank, route.hands_off, route.path) == (0, True, Path.DISAGGREGATED)
-    assert chooser.route([prefill], request([1])) is None
+    chosen = route(chooser, [prefill, decode], [1])
+    assert (chosen.placement.engine.rank, chosen.hands_off, chosen.path) == (0, True, Path.DISAGGREGATED)
+    assert chooser.route([prefill], wanted([1])) is None
     stranger = view(1, Role.DECODE, fingerprint="g")
-    route = chooser.route([prefill, stranger], request([1]))
-    assert route is not None
-    assert route.path is Path.LOCAL_PREFILL
-    assert chooser.decode_placement([stranger], request([1]), "f") is None
-    assert chooser.decode_placement([stranger, decode], request([1]), "f") is not None
+    assert route(chooser, [prefill, stranger], [1]).path is Path.LOCAL_PREFILL
+    assert chooser.decode_placement([stranger], wanted([1]), prefill.record) is None
+    assert chooser.decode_placement([stranger, decode], wanted([1]), prefill.record) is not None
+
+
+def test_of_equal_prefill_engines_the_one_beside_a_free_decode_engine_reads_the_prompt() -> None:
+    engines = [view(0, Role.PREFILL, node="a"), view(1, Role.PREFILL, node="b"), view(2, Role.DECODE, node="b")]
+    assert {rank_of(router(), engines, PROMPT, f"{i}") for i in range(20)} == {1}
+
+
+def test_the_link_and_what_is_cached_already_choose_the_decode_engine() -> None:
+    source = view(0, Role.PREFILL, node="a").record
+    far, near = view(1, Role.DECODE, node="b"), view(2, Role.DECODE, node="a")
+    chooser = router(handoff_s=0)
+
+    def placed(*engines: EngineView) -> int:
+        placement = chooser.decode_placement(engines, wanted(PROMPT), source)
+        assert placement is not None
+        return placement.engine.rank
+
+    assert placed(far, near) == 2
+    assert placed(view(1, Role.DECODE, node="b", cached=PROMPT), near) == 1
+    assert placed(far, view(2, Role.DECODE, node="a", num_requests_running=5)) == 1
+    assert placed(far, view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)) == 1
+
+
+def test_prefill_engines_full_of_held_blocks_are_spared() -> None:
+    engines = [view(0, Role.PREFILL, num_blocks_held=500), view(1, Role.PREFILL), view(2, Role.DECODE)]
+    assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
+
+
+def test_a_decode_engine_that_has_the_prompt_reads_the_rest_itself_where_that_is_cheaper() -> None:
+    prefill = view(0, Role.PREFILL)
+    chosen = route(router(), [prefill, view(1, Role.DECODE, cached=PROMPT)], [*PROMPT, 1])
+    assert (chosen.path, chosen.reason, chosen.hands_off) == (Path.LOCAL_PREFILL, "cheaper", False)
+    rest = [1] * 4000
+    busy = view(1, Role.DECODE, cached=PROMPT, num_requests_running=60)
+    assert route(router(), [prefill, busy], [*PROMPT, *rest]).path is Path.DISAGGREGATED
+    assert route(router(local=1), [prefill, view(1, Role.DECODE, cached=PROMPT)], PROMPT).hands_off
+    assert route(router(), [prefill, view(1, Role.DECODE)], [1]).hands_off, "a short prompt alone is no reason"
+
+
+def test_a_pinned_prefill_engine_is_never_skipped() -> None:
+    engines = [view(0, Role.PREFILL), view(1, Role.DECODE, cached=PROMPT)]
+    assert rank_of(router(), engines, PROMPT, pinned_rank=0) == 0
+    chooser = router()
+    assert chooser.route(engines, chooser.read(request(PROMPT), pinned_rank=0), {("e0", 0)}) is None
 
 
 def test_avoided_engines_are_not_chosen() -> None:
     engines = [view(0), view(1)]
-    assert {rank_of(router(), engines, request([1], f"{i}"), avoid={("e0", 0)}) for i in range(9)} == {1}
-    assert router().route(engines, request([1]), {("e0", 0), ("e1", 1)}) is None
+    chooser = router()
+    avoid = [chooser.route(engines, wanted([1], f"{i}"), {("e0", 0)}) for i in range(9)]
+    assert {chosen.placement.engine.rank for chosen in avoid if chosen} == {1}
+    assert chooser.route(engines, wanted([1]), {("e0", 0), ("e1", 1)}) is None
 
 
-def test_a_restarted_engine_has_no_prefixes() -> None:
-    memory, chain = PrefixMemory(100), prefix_chain(range(256), ())
-    memory.remember(chain, ("e", 1))
-    assert memory.cached_tokens(chain, ("e", 1)) == 256
-    assert memory.cached_tokens(chain, ("e", 2)) == 0
-
-
-def test_memory_is_bounded_and_forgets_the_ends_of_old_chains_first() -> None:
-    memory = PrefixMemory(6)
-    old, new = prefix_chain([1] * 256, ()), prefix_chain([2] * 256, ())
-    memory.remember(old, ("e", 1))
-    memory.remember(new, ("e", 1))
-    assert memory.cached_tokens(new, ("e", 1)) == 256
-    assert memory.cached_tokens(old, ("e", 1)) == 128
+@pytest.mark.parametrize("field", list(CostRates.model_fields))
+def test_every_rate_has_a_unit_and_refuses_what_means_nothing(field: str) -> None:
+    assert field.endswith(("_s", "_weight"))
+    with pytest.raises(ValueError, match=field):
+        CostRates(**{field: -1})

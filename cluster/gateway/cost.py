@@ -1,0 +1,93 @@
+"""What it costs to serve a request in one place or another: seconds, and nothing but seconds.
+
+prefill engine P, decode engine D
+    queue(P) + prefill(P) + lease(P) + handoff(P, D) + decode(D)
+unified engine, or decode engine that reads the prompt itself
+    queue(E) + prefill(E) + stall(E) + decode(E)
+
+queue    uncached tokens of the requests before it / prefill_tokens_per_s
+prefill  its own uncached tokens / prefill_tokens_per_s
+stall    prefill x requests in E x stall_weight: answers that are being written wait for the prompt's chunks
+lease    share of P's blocks that wait for readers x lease_s
+handoff  handoff_s + (1 + requests in D whose KV is on its way) x tokens that D lacks / rate of the link
+decode   requests in D x decode_request_s
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton.cluster.contracts import EngineView, Role
+
+ASSUMED_PROMPT = 512  # tokens of another gateway's request, about which we only know that it exists
+
+
+class CostRates(BaseModel):
+    """What the seconds are made of. Defaults: an 8B model on H200s, NVLink within a node and 400 Gbit/s between nodes.
+
+    Only their proportions decide; they need not be better than a factor of two.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine
+    decode_request_s: float = Field(0.01, ge=0)  # by which one more request makes the answers of an engine later
+    stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
+    lease_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
+    handoff_s: float = Field(0.003, ge=0)  # of a hand-off without its bytes
+    node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node
+    network_tokens_per_s: float = Field(250_000.0, gt=0)  # between nodes
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one engine, as one gateway knows it."""
+
+    num_requests: int  # its own, and those of others as of the engine's last news
+    queued_tokens: int  # to prefill before the next prompt
+
+
+def load_of(view: EngineView, own_requests: int, own_tokens: int) -> Load:
+    """`own_tokens`: uncached ones of this gateway's requests that have no token yet."""
+    stats = view.stats
+    if stats is None:
+        return Load(own_requests, own_tokens)
+    in_engine = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
+    foreign = max(0, in_engine - view.outstanding)
+    reads_prompts = foreign if view.record.role is Role.PREFILL else min(foreign, stats.num_requests_waiting)
+    return Load(own_requests + foreign, own_tokens + reads_prompts * ASSUMED_PROMPT)
+
+
+class Cost:
+    """See the module's text for the formula."""
+
+    def __init__(self, rates: CostRates) -> None:
+        self._rates = rates
+
+    def prefill_only_s(self, view: EngineView, load: Load, uncached: int) -> float:
+        """queue + prefill + lease."""
+        return self._prefill_s(load.queued_tokens + uncached) + self._lease_s(view)
+
+    def whole_s(self, load: Load, uncached: int) -> float:
+        """queue + prefill + stall + decode."""
+        stall = self._prefill_s(uncached) * load.num_requests * self._rates.stall_weight
+        return self._prefill_s(load.queued_tokens + uncached) + stall + self.decode_s(load)
+
+    def handoff_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
+        rate = self._rates.node_tokens_per_s if same_node else self._rates.network_tokens_per_s
+        ahead = 0 if view.stats is None else view.stats.num_requests_waiting_for_kv
+        return self._rates.handoff_s + (1 + ahead) * missing / rate
+
+    def decode_s(self, load: Load) -> float:
+        return load.num_requests * self._rates.decode_request_s
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        return num_tokens / self._rates.prefill_tokens_per_s
+
+    def _lease_s(self, view: EngineView) -> float:
+        stats = view.stats
+        if stats is None or not stats.num_blocks:
+            return 0.0
+        return self._rates.lease_s * stats.num_blocks_held / stats.num_blocks

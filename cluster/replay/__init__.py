@@ -1,0 +1,1 @@
+"""Routers compared on the same requests, in virtual time: real routers, real schedulers, no device."""

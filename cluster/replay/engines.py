@@ -1,0 +1,234 @@
+"""Engines without devices: real schedulers, whose steps take the time that a formula says."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.cluster.cached_blocks import CachedBlocks
+from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.engine.core.bench import result_of
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    Offer,
+    OfferEnded,
+    OfferOutcome,
+    Received,
+    ReceiveFailed,
+    TransferId,
+)
+from baton.engine.core.layout import BLOCK_SIZE
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.step import StepPlan
+
+from .traffic import VOCAB_SIZE
+
+NEWS_PERIOD_S = 0.25  # as `engine_server.STATS_PERIOD_S`
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a step and of a link. Defaults: an 8B model on an H200, in round numbers."""
+
+    step_s: float = 0.0025  # reads the weights once
+    row_s: float = 0.00004  # each request that decodes reads its own KV
+    prefill_tokens_per_s: float = 20_000.0
+    handoff_s: float = 0.003
+    kv_tokens_per_s: float = 1_000_000.0
+
+    def of(self, plan: StepPlan) -> float:
+        """Seconds of a step."""
+        rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
+        tokens = sum(chunk.num_tokens for chunk in plan.chunks) - rows
+        return max(self.step_s, tokens / self.prefill_tokens_per_s) + rows * self.row_s
+
+
+class VirtualTime:
+    """Calls in the order of their times."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._calls, (self.now_s + delay_s, next(self._count), call))
+
+    def run(self) -> None:
+        """Until nothing is left to call."""
+        while self._calls:
+            self.now_s, _, call = heapq.heappop(self._calls)
+            call()
+
+
+class VirtualConnector:
+    """A `KVConnector` whose transfers take time and never fail."""
+
+    def __init__(self, time: VirtualTime, speed: Speed, offers: dict[bytes, VirtualConnector]) -> None:
+        self._time = time
+        self._speed = speed
+        self._offers = offers  # of all engines, by ticket
+        self._ids = itertools.count()
+        self._events: deque[ConnectorEvent] = deque()
+        self._pulls: set[TransferId] = set()
+        self.on_event: Callable[[], None] = lambda: None
+
+    def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        transfer_id = next(self._ids)
+        ticket = f"{id(self)}/{transfer_id}".encode()
+        self._offers[ticket] = self
+        return Offer(transfer_id, ticket)
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        self._end(f"{id(self)}/{transfer_id}".encode(), OfferOutcome.WITHDRAWN)
+
+    def receive(
+        self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
+    ) -> TransferId:
+        transfer_id = next(self._ids)
+        self._pulls.add(transfer_id)
+        seconds = self._speed.handoff_s + len(block_ids) * BLOCK_SIZE / self._speed.kv_tokens_per_s
+        self._time.after(seconds, lambda: self._arrive(transfer_id, ticket))
+        return transfer_id
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        if transfer_id in self._pulls:
+            self._fail(transfer_id, "cancelled")
+
+    def poll(self) -> list[ConnectorEvent]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _arrive(self, transfer_id: TransferId, ticket: bytes) -> None:
+        if transfer_id not in self._pulls:
+            return
+        source = self._offers.get(ticket)
+        if source is None:
+            self._fail(transfer_id, "the offer is gone")
+            return
+        self._pulls.remove(transfer_id)
+        source._end(ticket, OfferOutcome.FINISHED)
+        self._tell(Received(transfer_id))
+
+    def _fail(self, transfer_id: TransferId, reason: str) -> None:
+        self._pulls.remove(transfer_id)
+        self._tell(ReceiveFailed(transfer_id, reason))
+        self._tell(BlocksReleased(transfer_id))
+
+    def _end(self, ticket: bytes, outcome: OfferOutcome) -> None:
+        if self._offers.pop(ticket, None) is not None:
+            self._tell(OfferEnded(int(ticket.partition(b"/")[2]), outcome))
+
+    def _tell(self, event: ConnectorEvent) -> None:
+        self._events.append(event)
+        self.on_event()
+
+
+class VirtualEngine:
+    """One engine. Gateways know of it what it last told: every `NEWS_PERIOD_S` while it works, and when it is idle."""
+
+    def __init__(
+        self,
+        record: EngineRecord,
+        config: EngineCoreConfig,
+        time: VirtualTime,
+        speed: Speed,
+        connector: VirtualConnector,
+        publish: Callable[[EngineOutput], None],
+    ) -> None:
+        self.record = record
+        self.prompt_tokens = 0  # computed, those of repeated chunks too
+        self._time, self._speed, self._publish = time, speed, publish
+        self._scheduler = Scheduler(config, connector, clock=time)
+        self._log = self._scheduler.pool.log()
+        self._cached = CachedBlocks(config.num_blocks)
+        self._cached.apply(self._log.snapshot())
+        self._stats = self._scheduler.stats()
+        self._told_at_s = 0.0
+        self._busy = False
+        connector.on_event = self._wake
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of now; gateways do not know it yet."""
+        return self._scheduler.stats()
+
+    def view(self, outstanding: int) -> EngineView:
+        return EngineView(self.record, self._stats, outstanding, None, self._cached)
+
+    def add(self, request: EngineRequest) -> None:
+        self._scheduler.add(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._busy:
+            self._busy = True
+            self._time.after(0.0, self._step)
+
+    def _step(self) -> None:
+        self._scheduler.poll_transfers()
+        plan = self._scheduler.plan_step()
+        if plan is None:
+            self._busy = False
+            self._tell()
+            for output in self._scheduler.take_outputs():
+                self._publish(output)
+            return
+        self.prompt_tokens += sum(chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1)
+        self._time.after(self._speed.of(plan), lambda: self._settle(plan))
+
+    def _settle(self, plan: StepPlan) -> None:
+        outputs = self._scheduler.settle(result_of(plan))
+        if self._time() - self._told_at_s >= NEWS_PERIOD_S:
+            self._tell()
+        for output in outputs:
+            self._publish(output)
+        self._step()
+
+    def _tell(self) -> None:
+        self._told_at_s = self._time()
+        self._stats = self._scheduler.stats()
+        if (changes := self._log.take()) is not None:
+            self._cached.apply(changes)
+
+
+def make_record(rank: int, role: Role, num_blocks: int) -> EngineRecord:
+    """Eight engines a node."""
+    name = f"{role}-{rank}"
+    return EngineRecord(
+        engine_id=name,
+        group_id=name,
+        epoch=rank,
+        role=role,
+        rank=rank,
+        node_id=f"node-{rank // 8}",
+        node_ip="",
+        pid=0,
+        address="",
+        kv_address="",
+        fingerprint="virtual",
+        model_id="virtual",
+        max_model_len=num_blocks * BLOCK_SIZE,
+        num_blocks=num_blocks,
+    )
+
+
+def make_config(num_blocks: int) -> EngineCoreConfig:
+    return EngineCoreConfig(
+        num_blocks=num_blocks,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=num_blocks * BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+        depth=1,
+    )

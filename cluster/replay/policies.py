@@ -1,0 +1,157 @@
+"""Ways to choose engines: the gateway's router, and what it is compared with."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from baton.cluster.cached_blocks import BlockName, CachedBlocks
+from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.cluster.gateway.cost import CostRates
+from baton.cluster.gateway.ledger import EngineKey, Placement, engine_key
+from baton.cluster.gateway.router import Router
+from baton.engine.core.messages import EngineRequest
+
+
+class Policy(Protocol):
+    """One gateway's choices. It hears what becomes of them."""
+
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+        """The engine that reads the prompt. It hands over if it is a prefill engine."""
+        ...
+
+    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+        """The decode engine that goes on after a hand-off by `source`."""
+        ...
+
+    def sent(self, placement: Placement) -> None: ...
+
+    def read(self, placement: Placement) -> None:
+        """The first token came."""
+        ...
+
+    def ended(self, placement: Placement) -> None: ...
+
+
+class Blind:
+    """Chooses by what engines do, whatever the prompt is. `EngineView.outstanding` is all that it needs to hear."""
+
+    def __init__(self, choose: Callable[[Sequence[EngineView]], EngineView]) -> None:
+        self._choose = choose
+
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+        return self._place([view for view in views if view.record.role is not Role.DECODE])
+
+    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+        return self._place([view for view in views if view.record.role is Role.DECODE])
+
+    def _place(self, views: Sequence[EngineView]) -> Placement:
+        return Placement(self._choose(views).record, 0)
+
+    def sent(self, placement: Placement) -> None:
+        pass
+
+    read = ended = sent
+
+
+def round_robin(first: int) -> Blind:
+    turns = itertools.count(first)
+    return Blind(lambda views: views[next(turns) % len(views)])
+
+
+def power_of_two(seed: int) -> Blind:
+    """The less loaded one of two engines at random."""
+    rng = random.Random(seed)
+    return Blind(lambda views: min(rng.sample(views, min(2, len(views))), key=_num_requests))
+
+
+class ExactPrefixes:
+    """The gateway's own router."""
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self._router = Router(
+            name, rates=CostRates(), session_patience_s=0.0, local_prefill_max_tokens=8192, clock=clock
+        )
+
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+        route = self._router.route(views, self._router.read(request))
+        assert route is not None, "every fleet of a replay can serve every request"
+        return route.placement
+
+    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+        placement = self._router.decode_placement(views, self._router.read(request), source)
+        assert placement is not None, "every fleet of a replay can serve every request"
+        return placement
+
+    def sent(self, placement: Placement) -> None:
+        self._router.ledger.sent(placement)
+
+    def read(self, placement: Placement) -> None:
+        self._router.ledger.read(placement)
+
+    def ended(self, placement: Placement) -> None:
+        self._router.ledger.ended(placement)
+
+
+class ApproximatePrefixes(ExactPrefixes):
+    """The same cost over a gateway's own memory of what it sent where: as routers do that hear nothing from engines.
+
+    For each engine it remembers as many blocks as the engine has, least recently sent ones go first.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        super().__init__(name, clock)
+        self._remembered: dict[EngineKey, RememberedBlocks] = {}
+
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+        return super().reader([self._as_remembered(view) for view in views], request)
+
+    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+        return super().writer([self._as_remembered(view) for view in views], request, source)
+
+    def sent(self, placement: Placement) -> None:
+        super().sent(placement)
+        self._memory_of(placement.engine).remember(placement.names)
+
+    def _as_remembered(self, view: EngineView) -> EngineView:
+        return msgspec.structs.replace(view, cached=self._memory_of(view.record))
+
+    def _memory_of(self, engine: EngineRecord) -> RememberedBlocks:
+        return self._remembered.setdefault(engine_key(engine), RememberedBlocks(engine.num_blocks))
+
+
+class RememberedBlocks(CachedBlocks):
+    """What an engine was sent, in the place of what it has."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._by_age: OrderedDict[BlockName, None] = OrderedDict()
+
+    def remember(self, names: Sequence[BlockName]) -> None:
+        for name in reversed(names):  # so that the ends of prompts are forgotten first
+            self._by_age[name] = None
+            self._by_age.move_to_end(name)
+            self._names.add(name)
+        while len(self._by_age) > self._num_blocks:
+            self._names.remove(self._by_age.popitem(last=False)[0])
+
+
+def _num_requests(view: EngineView) -> int:
+    stats = view.stats
+    if stats is None:
+        return view.outstanding
+    in_engine = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
+    return max(view.outstanding, in_engine)
+
+
+POLICIES: dict[str, Callable[[int, Callable[[], float]], Policy]] = {  # of the gateway with this number
+    "round-robin": lambda number, clock: round_robin(number),
+    "power-of-two": lambda number, clock: power_of_two(number),
+    "approximate": lambda number, clock: ApproximatePrefixes(f"gateway-{number}", clock),
+    "exact": lambda number, clock: ExactPrefixes(f"gateway-{number}", clock),
+}

@@ -1,0 +1,108 @@
+"""Requests and when they come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+VOCAB_SIZE = 32_000
+TRACE_BLOCK = 512  # tokens that a hash id of a trace stands for
+
+
+@dataclass(frozen=True)
+class Arrival:
+    at_s: float
+    prompt: list[int]
+    output_tokens: int
+
+
+class TraceLine(msgspec.Struct):
+    """One request of a trace in Mooncake's format; other fields are ignored."""
+
+    timestamp: float  # ms
+    input_length: int
+    output_length: int
+    hash_ids: list[int]  # of blocks of `TRACE_BLOCK` tokens; equal ids, equal prefixes
+
+
+class InvalidTrace(ValueError):
+    """A line of a trace file cannot be read as a request."""
+
+
+def trace(path: Path) -> list[Arrival]:
+    """Raises `InvalidTrace`."""
+    arrivals = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            entry = msgspec.json.decode(line, type=TraceLine)
+        except msgspec.DecodeError as error:
+            raise InvalidTrace(f"{path}, line {number}: {error}") from error
+        tokens = [token for hash_id in entry.hash_ids for token in _tokens(hash_id, TRACE_BLOCK)]
+        if not 0 < entry.input_length <= len(tokens) or entry.output_length < 1:
+            raise InvalidTrace(
+                f"{path}, line {number}: input_length {entry.input_length} with {len(entry.hash_ids)} hash ids "
+                f"and output_length {entry.output_length}"
+            )
+        arrivals.append(Arrival(entry.timestamp / 1e3, tokens[: entry.input_length], entry.output_length))
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Random requests: Poisson arrivals, lengths spread by half to either side."""
+
+    num_requests: int
+    rate_per_s: float
+    prompt_tokens: int  # mean
+    output_tokens: int  # mean
+    seed: int = 0
+
+
+def unshared(shape: Shape) -> list[Arrival]:
+    """No prompt has anything in common with another."""
+    rng = random.Random(shape.seed)
+    return [
+        Arrival(
+            at_s, _tokens(rng.getrandbits(60), _spread(rng, shape.prompt_tokens)), _spread(rng, shape.output_tokens)
+        )
+        for at_s in _times(rng, shape)
+    ]
+
+
+def shared(shape: Shape, *, num_systems: int, num_conversations: int) -> list[Arrival]:
+    """Conversations: each prompt is one of a few system prompts, all that was said before, and something new.
+
+    Half of the mean prompt is the system prompt; which one follows Zipf's law, so one of them is hot. A conversation
+    that has grown to twice the mean begins anew.
+    """
+    rng = random.Random(shape.seed)
+    systems = [_tokens(rng.getrandbits(60), shape.prompt_tokens // 2) for _ in range(num_systems)]
+    weights = [1 / (index + 1) for index in range(num_systems)]
+    said: list[list[int]] = [[] for _ in range(num_conversations)]
+    arrivals = []
+    for at_s in _times(rng, shape):
+        index = rng.randrange(num_conversations)
+        if not said[index] or len(said[index]) > 2 * shape.prompt_tokens:
+            said[index] = list(rng.choices(systems, weights)[0])
+        said[index] = said[index] + _tokens(rng.getrandbits(60), _spread(rng, max(2, shape.prompt_tokens // 4)))
+        arrivals.append(Arrival(at_s, said[index], _spread(rng, shape.output_tokens)))
+    return arrivals
+
+
+def _times(rng: random.Random, shape: Shape) -> Iterator[float]:
+    at_s = 0.0
+    for _ in range(shape.num_requests):
+        at_s += rng.expovariate(shape.rate_per_s)
+        yield at_s
+
+
+def _spread(rng: random.Random, mean: int) -> int:
+    return rng.randint(max(1, mean // 2), mean + mean // 2)
+
+
+def _tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
