@@ -19,7 +19,7 @@ from .gateway_keeper import GatewayKeeper
 from .gateway_replica import GatewayReplica
 from .plan import check_model
 from .replica import EngineReplica
-from .spec import Fleet, FleetSpec, load_spec
+from .spec import SMALLEST_AMOUNT, Fleet, FleetSpec, load_spec
 
 APP_NAME = "baton"
 ROOT = "gateway"  # the name of the deployment
@@ -42,23 +42,17 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _engines(role: Role, fleet: Fleet, args: dict[str, Any]) -> serve.Application:
+    where = dict.fromkeys(fleet.markers, SMALLEST_AMOUNT)  # or the loss of another fleet's machine would end a group
     deployment = serve.deployment(
         name=role.value,
         num_replicas=fleet.replicas,
-        ray_actor_options={"num_cpus": REPLICA_CPUS, "resources": _labels(fleet)},
+        ray_actor_options={"num_cpus": REPLICA_CPUS, "resources": where},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=SHUTDOWN_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(EngineReplica)
     return deployment.bind(args, role.value)
-
-
-def _labels(fleet: Fleet) -> dict[str, float]:
-    """Resources that say where a fleet belongs rather than count something: its control plane belongs there, too, or
-    the loss of another fleet's node would end it.
-    """
-    return {name: amount for name, amount in fleet.resources.items() if amount < 1}
 
 
 def _gateways(spec: FleetSpec) -> serve.Deployment:

@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ from .spec import load_spec
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to start a gateway
+START_S = 60.0  # for a gateway to start: a machine that has no room for it must not hold up the others
+SILENT_S = 10.0  # a gateway that is not listed for so long hangs, since one that dies is known at once
 EMPTY_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
 
 
@@ -129,6 +132,15 @@ class Gateway:
     record: GatewayRecord
     run: asyncio.Future[None]
     needed_at_s: float = field(default_factory=time.monotonic)
+    missed_at_s: float = math.inf  # since when the directory does not list it
+
+    def look_up(self, listed: Container[str], now_s: float) -> None:
+        """In a newer list of the directory."""
+        self.missed_at_s = math.inf if self.record.identity in listed else min(self.missed_at_s, now_s)
+
+    def has_ended(self, now_s: float) -> bool:
+        """Or lives, but does not get to say so."""
+        return self.run.done() or now_s - self.missed_at_s > SILENT_S
 
 
 class Action(enum.Enum):
@@ -182,6 +194,9 @@ class GatewayKeeper:
             while True:
                 try:
                     self._snapshot = await self._directory.watch(self._snapshot.version)
+                    listed = {record.identity for record in self._snapshot.gateways}
+                    for gateway in self._gateways.values():
+                        gateway.look_up(listed, time.monotonic())
                     self._news.set()
                 except ray.exceptions.RayError as error:
                     logger.warning("the directory does not answer, asking again: %s", type(error).__name__)
@@ -212,8 +227,9 @@ class GatewayKeeper:
 
     def _forget_the_dead(self) -> None:
         for name, gateway in list(self._gateways.items()):
-            if gateway.run.done():
-                logger.warning("gateway %s (pid %d) has ended", gateway.record.identity, gateway.record.pid)
+            if gateway.has_ended(time.monotonic()):
+                how = "has ended" if gateway.run.done() else "hangs"
+                logger.warning("gateway %s (pid %d) %s", gateway.record.identity, gateway.record.pid, how)
                 ray.kill(gateway.actor)  # it may have ended in order, and its name is still taken
                 del self._gateways[name]
 
@@ -251,17 +267,19 @@ class GatewayKeeper:
             max_concurrency=1000,
         ).remote(launch)
         try:
-            record = await actor.start.remote()
-        except ray.exceptions.RayError as error:
-            logger.error("no gateway at port %d of %s: %s", port, post.node_ip, error)
+            record = await asyncio.wait_for(actor.start.remote(), START_S)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            why = str(error) or f"it has not started within {START_S:g} s"
+            logger.error("no gateway at port %d of %s: %s", port, post.node_ip, why)
             ray.kill(actor)
             return
         logger.info("gateway %s at port %d of %s: %s", record.identity, record.port, record.node_ip, post.name)
         self._gateways[post.name] = Gateway(actor, record, asyncio.ensure_future(actor.run.remote()))
 
     async def _end(self, gateway: Gateway) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # it has died meanwhile: that is an end, too
-            await gateway.actor.drain.remote()
+        longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + SILENT_S
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):  # it hangs or has died: that is an end, too
+            await asyncio.wait_for(gateway.actor.drain.remote(), longest_s)
         ray.kill(gateway.actor)
         self._gateways = {name: other for name, other in self._gateways.items() if other is not gateway}
 

@@ -1,6 +1,6 @@
 """The processes of one engine group: a placement group with one bundle a rank, a Ray actor in each.
 
-    1  reserve   all bundles or none; sorted by node before ranks are given out
+    1  reserve   all bundles or none, here if possible; sorted by node before ranks are given out
     2  open      rank 0 makes the place where the ranks find each other, each leader the one where its followers join
     3  start     followers, then leaders; done when every leader has its engine
     4  ended     until one of them ends: then all do
@@ -25,22 +25,20 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .contracts import EngineRecord
-from .seats import Seat, seats_of
+from .seats import Seat, bundles_on, seats_of
 from .spec import Bundle
 from .worker import EngineLaunch, EngineWorker, Opening, Place
 
 logger = logging.getLogger(__name__)
 
 ROOM_S = 4.0  # for a cluster that cannot grow to make room: what a dead group had is free again within less
+HERE_S = 1.0  # for room on this machine, before others are taken
+NODE_LABEL = "ray.io/node-id"  # Ray's own, of every node
 STOP_S = 3.0  # for workers to end by themselves
 
 
 class GroupCannotStart(RuntimeError):
     """There is no room for the group, or one of its processes failed while it started."""
-
-
-class GroupEnded(RuntimeError):
-    """A process of the group ended, so the group did."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +107,11 @@ class WorkerGroup:
         for actor in self.actors:
             ray.kill(actor)
         self.workers = []
-        if self._placement is not None:
-            await asyncio.to_thread(remove_placement_group, self._placement)
-            self._placement = None
+        await self._give_back()
 
     async def _reserve(self) -> list[Seat]:
         size, tp_size = self._launch.world_size, self._launch.tensor_parallel_size
-        placement = await asyncio.to_thread(placement_group, [self._bundle] * size, strategy="PACK")
-        self._placement = placement
-        while not await asyncio.to_thread(placement.wait, ROOM_S):
-            if not _may_grow(self._bundle, size):
-                raise GroupCannotStart(_no_room(self._bundle, size))
-            logger.warning("waiting for machines: %s", _no_room(self._bundle, size))
+        placement = await self._room_here() or await self._room_anywhere()
         table = await asyncio.to_thread(placement_group_table, placement)
         nodes = [table["bundles_to_node_id"][index] for index in range(size)]
         seats = seats_of(nodes, tp_size)
@@ -130,6 +121,43 @@ class WorkerGroup:
                     "ranks %d to %d share a model's layers across machines: slow", first, first + tp_size - 1
                 )
         return seats
+
+    async def _room_here(self) -> PlacementGroup | None:
+        """Bundles of which as many as possible are on this machine, where the group's control plane is: anywhere else,
+        the loss of a machine that has none of the group's ranks would end it.
+        """
+        here, size = ray.get_runtime_context().get_node_id(), self._launch.world_size
+        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        num_here = bundles_on(here, nodes, self._bundle, size)
+        if num_here == 0:
+            return None
+        placement = await self._ask([{NODE_LABEL: here}] * num_here + [{}] * (size - num_here))
+        if await asyncio.to_thread(placement.wait, HERE_S):
+            return placement
+        await self._give_back()
+        return None
+
+    async def _room_anywhere(self) -> PlacementGroup:
+        size = self._launch.world_size
+        placement = await self._ask([{}] * size)
+        while not await asyncio.to_thread(placement.wait, ROOM_S):
+            if not _may_grow(self._bundle, size):
+                raise GroupCannotStart(_no_room(self._bundle, size))
+            logger.warning("waiting for machines: %s", _no_room(self._bundle, size))
+        return placement
+
+    async def _ask(self, labels: list[dict[str, str]]) -> PlacementGroup:
+        """`labels`: what the node of each bundle must have."""
+        placement = await asyncio.to_thread(
+            placement_group, [self._bundle] * len(labels), strategy="PACK", bundle_label_selector=labels
+        )
+        self._placement = placement
+        return placement
+
+    async def _give_back(self) -> None:
+        if self._placement is not None:
+            await asyncio.to_thread(remove_placement_group, self._placement)
+            self._placement = None
 
     def _create(self, seat: Seat) -> ActorHandle:
         assert self._placement is not None, "bundles come first"
@@ -215,6 +243,5 @@ def _no_room(bundle: Bundle, size: int) -> str:
 def _how(error: BaseException | None) -> str:
     if error is None:
         return "ended"
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return f"failed: {str(error).strip().splitlines()[-1]}"
-    return f"died: {str(error).strip().splitlines()[0]}"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"failed: {lines[-1]}" if isinstance(error, ray.exceptions.RayTaskError) else f"died: {lines[0]}"

@@ -141,7 +141,8 @@ class LocalApplication:
             **({} if self._ray_address is not None else own),
         )
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own there
-        if missing := self._spec.missing_gpus(ray.cluster_resources().get("GPU", 0.0)):
+        resources = ray.cluster_resources()
+        if missing := self._spec.missing_gpus(resources.get("GPU", 0.0)) or self._spec.missing_markers(resources):
             raise ServeFailed(missing)
 
     def _logical_cpus(self) -> float:

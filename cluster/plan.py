@@ -111,7 +111,8 @@ class Plan:
 def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
     """Never raises for an application that cannot work: its `refusals` say why."""
     plan = Plan(spec, machines, traffic)
-    plan.ranks = list(_placement(spec, machines))
+    plan.refusals += _too_large_for_a_node(spec, machines)
+    plan.ranks = [] if plan.refusals else list(_placement(spec, machines))
     if machines.nodes is not None and plan.num_nodes > machines.nodes:
         plan.refusals.append(f"{plan.num_nodes} nodes are needed, there are {machines.nodes}")
     for role in spec.fleets.present:
@@ -200,6 +201,13 @@ def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return tokens * width * DTYPE_BYTES[model.dtype] + logits
 
 
+def _too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[str]:
+    for role in spec.fleets.present:
+        each = spec.gpus_of(role, cluster_gpus=machines.gpus_per_node)
+        if each > machines.gpus_per_node:
+            yield f"{role}: a worker needs {each:g} GPUs, a node has {machines.gpus_per_node}"
+
+
 def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
     """As Ray's PACK does: the bundles of a group on as few nodes as possible, groups one after the other."""
     free: list[float] = []
@@ -215,7 +223,10 @@ def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
 
 
 def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]:
-    """The node of each bundle; `free` GPUs of each node are updated, and nodes are added as they are needed."""
+    """The node of each bundle; `free` GPUs of each node are updated, and nodes are added as they are needed.
+
+    A node must hold `each` at least.
+    """
 
     def room(node: int) -> int:
         return size if each == 0 else int(free[node] / each + 1e-9)

@@ -19,6 +19,8 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
         if machines.gpus_per_node
         else "no GPU"
     )
+    if resources := {name for fleet in spec.fleets.present.values() for name in fleet.resources}:
+        size += f", each with enough of {', '.join(sorted(resources))}"
     console.print(f"[bold]{name}[/]: {spec.served_model_id} on {plan.num_nodes} node(s) with {size}", highlight=False)
     console.print(_placement(plan))
     console.print(_memory(plan))

@@ -53,9 +53,12 @@ class EngineReplica:
         ]
 
     async def check_health(self) -> None:
-        """Serve asks. Raises where the group has ended."""
+        """Serve asks. Raises where the group has ended, or nobody watches it any more."""
         if self._death:
             raise RuntimeError(self._death)
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
 
     async def _register(self) -> None:
         self._group = await self._directory.call("register_group", self._group, self._workers.actors)

@@ -156,7 +156,7 @@ class Display:
 def _print_ready(console: Console, application: LocalApplication, spec: FleetSpec) -> None:
     print_ranks(console, application.ranks())
     console.print(f"Ready at [bold]{application.url}/v1[/]. Ctrl-C stops it. Try:\n", highlight=False)
-    key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys else ""
+    key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys or spec.gateway.api_keys_file else ""
     body = f'{{"model": "{spec.served_model_id}", "prompt": "def main():", "max_tokens": 32}}'
     line = f"curl {application.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(line, highlight=False, markup=False, soft_wrap=True)

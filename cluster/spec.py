@@ -112,8 +112,13 @@ class Fleet(_Strict):
     engine: dict[str, Any] = {}
     num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
     num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
-    resources: dict[str, float] = {}
+    resources: dict[str, float] = {}  # of one worker
     step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
+
+    @property
+    def markers(self) -> list[str]:
+        """Resources of which so little is asked that they say where the fleet belongs rather than count something."""
+        return [name for name, amount in self.resources.items() if 0 < amount < 1]
 
 
 class Fleets(_Strict):
@@ -242,6 +247,17 @@ class FleetSpec(_Strict):
             "(fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or run them on CPUs "
             "(engine.device: cpu)"
         )
+
+    def missing_markers(self, cluster: Mapping[str, float]) -> str:
+        """Why a cluster with these resources has no place for some fleet; empty where it has."""
+        missing = (
+            f"fleets.{role}.resources: no node has {name}; start Ray with it on those that the fleet belongs on "
+            f"(ray start --resources='{{\"{name}\": 1}}')"
+            for role, fleet in self.fleets.present.items()
+            for name in fleet.markers
+            if cluster.get(name, 0) == 0
+        )
+        return "\n".join(missing)
 
     def transfer_settings(self) -> TransferSettings:
         """How blocks are handed over. Raises `ValueError` that names the setting."""

@@ -122,7 +122,12 @@ class EngineWorker:
             await asyncio.shield(self._following)
             return
         assert self._server is not None, "leading comes first"
-        await asyncio.shield(asyncio.wrap_future(self._server.ended))
+        assert self._watcher is not None, "leading comes first"
+        ended = asyncio.shield(asyncio.wrap_future(self._server.ended))
+        await asyncio.wait({ended, self._watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if self._watcher.done() and not self._watcher.cancelled():  # of no use: it would hear of no gateway or peer
+            self._watcher.result()
+        await ended
 
     async def stalled_s(self) -> float:
         """See `EngineServer.stalled_s`. Answered by another thread than the one that it tells about."""

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from baton.cluster.contracts import LoadBalancing, Role
+from baton.cluster.gateway.cost import CostRates
 from baton.cluster.spec import NOT_AN_ENGINES, Fleet, GatewaySpec
 from baton.engine.config import EngineConfig
 from baton.kv_transfer.settings import TransferSettings
@@ -99,6 +100,7 @@ def _application() -> Schema:
     for name in ("gateway_id", *PLACED_BY_THE_CHART):
         del gateway[name]
     gateway["host"] = {"type": "string", "not": choice("127.0.0.1", "localhost", "::1")}  # no Service would reach it
+    gateway["cost"] = closed(_plain(CostRates.model_json_schema())["properties"])
     gateway["api_keys"]["items"] = {"type": "string", "pattern": "^\\S+$"}  # one a line
     return {
         "model": NAME,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from fakes import make_gateway, make_record
 
 from baton.cluster.contracts import EngineRecord, LoadBalancing, Reach, Role
-from baton.cluster.gateway_keeper import EMPTY_S, Action, Gateway, Ports, Post, posts_for, what_to_do
+from baton.cluster.gateway_keeper import EMPTY_S, SILENT_S, Action, Gateway, Ports, Post, posts_for, what_to_do
 
 ENGINES = [
     make_record(rank=0, role=Role.PREFILL, node="a"),
@@ -93,3 +94,15 @@ def test_a_post_is_kept_while_it_is_needed_and_for_a_while(
     there: Gateway | None, needed: bool, now_s: float, action: Action
 ) -> None:
     assert what_to_do(there, needed=needed, application="now", now_s=now_s) is action
+
+
+def test_a_gateway_that_lives_but_is_not_listed_for_long_hangs() -> None:
+    hanging = Gateway(Any, make_gateway("g"), asyncio.Future(loop=asyncio.new_event_loop()))
+    hanging.look_up({"g"}, now_s=0.0)
+    assert not hanging.has_ended(SILENT_S + 1), "nothing is known against it"
+    hanging.look_up(set(), now_s=100.0)
+    hanging.look_up(set(), now_s=105.0)
+    assert not hanging.has_ended(100.0 + SILENT_S)
+    assert hanging.has_ended(101.0 + SILENT_S)
+    hanging.look_up({"g"}, now_s=120.0)
+    assert not hanging.has_ended(200.0), "it has registered again"

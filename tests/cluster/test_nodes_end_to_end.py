@@ -95,16 +95,30 @@ def test_each_node_that_writes_answers_has_a_gateway_that_reaches_its_rank(serve
         assert reached == gateway["ranks"]
 
 
-def test_a_node_that_is_lost_takes_its_gateway_along_and_no_other(server: Server, nodes: Nodes) -> None:
+def test_a_gateway_that_hangs_is_replaced_at_its_port(server: Server) -> None:
+    stays, hangs = table_at(server.port)["gateways"]
+    os.kill(hangs["pid"], signal.SIGSTOP)
+
+    def replaced() -> bool:
+        now = table_at(server.port)["gateways"]
+        return [gateway["port"] for gateway in now] == [stays["port"], hangs["port"]] and now[1]["pid"] != hangs["pid"]
+
+    eventually(replaced, 60, "the gateway does not come back")
+    assert httpx.get(f"http://127.0.0.1:{hangs['port']}/health").status_code == 200
+    assert table_at(server.port)["gateways"][0] == stays
+
+
+def test_a_node_that_is_lost_takes_its_ranks_and_its_gateway_along_and_no_other(server: Server, nodes: Nodes) -> None:
     before = table_at(server.port)
     stays = before["gateways"][0]
+    kept_rank = process_of(before, stays["ranks"][1])
     lost_rank = next(gateway["ranks"][1] for gateway in before["gateways"][1:])
     lost_node = next(rank["node_id"] for rank in before["data"] if rank["rank"] == lost_rank)
     nodes.lose(name_of(nodes, lost_node))
     eventually(lambda: len(table_at(stays["port"])["gateways"]) == 1, 30, "the lost gateway is still listed")
     table = table_at(stays["port"])
     assert [gateway["gateway"] for gateway in table["gateways"]] == [stays["gateway"]]
-    assert httpx.get(f"http://127.0.0.1:{stays['port']}/health").status_code == 200
+    assert process_of(table, stays["ranks"][1]) == kept_rank, "what its engine needs was on the other node"
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://127.0.0.1:{before['gateways'][1]['port']}/health")
 
@@ -115,6 +129,10 @@ def test_gateways_end_with_their_application_though_the_cluster_goes_on(server: 
     left = [Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in descendants(nodes.process.pid)]
     assert any(name.startswith("ray::ServeController") for name in left), "the cluster goes on"
     assert [name for name in left if name.startswith(("ray::Gateway", "ray::Engine", "ray::Directory"))] == []
+
+
+def process_of(table: dict[str, Any], rank: int) -> tuple[int, str] | None:
+    return next(((entry["pid"], entry["epoch"]) for entry in table["data"] if entry["rank"] == rank), None)
 
 
 def name_of(nodes: Nodes, node_id: str) -> str:

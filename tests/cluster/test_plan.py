@@ -134,6 +134,8 @@ ONE_NODE = Machines(8, 80 * GB, nodes=1)
         ({"unified": {}}, {"tensor_parallel_size": 3}, ONE_NODE, "num_attention_heads (64)"),
         ({"unified": {}}, {"tensor_parallel_size": 16}, ONE_NODE, "2 nodes are needed, there are 1"),
         ({"unified": {"replicas": 9}}, {}, ONE_NODE, "2 nodes are needed, there are 1"),
+        ({"unified": {}}, {"device": "cuda"}, Machines(0), "a worker needs 1 GPUs, a node has 0"),
+        ({"unified": {"num_gpus": 4}}, {}, Machines(2), "a worker needs 4 GPUs, a node has 2"),
         ({"unified": {}}, {}, Machines(8, 40 * GB), "gpu_memory_utilization: leaves no room for KV blocks"),
         ({"unified": {}}, {"kv_cache_memory_bytes": 10**9, "max_model_len": 20000}, ONE_NODE, "kv_cache_memory_bytes"),
         ({"unified": {}}, {"num_gpu_blocks_override": 100, "max_model_len": 2000}, ONE_NODE, "num_gpu_blocks_override"),
@@ -242,6 +244,12 @@ def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_pa
     done = baton("plan", file)
     assert done.returncode == 1
     assert "/models/DeepSeek-V3" in done.stderr
+
+
+def test_what_is_taken_for_granted_of_nodes_is_said() -> None:
+    done = baton("plan", str(CONFIGS / "serve/prefill_decode.yaml"), "--model", str(CONFIGS / "models/qwen3-32b"))
+    assert done.returncode == 0, done.stderr
+    assert "8 GPUs of 80 GB, each with enough of decode_node, prefill_node" in done.stdout
 
 
 def test_check_says_what_it_could_not_check(tmp_path: Path) -> None:

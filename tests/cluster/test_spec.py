@@ -151,6 +151,12 @@ def test_every_rank_of_every_group_reserves_a_gpu(model: str) -> None:
     assert [spec.first_rank(role) for role in (Role.PREFILL, Role.DECODE)] == [0, 2]
 
 
+def test_a_fleet_for_whose_marker_there_is_no_node_is_named(model: str) -> None:
+    spec = load_spec({"model": model, "fleets": {"unified": {"resources": {"fast_node": 0.001, "places": 1}}}})
+    assert spec.missing_markers({"fast_node": 1.0}) == ""
+    assert "fleets.unified.resources: no node has fast_node" in spec.missing_markers({"CPU": 8.0, "places": 8.0})
+
+
 @pytest.mark.parametrize(("mode", "gateways"), [("internal", 1), ("hybrid", 3), ("external", 6)])
 def test_there_are_as_many_gateways_as_the_mode_says(model: str, mode: str, gateways: int) -> None:
     fleets = {"prefill": {}, "decode": {"replicas": 2, "engine": {"data_parallel_size": 2}}, "unified": {"replicas": 2}}

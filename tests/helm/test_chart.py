@@ -351,7 +351,7 @@ def test_rays_autoscaler_reads_what_pods_offer() -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources
 
     params = example("wide-ep").groups["unified"].spec["rayStartParams"]
-    assert _get_custom_resources({}, params, "unified") == {"baton_unified": 8}
+    assert _get_custom_resources({}, params, "unified") == {"baton_unified": 8, "baton_unified_pod": 1}
 
 
 def test_without_autoscaling_pods_are_as_many_as_they_are() -> None:

@@ -196,9 +196,9 @@ def test_gateways_and_ranks_are_in_the_pods_that_are_theirs(url: str, cluster: C
     assert cluster.kinds_of([rank["pid"] for rank in ranks]) == [rank["role"] for rank in ranks]
 
 
-def test_no_engines_control_plane_is_with_the_gateways_or_the_head(url: str, cluster: Cluster) -> None:
+def test_the_control_plane_of_every_group_is_in_a_pod_of_its_fleet(url: str, cluster: Cluster) -> None:
     for deployment in ("prefill", "decode"):
-        assert set(cluster.nodes_of(deployment)) <= {"prefill", "decode"}
+        assert cluster.nodes_of(deployment) == [deployment]
 
 
 def test_the_probes_find_all_pods_alive(url: str, cluster: Cluster, release: Release) -> None:

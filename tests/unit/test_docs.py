@@ -17,7 +17,7 @@ PAGES = [
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / f"{name}/README.md" for name in ("kernels", "engine/models")),
 ]
-TREE = r"(?:cluster|engine|kernels|kv_transfer|configs|tests|docs)"
+TREE = r"(?:cluster|engine|kernels|kv_transfer|configs|helm|tests|docs)"
 
 
 def anchors(page: Path) -> set[str]:

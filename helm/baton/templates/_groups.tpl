@@ -4,7 +4,8 @@ What fleets mean for pods.
     fleets --baton.fleets--> workers of each role --baton.groups--> worker groups of the Ray cluster
 
 A rank reserves one `baton_<role>` of Ray's resources, and pods offer as many as ranks belong there. So ranks are where
-this chart has counted them, whatever CPUs or GPUs a pod has, and an autoscaler knows which pods to add.
+this chart has counted them, whatever CPUs or GPUs a pod has, and an autoscaler knows which pods to add. Pods also offer
+one `baton_<role>_pod`, a label of which ranks and what starts and watches a group of them (cluster/app.py) book a little.
 */}}
 
 {{/* {role: {fleet, tp, size, workers, gpus, cpus}}: numbers are of one group (size), one rank (gpus, cpus), or all. */}}
@@ -78,6 +79,7 @@ groups: a list of {name, replicas, slots {role: ranks of a pod}, resources {Ray'
 {{- range $role, $slots := $group.slots }}
 {{- $fleet := index $fleets $role }}
 {{- $_ := set $resources (printf "baton_%s" $role) $slots }}
+{{- $_ := set $resources (printf "baton_%s_pod" $role) 1 }}
 {{- $gpus = addf $gpus (mulf $slots $fleet.gpus) }}
 {{- $cpus = addf $cpus (mulf $slots $fleet.cpus) }}
 {{- end }}

@@ -1,0 +1,148 @@
+"""Routers compared in virtual time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cluster.cli import app
+from baton.cluster.replay.compare import InvalidReplay, compare
+from baton.cluster.replay.engines import Speed, VirtualTime
+from baton.cluster.replay.policies import POLICIES, RememberedBlocks
+from baton.cluster.replay.replay import Fleets, Replay, Report
+from baton.cluster.replay.traffic import Arrival, InvalidTrace, Shape, shared, trace, unshared
+
+UNIFIED = Fleets(num_unified=4, num_blocks=512)
+DIVIDED = Fleets(num_prefill=2, num_decode=2, num_blocks=512)
+SHAPE = Shape(num_requests=80, rate_per_s=20, prompt_tokens=1024, output_tokens=8)
+
+
+def run(fleets: Fleets, policy: str, arrivals: list[Arrival]) -> tuple[Report, Replay]:
+    replay = Replay(fleets, policy, Speed())
+    return replay.run(arrivals), replay
+
+
+def conversations() -> list[Arrival]:
+    return shared(SHAPE, num_systems=4, num_conversations=16)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fleets", [UNIFIED, DIVIDED], ids=["unified", "divided"])
+def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(fleets: Fleets, policy: str) -> None:
+    arrivals = conversations()
+    report, replay = run(fleets, policy, arrivals)
+    assert report.num_requests == len(arrivals)
+    stats = [engine.stats for engine in replay._engines]
+    assert all(each.num_blocks_free == each.num_blocks for each in stats)
+    assert sum(each.generation_tokens for each in stats) == sum(arrival.output_tokens for arrival in arrivals)
+    assert all(not +gateway.outstanding for gateway in replay._gateways)
+
+
+@pytest.mark.parametrize("fleets", [UNIFIED, DIVIDED], ids=["unified", "divided"])
+def test_the_same_replay_gives_the_same_figures(fleets: Fleets) -> None:
+    assert run(fleets, "exact", conversations())[0] == run(fleets, "exact", conversations())[0]
+
+
+def test_the_exact_index_finds_more_than_the_others_and_answers_sooner() -> None:
+    reports = {policy: run(UNIFIED, policy, conversations())[0] for policy in POLICIES}
+    exact = reports.pop("exact")
+    assert all(exact.hit_rate > other.hit_rate for other in reports.values())
+    assert all(exact.ttft_mean_ms < other.ttft_mean_ms for other in reports.values())
+
+
+def test_nothing_is_found_where_nothing_is_shared() -> None:
+    assert {run(UNIFIED, policy, unshared(SHAPE))[0].hit_rate for policy in POLICIES} == {0.0}
+
+
+def test_a_lone_request_takes_what_the_formula_says() -> None:
+    speed = Speed()
+    report, _ = run(Fleets(num_unified=1), "exact", [Arrival(5.0, [1] * 4000, 3)])
+    assert report.ttft_mean_ms == pytest.approx(1e3 * 4000 / speed.prefill_tokens_per_s)
+    assert report.tpot_mean_ms == pytest.approx(1e3 * (speed.step_s + speed.row_s))
+    divided, _ = run(Fleets(num_prefill=1, num_decode=1), "exact", [Arrival(5.0, [1] * 4000, 3)])
+    assert divided.ttft_mean_ms == report.ttft_mean_ms
+    transfer_s = speed.handoff_s + 4000 / speed.kv_tokens_per_s
+    assert divided.tpot_mean_ms == pytest.approx(1e3 * (transfer_s + 2 * (speed.step_s + speed.row_s)) / 2)
+
+
+def test_calls_come_in_the_order_of_their_times_and_of_being_asked_for() -> None:
+    time, seen = VirtualTime(), []
+    for name, delay_s in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
+        time.after(delay_s, lambda name=name: seen.append((name, time())))
+    time.run()
+    assert seen == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
+
+
+def test_a_memory_forgets_the_ends_of_old_prompts_first() -> None:
+    memory = RememberedBlocks(6)
+    memory.remember([1, 2, 3, 4])
+    memory.remember([5, 6, 7, 8])
+    assert memory.count_prefix([5, 6, 7, 8]) == 4
+    assert memory.count_prefix([1, 2, 3, 4]) == 2
+
+
+def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 2000, "input_length": 600, "output_length": 2, "hash_ids": [1, 3]},
+        {"timestamp": 1000, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2], "more": "x"},
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, second = trace(file)
+    assert (first.at_s, second.at_s) == (1.0, 2.0)
+    assert (len(first.prompt), len(second.prompt)) == (1024, 600)
+    assert first.prompt[:512] == second.prompt[:512]
+    assert first.prompt[512:600] != second.prompt[512:]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{}", "line 1: .*timestamp"),
+        ("nonsense", "line 1: "),
+        ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "513 with 1 hash ids"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 0, "hash_ids": [1]}', "output_length 0"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(line)
+    with pytest.raises(InvalidTrace, match=message):
+        trace(file)
+
+
+@pytest.mark.parametrize(
+    ("fleets", "policies", "message"),
+    [
+        (Fleets(num_prefill=1), [], "need each other"),
+        (Fleets(), [], "no engine"),
+        (UNIFIED, ["guess"], "'guess' is no policy: there are round-robin, power-of-two, approximate, exact"),
+        (Fleets(num_unified=1, num_blocks=4), [], "do not fit into 4 blocks"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(fleets: Fleets, policies: list[str], message: str) -> None:
+    with pytest.raises(InvalidReplay, match=message):
+        compare(fleets, SHAPE, None, policies)
+
+
+def test_the_command_shows_a_table_and_writes_the_figures(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    arguments = ["--num-prompts", "20", "--input-len", "64", "--output-len", "4", "--policy", "exact", "--unified", "2"]
+    result = CliRunner().invoke(app, ["bench", "router", *arguments, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "exact" in result.output
+    rows = json.loads(file.read_text())
+    assert [(row["traffic"], row["report"]["policy"]) for row in rows] == [("shared", "exact"), ("unshared", "exact")]
+    refused = CliRunner().invoke(app, ["bench", "router", "--prefill", "2"])
+    assert refused.exit_code != 0
+    assert "need each other" in refused.output
+
+
+def test_a_replay_loads_no_torch() -> None:
+    program = "import sys, baton.cluster.replay.compare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
