@@ -107,9 +107,8 @@ def test_a_window_hides_older_keys(triton_device: torch.device, window: int, num
 def test_scores_are_capped_and_sinks_take_weight_once(triton_device: torch.device, num_shares: int) -> None:
     sequences = decodes(triton_device)
     sinks = torch.tensor([0.5, -3.0, 4.0, 100.0], device=triton_device)
-    q = queries(sequences, 4) * 20
-    check(q, sequences, num_shares, soft_cap=5.0)
-    check(q, sequences, num_shares, sinks=sinks)
+    check(queries(sequences, 4) * 20, sequences, num_shares, soft_cap=5.0)
+    check(queries(sequences, 4), sequences, num_shares, sinks=sinks)
 
 
 def test_keys_and_values_have_scales(triton_device: torch.device) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import httpx
 
+from baton.cluster.processes import descendants, kill
+
 CONFIGS = Path(__file__).parents[3] / "configs/load_balancer"
 NUM_TOKENS = 60
 READY_S = 60.0
@@ -70,14 +72,16 @@ def is_missing(program: str) -> bool:
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Ended, whatever happens."""
+    """Ended, whatever happens, with the workers that it has started."""
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
+        below = descendants(process.pid)
         process.kill()
         process.wait()
+        kill(below)
 
 
 def gateway(port: int, drain_s: float, folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
