@@ -99,6 +99,7 @@ class GatewayActor:
         self._launch = launch
         self._server: GatewayServer | None = None
         self._starting = asyncio.Lock()
+        self._draining = asyncio.Lock()
 
     async def start(self) -> GatewayRecord:
         """Returns when it serves; starting twice changes nothing. Raises `OSError` where the port is taken."""
@@ -112,10 +113,13 @@ class GatewayActor:
 
     async def run(self) -> None:
         await self._running.ended()
+        async with self._draining:  # a drain under way still has to tell the directory, and whoever asked for it
+            return
 
     async def drain(self) -> None:
         """See `GatewayServer.drain`."""
-        await self._running.drain()
+        async with self._draining:
+            await self._running.drain()
 
     @property
     def _running(self) -> GatewayServer:
