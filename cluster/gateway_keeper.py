@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to start a gateway
 START_S = 60.0  # for a gateway to start: a machine that has no room for it must not hold up the others
+KILLED_S = 5.0  # for Ray to end a process that does not answer
 SILENT_S = 10.0  # a gateway that is not listed for so long hangs, since one that dies is known at once
 EMPTY_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
 
@@ -208,7 +209,7 @@ class GatewayKeeper:
 
     async def _keep(self) -> None:
         while True:
-            self._forget_the_dead()
+            await self._forget_the_dead()
             needed = posts_for(self._mode, self._snapshot.engines)
             self._posts |= needed
             for post in list(self._posts.values()):  # one after the other: a new version must not end all at once
@@ -229,13 +230,15 @@ class GatewayKeeper:
             self._ports.hold(post, record.port)
             self._gateways[post.name] = Gateway(actor, record, asyncio.ensure_future(actor.run.remote()))
 
-    def _forget_the_dead(self) -> None:
+    async def _forget_the_dead(self) -> None:
         for name, gateway in list(self._gateways.items()):
             if gateway.has_ended(time.monotonic()):
                 how = "has ended" if gateway.run.done() else "hangs"
                 logger.warning("gateway %s (pid %d) %s", gateway.record.identity, gateway.record.pid, how)
                 ray.kill(gateway.actor)  # it may have ended in order, and its name is still taken
-                del self._gateways[name]
+                await asyncio.wait([gateway.run], timeout=KILLED_S)
+                if gateway.run.done():  # else once more: who asks for its name now would be given the one that hangs
+                    del self._gateways[name]
 
     async def _look_after(self, post: Post, *, needed: bool) -> None:
         gateway, now_s = self._gateways.get(post.name), time.monotonic()
