@@ -129,3 +129,4 @@ def groups_of(
     yield groups
     groups.widest.agree([0])  # who is done first must not leave while others still talk
     groups.close()
+    groups.wait_closed(GROUP_TIMEOUT_S)

@@ -5,6 +5,8 @@ Process groups are made directly, without `init_process_group`: one process may 
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +22,8 @@ from .member import Member
 from .rendezvous import Meeting
 from .symmetric import with_peer_memory
 
+logger = logging.getLogger(__name__)
+
 
 class TorchGroup(Group):
     """gloo and NCCL both reduce every element at one place and hand the result round, so all ranks get equal bits."""
@@ -30,7 +34,7 @@ class TorchGroup(Group):
         self.size = tensors.size()
         self._tensors = tensors
         self._integers = integers
-        self._closed = False
+        self._abort: threading.Thread | None = None
         self._sum = dist.AllreduceOptions()
         self._sum.asyncOp = False  # in the current stream
         self._maximum = dist.AllreduceOptions()
@@ -73,10 +77,20 @@ class TorchGroup(Group):
             raise CollectiveFailed(f"rank {self.rank} of {self.size} waits for others in vain: {error}") from error
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            for group in (self._tensors, self._integers):
-                group.abort()
+        """NCCL ends its kernels at once, but itself only when no captured step holds on to it any more.
+
+        So it is not waited for here: whoever closes may be the one that has to give up those steps.
+        """
+        if self._abort is None:
+            self._integers.abort()
+            self._abort = threading.Thread(target=self._tensors.abort, name="baton-group-abort", daemon=True)
+            self._abort.start()
+
+    def wait_closed(self, timeout_s: float) -> None:
+        if self._abort is not None:
+            self._abort.join(timeout_s)
+            if self._abort.is_alive():
+                logger.warning("a group of %d ranks has not ended within %g s", self.size, timeout_s)
 
 
 def _in_order(options: Any) -> Any:
@@ -98,27 +112,32 @@ def connect_groups(
 
     Where experts are `spread` over all ranks, data-parallel ranks work together. A rank that keeps a collective of
     tensors waiting for `timeout_s` has failed, unless that is inside a captured step: there it is waited for. GPUs of
-    one machine sum over each other's memory, if `peer_memory`. Raises `GroupFailed`.
+    one machine use each other's memory, if `peer_memory`. Raises `GroupFailed`.
     """
     if meeting is None:
         return ALL_ALONE
 
-    def group(name: str, ranks: Sequence[int]) -> Group:
-        return ALONE if len(ranks) == 1 else _connect(name, ranks, member, meeting, device, timeout_s)
+    def group(name: str, ranks: Sequence[int], *, through_memory: bool = peer_memory) -> Group:
+        if len(ranks) == 1:
+            return ALONE
+        connected = _connect(name, ranks, member, meeting, device, timeout_s)
+        is_served = through_memory and device.type == "cuda"
+        return with_peer_memory(name, connected, meeting, device) if is_served else connected
 
     meeting.put(f"here/{member.rank}", member.host)
     everyone = list(range(member.world_size))
     for rank in member.tp_ranks if spread is None else everyone:
         meeting.get(f"here/{rank}")
     tp = group(f"tp/{member.dp_rank}", member.tp_ranks)
-    if tp.size > 1 and device.type == "cuda" and peer_memory:
-        tp = with_peer_memory(f"tp/{member.dp_rank}", tp, meeting, device)
     if spread is None:
         return ParallelGroups(tp)
     dp = group(f"dp/{member.tp_rank}", member.dp_ranks)
     if member.data_parallel_size == 1:
         return ParallelGroups(tp, dp, tp, spread)
-    return ParallelGroups(tp, dp, dp if member.tensor_parallel_size == 1 else group("ep", everyone), spread)
+    if member.tensor_parallel_size == 1:
+        return ParallelGroups(tp, dp, dp, spread)
+    # Over a group of its own go integers and what is sent to some: peers' memory serves neither.
+    return ParallelGroups(tp, dp, group("ep", everyone, through_memory=False), spread)
 
 
 def _connect(

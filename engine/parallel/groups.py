@@ -50,6 +50,9 @@ class Group(abc.ABC):
     def close(self) -> None:
         """Leaves the group, and ends whatever of it still runs. Nothing may be called afterwards."""
 
+    def wait_closed(self, timeout_s: float) -> None:  # noqa: B027 (most groups end at once)
+        """Behind `close`: until nothing of it is left, which captured steps hold up. Warns where it takes longer."""
+
     def sketch(self, rank: int) -> Group:
         """What looks like this group to its `rank` and waits for nobody: results have their shapes and mean nothing."""
         return _Sketched(rank, self.size)
@@ -149,6 +152,11 @@ class ParallelGroups:
     def close(self) -> None:
         for group in {id(group): group for group in (self.ep, self.dp, self.tp)}.values():
             group.close()
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """See `Group.wait_closed`."""
+        for group in {id(group): group for group in (self.ep, self.dp, self.tp)}.values():
+            group.wait_closed(timeout_s)
 
 
 ALL_ALONE = ParallelGroups()

@@ -1,4 +1,4 @@
-"""Sums by writing into each other's memory, in a group of GPUs of one machine."""
+"""Collectives by writing into each other's memory, in a group of GPUs of one machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.kernels.all_reduce import PeerMemory, PeersOutOfReach, all_reduce, serves
+from baton.kernels import peers
+from baton.kernels.peers import Op, PeerMemory, PeersOutOfReach
 
 from .groups import Group
 from .rendezvous import Meeting
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SymmetricGroup(Group):
-    """A group whose sums go over the memory of peers where that is faster; everything else is the group's own way."""
+    """A group that uses the memory of peers where that is faster (see `kernels.peers`), and else goes its own way."""
 
     def __init__(self, group: Group, memory: PeerMemory) -> None:
         self.rank, self.size = group.rank, group.size
@@ -25,12 +26,18 @@ class SymmetricGroup(Group):
         self._memory = memory
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return all_reduce(x, self._memory) if serves(x, self._memory) else self._group.all_reduce(x)
+        if peers.serves(Op.ALL_REDUCE, x, self._memory):
+            return peers.all_reduce(x, self._memory)
+        return self._group.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        if peers.serves(Op.ALL_GATHER, x, self._memory):
+            return peers.all_gather(x, self._memory)
         return self._group.all_gather(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        if peers.serves(Op.REDUCE_SCATTER, x, self._memory):
+            return peers.reduce_scatter(x, self._memory)
         return self._group.reduce_scatter(x)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -40,7 +47,7 @@ class SymmetricGroup(Group):
         return self._group.agree(values)
 
     def sketch(self, rank: int) -> Group:
-        """Sums launch their kernels all the same, which then are recorded with those of the layers."""
+        """Kernels over the memory of peers are launched all the same, and so recorded with those of the layers."""
         memory = PeerMemory.sketch(rank, self.size, self._memory.ended.device)
         return SymmetricGroup(self._group.sketch(rank), memory)
 
@@ -48,9 +55,12 @@ class SymmetricGroup(Group):
         self._memory.end()
         self._group.close()
 
+    def wait_closed(self, timeout_s: float) -> None:
+        self._group.wait_closed(timeout_s)
+
 
 def with_peer_memory(name: str, group: Group, meeting: Meeting, device: torch.device) -> Group:
-    """`group` with sums over its members' memory; or as it was, where they cannot reach that, said in one line of log.
+    """`group` over its members' memory; or as it was, where they cannot reach that, said in one line of log.
 
     All members call it. Raises `GroupFailed` where one of them does not.
     """
@@ -66,6 +76,6 @@ def with_peer_memory(name: str, group: Group, meeting: Meeting, device: torch.de
         memory = PeerMemory.share(group.rank, group.size, device, exchange)
     except PeersOutOfReach as reason:
         log = logger.warning if group.rank == 0 else logger.debug
-        log("small sums of group %s go over NCCL, and take longer: %s", name, reason)
+        log("what group %s sums and exchanges goes over NCCL, and takes longer where it is small: %s", name, reason)
         return group
     return SymmetricGroup(group, memory)

@@ -42,6 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tp2-nccl": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "tp2-ep": {"tensor_parallel_size": 2, **EXPERTS},
     "dp2-ep": {"data_parallel_size": 2, **EXPERTS},
+    "dp2-ep-nccl": {"data_parallel_size": 2, "disable_custom_all_reduce": True, **EXPERTS},
     "dp2-ep-eager": {"data_parallel_size": 2, "enforce_eager": True, **EXPERTS},
     "dp2-ep-all-to-all": {"data_parallel_size": 2, "all2all_backend": "all_to_all", **EXPERTS},
     "dp2-ep-moves": {"data_parallel_size": 2, **EXPERTS, **MOVES},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from member_pool import MemberPool, device_of, groups_of
 
 from baton.engine.parallel import ALONE, Group, Member, ParallelGroups
+from baton.engine.parallel.collectives import TorchGroup
 from baton.engine.parallel.groups import ExpertSpread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -203,3 +205,35 @@ def test_a_group_that_is_two_of_a_members_groups_is_closed_once() -> None:
     group = _Counting()
     ParallelGroups(tp=group, ep=group).close()
     assert group.closed == 1
+
+
+class _HeldOpen:
+    """As a process group of NCCL's: its end waits for captured steps to go."""
+
+    def __init__(self) -> None:
+        self.aborting, self.steps_are_gone = threading.Event(), threading.Event()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def abort(self) -> None:
+        self.aborting.set()
+        assert self.steps_are_gone.wait(10)
+
+
+def test_whoever_closes_a_group_can_give_up_the_steps_that_hold_it_open(caplog: pytest.LogCaptureFixture) -> None:
+    tensors, integers = _HeldOpen(), _HeldOpen()
+    integers.steps_are_gone.set()
+    group = TorchGroup(tensors, integers)
+    group.close()
+    assert tensors.aborting.wait(10)
+    group.wait_closed(0.01)
+    assert "has not ended" in caplog.text
+    tensors.steps_are_gone.set()
+    group.close()  # once is enough
+    caplog.clear()
+    group.wait_closed(10)
+    assert not caplog.text

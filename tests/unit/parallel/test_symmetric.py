@@ -1,4 +1,4 @@
-"""Sums over the memory of peers, as a group sees them. The kernels are tested in tests/kernels/test_all_reduce.py."""
+"""Collectives over the memory of peers, as a group sees them. The kernels are tested in tests/kernels/test_peers.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from member_pool import GROUP_TIMEOUT_S, MemberPool
 
-from baton.engine.parallel import Group, Member, ParallelGroups, symmetric
+from baton.engine.parallel import Group, Member, ParallelGroups, collectives, symmetric
+from baton.engine.parallel.groups import ExpertSpread
 from baton.engine.parallel.rendezvous import Meeting
 from baton.engine.parallel.symmetric import SymmetricGroup, with_peer_memory
-from baton.kernels.all_reduce import PeerMemory, PeersOutOfReach
+from baton.kernels.peers import Op, PeerMemory, PeersOutOfReach
 
 CPU = torch.device("cpu")
 
@@ -67,11 +68,15 @@ def test_what_peers_memory_does_not_serve_goes_the_groups_own_way(group: Symmetr
     assert (group.rank, group.size) == (1, 2)
 
 
-def test_what_it_serves_does_not(group: SymmetricGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "serves", lambda x, memory: memory is group._memory)
-    monkeypatch.setattr(symmetric, "all_reduce", lambda x, memory: x.mul_(2))
-    assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
-    assert not calls(group)
+@pytest.mark.parametrize("op", Op)
+def test_what_it_serves_does_not(group: SymmetricGroup, op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    serves = lambda asked, x, memory: asked is op and memory is group._memory  # noqa: E731
+    monkeypatch.setattr(symmetric.peers, "serves", serves)
+    monkeypatch.setattr(symmetric.peers, op.value, lambda x, memory: x.mul_(2))
+    for each in Op:
+        result = getattr(group, each.value)(torch.ones(2))
+        assert result.tolist() == ([2, 2] if each is op else [1, 1])
+    assert calls(group) == [each.value for each in Op if each is not op]
 
 
 def test_a_group_that_closes_ends_kernels_that_wait_before_it_leaves(group: SymmetricGroup) -> None:
@@ -110,7 +115,7 @@ def test_members_exchange_what_they_need_and_agree_to_do_without(pool: MemberPoo
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_first_rank_says_that_sums_take_longer(
+def test_only_the_first_rank_says_that_it_takes_longer(
     rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def share(*args: Any) -> PeerMemory:
@@ -123,3 +128,44 @@ def test_only_the_first_rank_says_that_sums_take_longer(
     assert [record.message.partition(": ")[2] for record in caplog.records] == (
         [] if rank else ["the ranks are on several machines"]
     )
+
+
+class Here:
+    """A rendezvous where everybody is."""
+
+    def put(self, name: str, value: str) -> None:
+        pass
+
+    def get(self, name: str) -> str:
+        return "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "spread", "names"),
+    [
+        (2, 1, False, ["tp/0"]),
+        (2, 2, False, ["tp/0"]),
+        (2, 1, True, ["tp/0"]),
+        (1, 2, True, ["dp/0"]),
+        (2, 2, True, ["tp/0", "dp/0"]),
+    ],
+)
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_groups_of_gpus_that_sum_or_gather_take_their_members_memory(
+    tp: int, dp: int, spread: bool, names: list[str], device: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def take(name: str, group: Group, *_: Any) -> Group:
+        taken.append(name)
+        return group
+
+    monkeypatch.setattr(collectives, "with_peer_memory", take)
+    monkeypatch.setattr(collectives, "_connect", lambda *_: Recorder())
+    member = Member(tensor_parallel_size=tp, data_parallel_size=dp)
+    meeting: Any = Here()
+    groups = collectives.connect_groups(
+        member, meeting, torch.device(device), ExpertSpread() if spread else None, peer_memory=wanted
+    )
+    assert taken == (names if device == "cuda" and wanted else [])
+    assert groups.widest.size == 2

@@ -7,7 +7,8 @@ counted on the device: so calls may be launched one by one or replayed in captur
 on all ranks.
 
 There is no barrier and no flag. A sender writes values into the memory of the others; a receiver looks at its own until
-none of them is EMPTY, takes them, and leaves EMPTY behind. EMPTY is -0.0, for which senders write 0.0.
+none of them is EMPTY, takes them, and leaves EMPTY behind. EMPTY is -0.0, for which senders write 0.0. Where values are
+not summed but brought as they are, they go in words of 32 bits, of which only one, two times EMPTY, is not sent.
 
 Two turns are enough: whoever sends in turn n + 2 has received all of n + 1, so everyone had launched n + 1, and so had
 ended n, in which it emptied what it had read.

@@ -1,8 +1,9 @@
-"""Measures, on the GPUs of this machine, which way of summing is best for which size, and writes `tuned/`.
+"""Measures, on the GPUs of this machine, which way of each op is best for which size, and writes `tuned/`.
 
-    python -m baton.kernels.all_reduce.measure [--ranks N] [--out DIR]
+    python -m baton.kernels.peers.measure [OP ...] [--ranks N] [--out DIR]
 
-One process a GPU. Times are of calls in a captured graph; every rank's graph has the same calls.
+One process a GPU. Times are of calls in a captured graph; every rank's graph has the same calls. Sizes are those of
+what a rank gives: all_gather brings as much from each rank, reduce_scatter a part of it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions  # `torch.distributed` forgets to name it
 
 from baton.kernels.tune import as_json
 from baton.kernels.tuned import LIBRARY, Entry, Options, device_name, entries, path_for
 
 from . import gpu
-from .gpu import Method
 from .memory import Exchange, PeerMemory
+from .options import METHODS, Method, Op, fitting_method, tuning_key
 
 SIZES = tuple(1 << bits for bits in range(12, 26))  # bytes
 BLOCKS = (512, 1024, 2048, 4096)
@@ -33,11 +36,18 @@ ROOM_BYTES = 64 << 20  # so that it is not room that decides
 CALLS, REPLAYS = 40, 15  # the same on every rank
 MOST_BUFFERS_BYTES = 128 << 20
 
+RUNS: Mapping[Op, Callable[[Tensor, PeerMemory, Options], Tensor]] = {
+    Op.ALL_REDUCE: gpu.all_reduce,
+    Op.ALL_GATHER: gpu.all_gather,
+    Op.REDUCE_SCATTER: gpu.reduce_scatter,
+}
+
 
 @dataclass(frozen=True)
 class Times:
-    """Of one size, in microseconds."""
+    """Of one op and size, in microseconds."""
 
+    op: Op
     num_bytes: int
     library: float
     by_options: list[tuple[Options, float]]
@@ -45,30 +55,36 @@ class Times:
     @property
     def best(self) -> Options:
         """The library's way is one of them."""
+        if not self.by_options:
+            return {"method": int(Method.LIBRARY), "BLOCK": BLOCKS[0]}
         options, elapsed = min(self.by_options, key=lambda pair: pair[1])
         return options if elapsed < self.library else {**options, "method": int(Method.LIBRARY)}
 
-    def best_of(self, method: Method) -> tuple[int, float]:
-        """(block, time)."""
-        found = [(options["BLOCK"], elapsed) for options, elapsed in self.by_options if options["method"] == method]
-        return min(found, key=lambda pair: pair[1])
+    def __str__(self) -> str:
+        said = [f"{self.op} {self.num_bytes:>9} bytes: library {self.library:.2f} us"]
+        for method in METHODS[self.op]:
+            found = [(elapsed, options["BLOCK"]) for options, elapsed in self.by_options if options["method"] == method]
+            if found:
+                elapsed, block = min(found)
+                said.append(f"{method.name.lower()} {elapsed:.2f} us with blocks of {block}")
+        return ", ".join(said)
 
 
-def measure(memory: PeerMemory, device: torch.device, library: Callable[[torch.Tensor], object]) -> Iterator[Times]:
+def measure(op: Op, memory: PeerMemory, device: torch.device, library: Callable[[Tensor], object]) -> Iterator[Times]:
     """All sizes, smallest first. Called by all ranks at the same time."""
     for num_bytes in SIZES:
         copies = max(1, min(CALLS, MOST_BUFFERS_BYTES // num_bytes))
         buffers = [torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device) for _ in range(copies)]
         by_options = []
-        for method, block in itertools.product((Method.ONE_SHOT, Method.TWO_SHOTS), BLOCKS):
+        for method, block in itertools.product(METHODS[op], BLOCKS):
             options = {"method": int(method), "BLOCK": block}
-            if gpu.fitting_method(options, buffers[0], memory) is method:
-                run = lambda x, options=options: gpu.all_reduce(x, memory, options)  # noqa: E731
+            if fitting_method(op, options, buffers[0], memory) is method:
+                run = lambda x, options=options: RUNS[op](x, memory, options)  # noqa: E731
                 by_options.append((options, microseconds(run, buffers)))
-        yield Times(num_bytes, microseconds(library, buffers), by_options)
+        yield Times(op, num_bytes, microseconds(library, buffers), by_options)
 
 
-def microseconds(run: Callable[[torch.Tensor], object], buffers: Sequence[torch.Tensor]) -> float:
+def microseconds(run: Callable[[Tensor], object], buffers: Sequence[Tensor]) -> float:
     """Of one call, in the median over replays of a graph of them. Called by all ranks at the same time."""
     run(buffers[0])  # compiles
     torch.cuda.synchronize()
@@ -88,15 +104,15 @@ def microseconds(run: Callable[[torch.Tensor], object], buffers: Sequence[torch.
 
 
 def entries_of(times: Sequence[Times], ranks: int) -> list[Entry]:
-    return [Entry(gpu.tuning_key(ranks, of_size.num_bytes), of_size.best) for of_size in times]
+    return [Entry(tuning_key(of_size.op, ranks, of_size.num_bytes), of_size.best) for of_size in times]
 
 
 def write(measured: Sequence[Entry], device: torch.device, root: Path = LIBRARY) -> Path:
-    """Beside what is known of other numbers of ranks."""
+    """Beside what is known of other ops and numbers of ranks."""
     name = device_name(device)
-    ranks = {entry.key["ranks"] for entry in measured}
-    others = [entry for entry in entries("all_reduce", name) if entry.key["ranks"] not in ranks]
-    path = path_for("all_reduce", name, root)
+    again = {(entry.key["op"], entry.key["ranks"]) for entry in measured}
+    others = [entry for entry in entries("peers", name) if (entry.key["op"], entry.key["ranks"]) not in again]
+    path = path_for("peers", name, root)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(as_json([*others, *measured]))
     return path
@@ -113,36 +129,52 @@ def exchange_over(store: dist.Store, rank: int, size: int) -> Exchange:
     return exchange
 
 
-def _measure_as(rank: int, size: int, folder: str, root: str) -> None:
+def nccl_runs(group: Any) -> dict[Op, Callable[[Tensor], object]]:
+    """What the library does for each op, in the current stream."""
+    total, gather, scatter = dist.AllreduceOptions(), AllgatherOptions(), dist.ReduceScatterOptions()
+    for options in (total, gather, scatter):
+        options.asyncOp = False
+    size = group.size()
+    return {
+        Op.ALL_REDUCE: lambda x: group.allreduce([x], total),
+        Op.ALL_GATHER: lambda x: group._allgather_base(x.new_empty(size * len(x)), x, gather),
+        Op.REDUCE_SCATTER: lambda x: group._reduce_scatter_base(x.new_empty(len(x) // size), x, scatter),
+    }
+
+
+def _measure_as(rank: int, size: int, folder: str, root: str, ops: Sequence[Op]) -> None:
     """In the process of one rank."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", size)
     group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL.Options())
-    options = dist.AllreduceOptions()
-    options.asyncOp = False
+    library = nccl_runs(group)
     memory = PeerMemory.share(rank, size, device, exchange_over(store, rank, size), room_bytes=ROOM_BYTES)
     found = []
-    for times in measure(memory, device, lambda x: group.allreduce([x], options)):
-        found.append(times)
-        if rank == 0:
-            ways = [f"{method.name.lower()} {times.best_of(method)}" for method in (Method.ONE_SHOT, Method.TWO_SHOTS)]
-            print(f"{times.num_bytes:>9} bytes: library {times.library:.2f} us, {', '.join(ways)}", flush=True)
+    for op in ops:
+        for times in measure(op, memory, device, library[op]):
+            found.append(times)
+            if rank == 0:
+                print(times, flush=True)
     if rank == 0:
         print(write(entries_of(found, size), device, Path(root)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m baton.kernels.all_reduce.measure", description=__doc__.partition("\n")[0]
+        prog="python -m baton.kernels.peers.measure", description=__doc__.partition("\n")[0]
     )
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(Op)}; by default all")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="by default, one a GPU")
     parser.add_argument("--out", type=Path, default=LIBRARY, help="folder to write into instead of the library")
     given = parser.parse_args(arguments)
+    if unknown := sorted(set(given.ops) - set(Op)):
+        parser.error(f"no such op: {', '.join(unknown)}; choose from {', '.join(Op)}")
     if not 2 <= given.ranks <= torch.cuda.device_count():
         sys.exit(f"{given.ranks} ranks need as many GPUs, at least 2: there are {torch.cuda.device_count()}")
+    ops = [Op(name) for name in given.ops] or list(Op)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_measure_as, (given.ranks, folder, str(given.out)), nprocs=given.ranks)
+        torch.multiprocessing.spawn(_measure_as, (given.ranks, folder, str(given.out), ops), nprocs=given.ranks)
 
 
 if __name__ == "__main__":

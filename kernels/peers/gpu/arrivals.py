@@ -1,0 +1,73 @@
+"""How values are sent, and seen to have come: see `memory`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..memory import CHANNELS, EMPTY
+from ..options import ELEMENTS_PER_THREAD
+
+LOOKS = 512  # from one look at whether the group has ended to the next: about half a millisecond
+
+EMPTY_VALUE = tl.constexpr(EMPTY)
+EMPTY_WORD = tl.constexpr((EMPTY << 16) | (EMPTY & 0xFFFF))  # two values
+_CHANNELS = tl.constexpr(CHANNELS)
+_LOOKS = tl.constexpr(LOOKS)
+VALUES_PER_VECTOR = tl.constexpr(ELEMENTS_PER_THREAD)
+
+
+@triton.jit
+def memory_of(addresses, ranks, dtype: tl.constexpr, RANKS: tl.constexpr):
+    """Where the memory of each of `ranks` begins, as pointers to `dtype`."""
+    found = tl.load(addresses + ranks, mask=ranks < RANKS, other=0).to(tl.pointer_type(dtype))
+    return tl.multiple_of(found, (16, 16))
+
+
+@triton.jit
+def own_memory(addresses, rank, dtype: tl.constexpr):
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def start_of(turn, channel, room):
+    """Of a channel in this turn; `room` is that of a channel."""
+    return ((turn & 1) * _CHANNELS + channel) * room
+
+
+@triton.jit
+def sent(bits, empty: tl.constexpr):
+    """`bits` as they are sent: none is `empty`."""
+    return tl.where(bits == empty, 0, bits).to(bits.dtype)
+
+
+@triton.jit
+def receive(slots, mask, empty: tl.constexpr, ended, BLOCK: tl.constexpr):
+    """What has come to `slots`, once all of it has, or what is there when the group has ended. Leaves them empty.
+
+    Whether to look again is reduced over the program's threads, so that all of its warps go the same way: BLOCK is the
+    width of `slots`, which spans them.
+    """
+    bits = tl.load(slots, mask=mask, other=0, volatile=True)
+    missing = _any(bits == empty)
+    looks = 0
+    while missing != 0:
+        bits = tl.load(slots, mask=mask, other=0, volatile=True)
+        missing = _any(bits == empty)
+        looks += 1
+        if looks % _LOOKS == 64:
+            over = _any(tl.load(ended + tl.zeros([1, BLOCK], tl.int32), volatile=True) != 0)
+            missing = missing & (1 - over)
+    tl.store(slots, tl.full(slots.shape, empty, bits.dtype), mask=mask)
+    return bits
+
+
+@triton.jit
+def sum_of(bits, dtype: tl.constexpr):
+    """Of the ranks' values [ranks, BLOCK], by the same instructions on every rank: [1, BLOCK]."""
+    return tl.sum(bits.to(dtype, bitcast=True).to(tl.float32), axis=0, keep_dims=True).to(dtype)
+
+
+@triton.jit
+def _any(conditions):
+    return tl.max(tl.max(conditions.to(tl.int32), axis=0), axis=0)

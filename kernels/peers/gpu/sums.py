@@ -1,0 +1,95 @@
+"""all_reduce: every rank has the sum of everyone's values."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from baton.kernels import pdl
+
+from .arrivals import EMPTY_VALUE, VALUES_PER_VECTOR, memory_of, own_memory, receive, sent, start_of, sum_of
+
+
+@triton.jit(do_not_specialize=["num_vectors", "steps", "rank"])
+def one_shot(
+    x,  # [8 * num_vectors] of 16 bits, summed in place
+    addresses,  # [RANKS] int64
+    turns,  # [CHANNELS] int32
+    ended,  # [1] int32
+    num_vectors,
+    steps,  # blocks of a program
+    rank,
+    RANKS: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pdl.let_next_start()
+    channel = tl.program_id(0)
+    size = num_vectors * VALUES_PER_VECTOR
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
+    lanes = tl.arange(0, BLOCK)[None, :]
+    receivers = memory_of(addresses, ranks, tl.int16, RANKS)
+    own = own_memory(addresses, rank, tl.int16)
+    pdl.wait_for_previous()
+    turn = tl.load(turns + channel)
+    start = start_of(turn, channel, ROOM)
+    for step in range(steps):
+        at = (step * tl.num_programs(0) + channel) * BLOCK + lanes
+        bits = sent(tl.load(x + at, mask=at < size, other=0.0).to(tl.int16, bitcast=True), EMPTY_VALUE)
+        slot = start + (step * RANKS + rank) * BLOCK + lanes
+        tl.store(receivers + slot, bits, mask=(ranks < RANKS) & (at < size))
+    for step in range(steps):
+        at = (step * tl.num_programs(0) + channel) * BLOCK + lanes
+        slots = start + (step * RANKS + ranks) * BLOCK + lanes
+        came = receive(own + slots, (ranks < RANKS) & (at < size), EMPTY_VALUE, ended, BLOCK)
+        tl.store(x + at, sum_of(came, x.dtype.element_ty), mask=at < size)
+    tl.debug_barrier()
+    tl.store(turns + channel, turn + 1)
+
+
+@triton.jit(do_not_specialize=["num_vectors", "steps", "rank"])
+def two_shots(
+    x,  # [8 * num_vectors] of 16 bits, summed in place
+    addresses,  # [RANKS] int64
+    turns,  # [CHANNELS] int32
+    ended,  # [1] int32
+    num_vectors,
+    steps,  # blocks of a program, for each rank
+    rank,
+    RANKS: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pdl.let_next_start()
+    channel = tl.program_id(0)
+    size = num_vectors * VALUES_PER_VECTOR
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
+    lanes = tl.arange(0, BLOCK)[None, :]
+    receivers = memory_of(addresses, ranks, tl.int16, RANKS)
+    own = own_memory(addresses, rank, tl.int16)
+    pdl.wait_for_previous()
+    turn = tl.load(turns + channel)
+    parts = start_of(turn, channel, ROOM)
+    sums = parts + steps * RANKS * BLOCK
+    for step in range(steps):
+        block = (step * tl.num_programs(0) + channel) * RANKS
+        at = (block + ranks) * BLOCK + lanes
+        mask = (ranks < RANKS) & (at < size)
+        bits = sent(tl.load(x + at, mask=mask, other=0.0).to(tl.int16, bitcast=True), EMPTY_VALUE)
+        tl.store(receivers + parts + (step * RANKS + rank) * BLOCK + lanes, bits, mask=mask)
+    for step in range(steps):
+        block = (step * tl.num_programs(0) + channel) * RANKS
+        mask = (ranks < RANKS) & ((block + rank) * BLOCK + lanes < size)
+        slots = parts + (step * RANKS + ranks) * BLOCK + lanes
+        total = sum_of(receive(own + slots, mask, EMPTY_VALUE, ended, BLOCK), x.dtype.element_ty)
+        bits = sent(total.to(tl.int16, bitcast=True), EMPTY_VALUE)
+        tl.store(receivers + sums + (step * RANKS + rank) * BLOCK + lanes, bits, mask=mask)
+    for step in range(steps):
+        block = (step * tl.num_programs(0) + channel) * RANKS
+        at = (block + ranks) * BLOCK + lanes
+        mask = (ranks < RANKS) & (at < size)
+        slots = sums + (step * RANKS + ranks) * BLOCK + lanes
+        bits = receive(own + slots, mask, EMPTY_VALUE, ended, BLOCK)
+        tl.store(x + at, bits.to(x.dtype.element_ty, bitcast=True), mask=mask)
+    tl.debug_barrier()
+    tl.store(turns + channel, turn + 1)
