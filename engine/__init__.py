@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .config import InvalidEngineConfig as InvalidEngineConfig
     from .core.sampling import InvalidSamplingParams as InvalidSamplingParams
     from .core.sampling import SamplingParams as SamplingParams
+    from .core.sampling import StructuredOutputsParams as StructuredOutputsParams
     from .llm import LLM as LLM
     from .outputs import CompletionOutput as CompletionOutput
     from .outputs import Logprob as Logprob
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LLM": "llm",
     "SamplingParams": "core.sampling",
+    "StructuredOutputsParams": "core.sampling",
     "InvalidSamplingParams": "core.sampling",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",

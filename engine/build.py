@@ -18,6 +18,7 @@ from .core.engine import EngineCore, EngineCoreConfig
 from .core.layout import BLOCK_SIZE, KVLayout, KVRegion
 from .core.messages import ExpertReview
 from .core.step import Runner
+from .core.tiers import KVTiers
 from .model_config import ModelConfig
 from .parallel.division import check_division
 from .parallel.member import ALONE_MEMBER, Member
@@ -25,8 +26,11 @@ from .phases import Phases
 
 if TYPE_CHECKING:
     from .parallel.membership import Membership
+    from .structured import Grammars
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -44,24 +48,40 @@ class Engine:
 
 
 def build_engine(
-    config: EngineConfig, connect: Callable[[KVRegion], KVConnector] | None = None, member: Member = ALONE_MEMBER
+    config: EngineConfig,
+    connect: Callable[[KVRegion], KVConnector] | None = None,
+    member: Member = ALONE_MEMBER,
+    *,
+    open_tiers: Callable[[KVRegion], KVTiers] | None = None,
 ) -> Engine:
     """Loads the model, takes the memory for its KV blocks, and runs what it will run, so that requests find it warm.
 
     `connect` gets the memory of the blocks before the first step and returns who moves them; it is called on this
-    thread. Without it the engine neither offers nor receives blocks. Of a tensor-parallel group, `member` is the rank
-    that schedules; the others `follow`.
+    thread, and so is `open_tiers`, which returns who keeps blocks that the pool may lose. Without the first the engine
+    neither offers nor receives blocks, without the second it forgets what it evicts. Of a tensor-parallel group,
+    `member` is the rank that schedules; the others `follow`.
 
     Raises `InvalidEngineConfig` where the machine cannot serve the arguments, `ModelError` for a checkpoint that this
     version cannot load, `GroupFailed` where another member of the group does not come or fails.
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
+    if open_tiers is not None and member.tensor_parallel_size > 1:
+        size = member.tensor_parallel_size
+        raise InvalidEngineConfig("tensor_parallel_size", f"is {size}, but tiers keep the blocks of one rank: give 1")
     phases = Phases()
     with _prepare(config, member, phases) as ready:
         with phases("connect"):
             connector = connect(ready.region) if connect else None
+            tiers = open_tiers(ready.region) if open_tiers else None
         with phases("warm_up"):
             runner = ready.make_runner()
+    grammars = _grammars(config, ready.core_config)
+
+    def close() -> None:
+        ready.close()
+        if grammars is not None:
+            grammars.close()
+
     core = EngineCore(
         ready.core_config,
         ready.membership.leading(runner),
@@ -69,6 +89,8 @@ def build_engine(
         late_compilations=ready.late_compilations,
         expert_review=ready.expert_review,
         lockstep=ready.membership.lockstep(review_experts_every=config.eplb_step_interval),
+        tiers=tiers,
+        grammars=grammars,
     )
     model_config, num_blocks = ready.model_config, ready.core_config.num_blocks
     logger.info(
@@ -88,7 +110,7 @@ def build_engine(
         max_model_len=ready.core_config.max_model_len,
         num_blocks=num_blocks,
         startup_s=phases.seconds,
-        close=ready.membership.close,
+        close=close,
     )
 
 
@@ -107,7 +129,7 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[KVRegion], o
             runner = ready.make_runner()
         logger.info("rank %d is ready in %.2f s (%s)", member.rank, phases.total, phases)
         ready.membership.follow(runner, depth=ready.core_config.depth)
-    ready.membership.close()
+    ready.close()
     del connected
 
 
@@ -122,6 +144,13 @@ class _Ready:
     make_runner: Callable[[], Runner]
     late_compilations: Callable[[], int]
     expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
+    release: Callable[[], None]
+
+    def close(self) -> None:
+        """Leaves the group. What was captured goes in between: it holds on to the group, and may wait for its end."""
+        self.membership.close()
+        self.release()
+        self.membership.groups.wait_closed(_CLOSE_S)
 
 
 @contextmanager
@@ -187,6 +216,7 @@ def _prepare(config: EngineConfig, member: Member, phases: Phases) -> Iterator[_
             make_runner,
             assembly.late_compilations,
             None if balancer is None else lambda: balancer.last,
+            assembly.release,
         )
 
 
@@ -197,6 +227,16 @@ def _require_its_member(config: EngineConfig, member: Member) -> None:
             raise InvalidEngineConfig(
                 name, f"is {asked}, but this process was started as a member of a group of {given}"
             )
+
+
+def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> Grammars | None:
+    """None without a tokenizer: grammars are about text."""
+    if config.skip_tokenizer_init:
+        return None
+    folder = config.tokenizer or config.model
+    from .structured import Grammars, Vocabulary  # loads numpy
+
+    return Grammars(Vocabulary(folder, core_config.vocab_size, core_config.eos_token_ids))
 
 
 def _core_config(

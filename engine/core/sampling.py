@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 SEED_BITS = 63
 MAX_TOP_K = 2**31 - 1  # beyond any vocabulary; larger numbers fit no tensor
+MAX_GRAMMAR_CHARS = 2**17  # of a schema, a pattern, a grammar or all choices together
 
 _EMPTY: dict[str, list[Any] | dict[int, float]] = {
     "stop": [],
@@ -28,6 +30,54 @@ class InvalidSamplingParams(ValueError):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a whole output must be: exactly one of the first six. Names are vLLM's; a `json` schema is kept as text.
+
+    Raises `InvalidSamplingParams`. Whether the text means anything, an engine's compiler finds out.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF as llama.cpp writes it; its rule `root` is the output
+    json_object: bool | None = None
+    structural_tag: str | None = None  # JSON: what free text may hold, in xgrammar's format
+    disable_any_whitespace: bool = False  # JSON with one space behind `:` and `,`, and no other between its parts
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, dict):
+            msgspec.structs.force_setattr(self, "json", json.dumps(self.json, ensure_ascii=False))
+        if self.json_object is False:
+            msgspec.structs.force_setattr(self, "json_object", None)
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        kinds = ", ".join(_KINDS)
+        self._require("", len(given) == 1, f"must have exactly one of {kinds}; given: {', '.join(given) or 'none'}")
+        self._require("whitespace_pattern", self.whitespace_pattern is None, "is not supported; leave it out")
+        reason = "is not supported; say additionalProperties: false in the schema"
+        self._require("disable_additional_properties", not self.disable_additional_properties, reason)
+        self._require("choice", self.choice is None or all(self.choice), "must not hold an empty string")
+        self._require("choice", self.choice != [], "must name at least one choice")
+        text = "".join(self.choice) if self.choice is not None else str(getattr(self, given[0]))
+        self._require(given[0], text != "", "must not be empty")
+        reason = f"has {len(text)} characters, more than the {MAX_GRAMMAR_CHARS} that are allowed"
+        self._require(given[0], len(text) <= MAX_GRAMMAR_CHARS, reason)
+
+    @property
+    def kind(self) -> str:
+        """Which of the six is given."""
+        return next(name for name in _KINDS if getattr(self, name) is not None)
+
+    @staticmethod
+    def _require(field: str, condition: bool, message: str) -> None:
+        if not condition:
+            raise InvalidSamplingParams(f"structured_outputs.{field}".rstrip("."), message)
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._unify_forms()
@@ -96,6 +147,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._require("logit_bias", -100.0 <= bias <= 100.0, f"the bias of token {token} must be from -100 to 100")
         self._require("allowed_token_ids", self.allowed_token_ids != [], "must name at least one token")
         self._require("bad_words_token_ids", all(self.bad_words_token_ids), "must not hold an empty sequence")
+        if self.structured_outputs is not None:  # a complete answer can only end
+            self._require("min_tokens", not self.min_tokens, "does not go with structured_outputs")
+            self._require("ignore_eos", not self.ignore_eos, "does not go with structured_outputs")
 
     def _unify_forms(self) -> None:
         for name, empty in _EMPTY.items():

@@ -68,6 +68,10 @@ class Assembly(Protocol):
         """How many kernels were compiled all the same."""
         ...
 
+    def release(self) -> None:
+        """Gives up what the runner needs beside memory; it launches nothing any more."""
+        ...
+
 
 class CpuAssembly:
     device = "cpu"
@@ -119,6 +123,9 @@ class CpuAssembly:
 
     def late_compilations(self) -> int:
         return 0
+
+    def release(self) -> None:
+        pass
 
 
 def assembly_for(config: EngineConfig, place: Workplace, phases: Phases, compiler: Compiler | None = None) -> Assembly:

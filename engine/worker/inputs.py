@@ -82,9 +82,15 @@ class StepInputs:
 
 
 def _wanted(chunks: Sequence[Chunk], query_start: NDArray[np.int32]) -> tuple[torch.Tensor | None, NDArray[np.int64]]:
-    """The last so many tokens of each chunk: indices of all, and where those of each chunk end."""
+    """The last so many tokens of each chunk: indices of all, and where those of each chunk end.
+
+    Where no chunk wants any, the step's last token goes on: the last layer's all-reduce must wait for every rank, or
+    rank 0 would call the step done before the others have written their keys and values.
+    """
     counts = [chunk.num_tokens if chunk.prompt_logprobs else int(chunk.samples) for chunk in chunks]
     ends = np.cumsum(counts)
+    if not ends[-1]:
+        return torch.from_numpy(query_start[-1:] - 1).to(torch.int64), ends
     if ends[-1] == query_start[-1]:
         return None, ends
     return torch.from_numpy(np.arange(ends[-1]) + np.repeat(query_start[1:] - ends, counts)), ends

@@ -17,7 +17,7 @@ from baton.kernels.sampling import SamplingRows, sample
 
 from ..core.layout import BLOCK_SIZE
 from ..core.messages import TokenLogprobs
-from ..core.step import Chunk, ChunkResult, GroupStep, RowStart, StepPlan, StepResult
+from ..core.step import Chunk, ChunkResult, GroupStep, RowStart, StepPlan, StepResult, TokenMask
 from ..layers.rows import RankRows
 from .block_tables import BlockTables
 from .inputs import StepInputs
@@ -59,6 +59,11 @@ def rows_of_ranks(group: GroupStep | None) -> RankRows | None:
         tokens=tuple(size.num_tokens for size in group.sizes),
         wanted=tuple(size.num_wanted for size in group.sizes),
     )
+
+
+def mask_tensors(masks: Sequence[TokenMask]) -> dict[int, torch.Tensor]:
+    """By row, `[ceil(vocab_size / 32)]` int32."""
+    return {mask.row: torch.from_numpy(np.frombuffer(mask.words, "<i4").astype(np.int32)) for mask in masks}
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class ModelRunner:
         for chunk in plan.chunks:
             if chunk.new_block_ids:
                 self.tables.append(chunk.row, chunk.new_block_ids)
+        self.sampling.mask(mask_tensors(plan.masks))
 
     def _start(self, start: RowStart) -> None:
         self.rows.start(start)

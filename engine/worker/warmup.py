@@ -18,6 +18,7 @@ EVERY_KIND = SamplingParams(  # of sampling, in one request
     logprobs=2,
     logit_bias={0: 1.0},
     bad_words_token_ids=[[0, 1]],
+    allowed_token_ids=[0],  # as the masks of grammars
 )
 
 

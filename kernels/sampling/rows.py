@@ -56,6 +56,7 @@ class _Changing:
 
     positions: Tensor
     banned: BannedTokens | None
+    allowed: AllowedTokens | None
 
 
 class SamplingRows:
@@ -91,6 +92,7 @@ class SamplingRows:
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [B] int64, values [B] float32
         self._gates: dict[int, _StopGate] = {}
         self._edited: set[int] = set()  # rows whose logits change in every step
+        self._masks: dict[int, Tensor] = {}  # [ceil(V / 32)] int32, of this step alone
         self._gathered: tuple[list[int], SamplingBatch] | None = None
 
     def start(
@@ -133,17 +135,24 @@ class SamplingRows:
             state.pop(row, None)
         self._gathered = None
 
+    def mask(self, masks: dict[int, Tensor]) -> None:
+        """What rows may draw in the step to come beside what they asked for: `AllowedTokens.bits` by row, on the CPU.
+
+        Masks of the step before are gone. A row that is not named has none.
+        """
+        self._masks = masks
+
     def edited(self, rows: Sequence[int], positions: Sequence[int]) -> list[int]:
         """The indices i for which `rows[i]` asks at `positions[i]` for more than the words of `encode_row` say.
 
-        Those are rows with penalties, a bias, allowed tokens, bad words, or stop tokens that are still shut.
+        Those are rows with penalties, a bias, allowed tokens, a mask, bad words, or stop tokens that are still shut.
         """
-        if not self._edited and not self._gates:
+        if not self._edited and not self._gates and not self._masks:
             return []
         return [
             index
             for index, (row, position) in enumerate(zip(rows, positions, strict=True))
-            if row in self._edited or self._shut(row, position) is not None
+            if row in self._edited or row in self._masks or self._shut(row, position) is not None
         ]
 
     def batch(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
@@ -152,8 +161,10 @@ class SamplingRows:
         if self._gathered is None or self._gathered[0] != rows:
             self._gathered = (rows, self._gather(rows))
         banned = self._banned(rows, positions) if self._gates else None
-        changing = upload(_Changing(torch.tensor(positions), banned), self._device)
-        return replace(self._gathered[1], positions=changing.positions, banned=changing.banned)
+        masked = self._gather_allowed(rows, self._masks) if self._masks else None
+        changing = upload(_Changing(torch.tensor(positions), banned, masked), self._device)
+        batch = replace(self._gathered[1], positions=changing.positions, banned=changing.banned)
+        return batch if masked is None else replace(batch, allowed=changing.allowed)
 
     def _note_truncation(self, row: int, request: SamplingRequest) -> None:
         if 0 < request.top_k < self._vocab_size:
@@ -183,7 +194,7 @@ class SamplingRows:
             top_k=truncation("top_k"),
             top_p=truncation("top_p"),
             min_p=truncation("min_p"),
-            allowed=self._gather_allowed(rows),
+            allowed=self._gather_allowed(rows, {}) if self._allowed else None,
             bad_words=bad_words,
             bias=self._gather_bias(rows),
             penalties=penalties,
@@ -203,12 +214,14 @@ class SamplingRows:
         )
         return Penalties(torch.tensor(users), repetition, presence, frequency)
 
-    def _gather_allowed(self, rows: list[int]) -> AllowedTokens | None:
-        users = [i for i, row in enumerate(rows) if row in self._allowed] if self._allowed else []
-        if not users:
-            return None
-        bits = torch.stack([self._allowed[rows[i]] for i in users])
-        return AllowedTokens(torch.tensor(users), bits)
+    def _gather_allowed(self, rows: list[int], masks: Mapping[int, Tensor]) -> AllowedTokens | None:
+        """What both the requests and the step's `masks` let rows draw."""
+        users, bits = [], []
+        for i, row in enumerate(rows):
+            if (words := _both(self._allowed.get(row), masks.get(row))) is not None:
+                users.append(i)
+                bits.append(words)
+        return AllowedTokens(torch.tensor(users), torch.stack(bits)) if users else None
 
     def _gather_bad_words(self, rows: list[int]) -> BadWords | None:
         words = [(i, word) for i, row in enumerate(rows) for word in self._bad_words.get(row, ())]
@@ -251,3 +264,9 @@ class SamplingRows:
         bits[torch.tensor(list(token_ids))] = 1
         words = (bits.view(-1, 32) << torch.arange(32)).sum(dim=1)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _both(asked: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    if asked is None or mask is None:
+        return mask if asked is None else asked
+    return asked & mask

@@ -15,6 +15,7 @@ from torch import Tensor
 from baton.engine.core.sampling import SamplingParams
 from baton.kernels.sampling import (
     ROW_WORDS,
+    AllowedTokens,
     BadWords,
     Penalties,
     SamplingBatch,
@@ -269,6 +270,34 @@ def test_the_other_edits_come_before_penalties(triton_device: torch.device) -> N
     assert edited(triton_device, gpu.edit_logits).cpu().equal(expected)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, 1024, 2500])
+def test_masks_leave_what_they_allow(triton_device: torch.device, vocab_size: int) -> None:
+    from baton.kernels.sampling import gpu
+
+    generator = torch.Generator().manual_seed(vocab_size)
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), generator=generator).int()
+    masked, slots = torch.tensor([4, 0, 3]), torch.arange(5)
+    logits = torch.randn(5, vocab_size, generator=generator).half()
+    logits[4] = math.nan
+    batch = SamplingBatch(seeds=slots, positions=slots, allowed=AllowedTokens(masked, bits))
+    on_device = replace(batch, allowed=AllowedTokens(masked.to(triton_device), bits.to(triton_device)))
+    before = logits.to(triton_device)
+    edited = gpu.edit_logits(before, on_device).cpu()
+    assert edited.allclose(reference.edit_logits(logits.float(), batch), rtol=0, atol=0, equal_nan=True)
+    assert edited.isneginf().any()
+    assert before.cpu().allclose(logits, equal_nan=True), "logits stay as they are"
+
+
+def test_a_mask_of_another_shape_is_refused(triton_device: torch.device) -> None:
+    from baton.kernels.sampling import gpu
+
+    none = torch.zeros(1, dtype=torch.int64, device=triton_device)
+    for bits in (torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int64)):
+        batch = SamplingBatch(seeds=none, positions=none, allowed=AllowedTokens(none, bits.to(triton_device)))
+        with pytest.raises(ValueError, match=r"give contiguous int32 \[1, 1\]"):
+            gpu.edit_logits(torch.zeros(1, 9, device=triton_device), batch)
+
+
 def test_a_history_of_another_kind_is_refused(triton_device: torch.device) -> None:
     from baton.kernels.sampling import gpu
 
@@ -318,6 +347,16 @@ def test_truncation_compiles_for_an_h200(dtype: str, zero_bits: int) -> None:
     signature = {"logits_ptr": f"*{dtype}", **_ROW, "floors_ptr": "*fp32", "meetings_ptr": "*i32"}
     compiled = compile_for_h200(truncation._truncate, signature, constants, **options)
     assert compiled.widest_load_bytes >= 8
+
+
+def test_masks_compile_for_an_h200() -> None:
+    pytest.importorskip("triton")
+    from baton.kernels.sampling.gpu import masks
+
+    signature = {"rows_ptr": "*i64", "bits_ptr": "*i32", "logits_ptr": "*fp32"}
+    numbers = {"num_words": "i32", "logits_stride": "i32:16", "vocab_size": "i32:16"}
+    compiled = compile_for_h200(masks._keep_allowed, {**signature, **numbers}, {})
+    assert "ld.global.f32" not in compiled.ptx, "logits are only written"
 
 
 # ---- on a GPU only ---------------------------------------------------------------------------------------------------
@@ -398,6 +437,20 @@ def test_rows_may_lie_beyond_four_gibibytes() -> None:
     logits.copy_(torch.randn(3, 300))
     batch = batch_for(logits, temperature=torch.ones(3), top_p=torch.tensor([0.9, 0.8, 0.7]))
     assert drawn(logits, batch).equal(reference.sample(logits.float(), batch))
+
+
+@pytest.mark.gpu
+def test_masked_rows_may_lie_beyond_four_gibibytes() -> None:
+    from baton.kernels.sampling.gpu.masks import keep_allowed
+
+    stride = 2**30 + 64  # elements: the third row starts beyond 2**31 of them
+    logits = torch.zeros(2 * stride + 300, device="cuda").as_strided((3, 300), (stride, 1))
+    bits = torch.zeros(1, 10, dtype=torch.int32, device="cuda")
+    bits[0, 0] = 1 << 7
+    keep_allowed(logits, AllowedTokens(torch.tensor([2], device="cuda"), bits))
+    assert logits[2].isneginf().sum() == 299
+    assert logits[2, 7] == 0
+    assert not logits[:2].any()
 
 
 @pytest.mark.gpu

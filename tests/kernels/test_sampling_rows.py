@@ -195,3 +195,37 @@ def test_what_arrives_on_the_device_is_what_was_sent() -> None:
         ours, theirs = getattr(moved, name), getattr(batch, name)
         for field in fields(theirs):
             assert getattr(ours, field.name).cpu().equal(getattr(theirs, field.name)), field.name
+
+
+def allowed_in(rows: SamplingRows, wanted: list[int]) -> dict[int, set[int]]:
+    """By index of the batch, the tokens that its masked rows may draw."""
+    allowed = rows.batch(wanted, [5] * len(wanted)).allowed
+    if allowed is None:
+        return {}
+    bits = allowed.bits.view(-1, 2, 1) >> torch.arange(32, dtype=torch.int32) & 1
+    return {
+        row: set(mask.flatten()[:VOCAB].nonzero().flatten().tolist())
+        for row, mask in zip(allowed.rows.tolist(), bits, strict=True)
+    }
+
+
+def test_a_mask_holds_for_one_step_and_goes_with_what_the_request_allows() -> None:
+    rows, _ = rows_with(row0=SamplingParams(), row1=SamplingParams(allowed_token_ids=[3, 9, 33]), row2=SamplingParams())
+    words = torch.tensor([1 << 9 | 1 << 4, 1 << 1], dtype=torch.int32)  # 9, 4 and 33
+    assert allowed_in(rows, [2, 1, 0]) == {1: {3, 9, 33}}
+    for _ in range(2):
+        rows.mask({1: words, 2: words})
+        assert allowed_in(rows, [2, 1, 0]) == {0: {4, 9, 33}, 1: {9, 33}}
+        assert rows.edited([0, 1, 2], [5, 5, 5]) == [1, 2]
+        rows.mask({})
+        assert allowed_in(rows, [2, 1, 0]) == {1: {3, 9, 33}}
+        assert rows.edited([0, 2], [5, 5]) == []
+
+
+def test_rows_without_a_mask_draw_what_they_draw_beside_none() -> None:
+    requests = {f"row{i}": SamplingParams(temperature=0.9) for i in range(3)}
+    rows, _ = rows_with(**requests)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    free = sample(logits, rows.batch([0, 1, 2], [5, 6, 7])).tolist()
+    rows.mask({1: torch.tensor([1 << 4, 0], dtype=torch.int32)})
+    assert sample(logits, rows.batch([0, 1, 2], [5, 6, 7])).tolist() == [free[0], 4, free[2]]

@@ -93,6 +93,9 @@ class CudaAssembly:
     def late_compilations(self) -> int:
         return jit.compilations_after_ready()
 
+    def release(self) -> None:
+        self._queue.release()
+
     def _rehearsal(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> Rehearsal:
         """Over a single block of KV."""
         context_len = model_config.max_model_len

@@ -13,8 +13,9 @@ import torch
 from baton.kernels.sampling import SamplingRows, sample
 from baton.kernels.step import replace_tokens
 
-from ...core.step import Chunk, RowStart
+from ...core.step import Chunk, RowStart, TokenMask
 from ..logprobs import LogprobColumns
+from ..runner import mask_tensors
 from .outbox import NOTHING_ASKED, AskedLogprobs
 from .queue import Queue
 from .shapes import StepShape
@@ -44,6 +45,10 @@ class Extras:
         if params.prompt_logprobs is not None:
             self._num_prompt_logprobs[row] = params.prompt_logprobs
             self._prompt_lens[row] = len(start.prompt_token_ids)
+
+    def mask(self, masks: Sequence[TokenMask]) -> None:
+        """What rows with a grammar may draw in the step to come."""
+        self._sampling.mask(mask_tensors(masks))
 
     def free(self, row: int) -> None:
         self._sampling.free(row)

@@ -6,6 +6,7 @@ current. On a CPU there is no queue: work is done when the call returns, which l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -51,6 +52,10 @@ class Queue(Protocol):
         """Waits for all work so far, of other queues too."""
         ...
 
+    def release(self) -> None:
+        """Gives up all that was captured, which must not be called any more."""
+        ...
+
 
 class CudaQueue:
     """A stream. What it captures shares one pool of memory, so capture the largest first."""
@@ -59,6 +64,7 @@ class CudaQueue:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
@@ -78,11 +84,16 @@ class CudaQueue:
                 work()
             finally:
                 graph.capture_end()
+        self._graphs.add(graph)
         replay: Callable[[], object] = graph.replay
         return replay
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        for graph in self._graphs:
+            graph.reset()
 
 
 class InlineQueue:
@@ -104,6 +115,9 @@ class InlineQueue:
         return work
 
     def synchronize(self) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
 

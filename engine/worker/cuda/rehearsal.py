@@ -17,6 +17,7 @@ from .memory import Needs
 from .runner import DeviceRunner
 from .shapes import StepShape
 
+MOST_ROWS_SCORED = 256  # of hidden states in one product: beyond, products do not depend on how many they are
 EVERYTHING = msgspec.structs.replace(EVERY_KIND, min_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
 
 
@@ -53,6 +54,7 @@ class Rehearsal:
         )
         captured_bytes = self._peak_bytes(lambda: idle_steps(self._make_runner(), self._captured[:1]))
         idle_steps(self._make_runner(), [*eager[1:], *self._captured[1:]])
+        scored_steps(self._make_runner(), **self._limits, up_to=max(largest_captured, MOST_ROWS_SCORED))
         return Needs(step_bytes, captured_bytes, len(self._captured))
 
 
@@ -89,14 +91,34 @@ def idle_steps(runner: DeviceRunner, shapes: Sequence[StepShape]) -> None:
     runner.queue.synchronize()
 
 
+def scored_steps(
+    runner: DeviceRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, up_to: int
+) -> None:
+    """Steps with a prompt whose tokens are all scored, which run eagerly at any size: by itself, and behind a decode.
+
+    Kernels are chosen by powers of two of tokens.
+    """
+    largest = min(up_to, max_num_batched_tokens)
+    freed: list[int] = []
+    for tokens in [*(1 << bits for bits in range(2, largest.bit_length()) if 1 << bits < largest), largest]:
+        for decodes in range(min(2, max_num_seqs)):
+            lens = [*[1] * decodes, min(tokens - decodes, max_model_len - 1)]
+            starts = [_start(row, length) for row, length in enumerate(lens)]
+            chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=length > 1) for row, length in enumerate(lens)]
+            runner.launch(StepPlan(0, freed, starts, chunks)).result()
+            freed = list(range(len(lens)))
+
+
 def largest_step(runner: DeviceRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
     """As many rows as there are, as many tokens as fit, and every row wants everything. All share block 0."""
     length = min(max_num_batched_tokens // max_num_seqs, max_model_len - 1)
-    blocks = [0] * (-(-(length + 1) // BLOCK_SIZE))
-    starts = [
-        RowStart(row, str(row), [0] * length, [], EVERYTHING, seed=0, stop_token_ids=[1], block_ids=blocks)
-        for row in range(max_num_seqs)
-    ]
+    starts = [_start(row, length) for row in range(max_num_seqs)]
     chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in range(max_num_seqs)]
     runner.launch(StepPlan(0, [], starts, chunks)).result()
     runner.launch(StepPlan(0, list(range(max_num_seqs)), [], [])).result()
+
+
+def _start(row: int, length: int) -> RowStart:
+    """A prompt that wants everything, all of it in block 0."""
+    blocks = [0] * (-(-(length + 1) // BLOCK_SIZE))
+    return RowStart(row, str(row), [0] * length, [], EVERYTHING, seed=0, stop_token_ids=[1], block_ids=blocks)

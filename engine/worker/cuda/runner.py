@@ -88,6 +88,7 @@ class DeviceRunner:
             self.extras.free(row)
         for start in plan.started_rows:
             self._start(start)
+        self.extras.mask(plan.masks)
         grown = [chunk for chunk in plan.chunks if chunk.new_block_ids]
         if grown:
             self._append_blocks(grown)

@@ -18,6 +18,7 @@ from ..reference import edit_logits as edit_as_reference
 from ..reference import history_of
 from ..row_words import ROW_WORDS, encode_batch
 from .draw import draw_tokens
+from .masks import keep_allowed
 from .penalties import penalize
 from .truncation import truncate
 
@@ -52,9 +53,10 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """As `reference.edit_logits`, in float32 where a row asks for changes; penalties touch the history only."""
     if not batch.edits_logits:
         return logits
-    edited = edit_as_reference(logits.float(), replace(batch, penalties=None))
+    edited = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    if batch.allowed is not None:
+        keep_allowed(edited, batch.allowed)
+    edited = edit_as_reference(edited, replace(batch, allowed=None, penalties=None))
     if batch.penalties is not None:
-        if edited is logits:
-            edited = logits.clone(memory_format=torch.contiguous_format)
         penalize(edited, batch.penalties, history_of(batch), batch.positions)
     return edited

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import msgspec
 import pytest
 import torch
 
-from baton.engine import SamplingParams
+from baton.engine import SamplingParams, StructuredOutputsParams
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.grammar import GrammarSource, GrammarStats
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
@@ -87,7 +88,9 @@ class Workshop:
         runner.capture()
         return runner
 
-    def core(self, runner: Runner, num_blocks: int = 64, *, depth: int = 2) -> EngineCore:
+    def core(
+        self, runner: Runner, num_blocks: int = 64, *, depth: int = 2, grammars: GrammarSource | None = None
+    ) -> EngineCore:
         config = EngineCoreConfig(
             num_blocks=num_blocks,
             max_num_seqs=MAX_NUM_SEQS,
@@ -97,7 +100,7 @@ class Workshop:
             eos_token_ids=[2],
             depth=depth,
         )
-        return EngineCore(config, runner)
+        return EngineCore(config, runner, grammars=grammars)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +202,60 @@ def test_random_lives_are_those_of_an_engine_on_a_cpu(
         assert runner.captured.num_replays == 0
     if num_blocks == 13:
         assert ours.stats().num_preemptions > 0
+
+
+class NarrowGrammar:
+    """A dozen tokens may follow, others after each token; the end from the tenth on, and nothing else in the end."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._allowed = set(range(256))
+
+    def advance(self, token_ids: Sequence[int]) -> bytes:
+        for token in token_ids:
+            assert token in self._allowed, "drawn from outside of the mask"
+            self._tokens.append(token)
+            self._allowed = set(random.Random(str(self._tokens)).sample(range(3, 256), 12))
+            if len(self._tokens) > 10:
+                self._allowed = {2} | (self._allowed if len(self._tokens) < 30 else set())
+        mask = sum(1 << token for token in self._allowed)
+        return mask.to_bytes(32, "little")
+
+
+class NarrowGrammars:
+    def open(self, asked: StructuredOutputsParams) -> NarrowGrammar:
+        return NarrowGrammar()
+
+    def stats(self) -> GrammarStats:
+        return GrammarStats()
+
+
+def with_grammars(requests: list[EngineRequest]) -> list[EngineRequest]:
+    """Every other one gets a grammar."""
+    replace = msgspec.structs.replace
+    grammar = {"structured_outputs": StructuredOutputsParams(regex="x"), "min_tokens": 0, "ignore_eos": False}
+    grammar |= {"allowed_token_ids": None, "bad_words_token_ids": [], "stop_token_ids": []}  # they could exclude all
+    return [
+        replace(each, sampling=replace(each.sampling, **grammar)) if i % 2 else each for i, each in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize("num_blocks", [64, 13])
+@pytest.mark.parametrize("seed", range(3))
+def test_masked_draws_are_those_of_an_engine_on_a_cpu(workshop: Workshop, seed: int, num_blocks: int) -> None:
+    answers = []
+    for runner in (workshop.captured_runner(num_blocks), workshop.cpu_runner(num_blocks)):
+        core = workshop.core(runner, num_blocks, grammars=NarrowGrammars())
+        said: dict[str, list[int]] = {}
+        for request in with_grammars(random_requests(random.Random(seed), 14)):
+            core.add(request)
+        while core.has_work():
+            for output in core.step():
+                assert output.error is None
+                said.setdefault(output.request_id, []).extend(output.token_ids)
+        answers.append(said)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 14
 
 
 # ------------------------------------------------------------------------------------ what a step costs

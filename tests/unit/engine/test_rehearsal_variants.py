@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_config, write_checkpoint
+from checkpoints import edit_config, wide_shape, write_checkpoint
 
 pytest.importorskip("triton")
 
@@ -44,20 +44,27 @@ from baton.engine.worker.cuda.runner import DeviceRunner
 from baton.engine.worker.cuda.shapes import CapturedShapes, StepShape
 from baton.kernels import fp8
 from baton.kernels.compiler import recording
+from baton.kernels.linear import gpu as linear_gpu
 from baton.kernels.linear.packed import PackedWeight
+
+TILES = {
+    "method": linear_gpu.Method.TILES, "TOKENS": 256, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3
+}
 
 fp8.has_gpu_kernels = lambda device: True
 linear.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
 logprobs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
 config = ModelConfig.from_folder(sys.argv[1], dtype="bfloat16", load_format="dummy")
 layout = config.layout
-limits = {"max_num_seqs": 40, "max_num_batched_tokens": 1024, "max_model_len": 2048}
+most_tokens = int(sys.argv[2])
+limits = {"max_num_seqs": 40, "max_num_batched_tokens": most_tokens, "max_model_len": 2048}
 sizes = CapturedShapes(**limits, max_tokens=128)
+linear_gpu.UNTUNED_MANY = {**linear_gpu.NOTHING, **TILES}  # as tuned, other kernels serve other numbers of tokens
 
 rng = random.Random(3)
 def any_step():
     seqs = rng.choice([1, 2, 3, 7, 16, 33, 40])
-    tokens = rng.randint(129, 1024)
+    tokens = rng.randint(129, most_tokens)
     decodes = rng.randint(0, seqs - 1)
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
     return StepShape(seqs, tokens, decodes, longest, 2048, rng.choice([tokens, 5000, 100_000]), rng.random() < 0.3)
@@ -75,7 +82,7 @@ def any_request():
 def any_plans(step):
     # Some requests come, with some of their tokens known already; some of them decode; all go.
     rows = rng.sample(range(40), rng.choice([1, 2, 3, 5, 9, 21, 40]))
-    longest = 1024 // len(rows)
+    longest = most_tokens // len(rows)
     starts, chunks = [], []
     for row in rows:
         length = rng.choice([1, 2, rng.randint(1, longest), longest])
@@ -107,7 +114,8 @@ whole, sketch = (
 with recording() as variants:
     Rehearsal(lambda: sketch, list(sizes.largest_first()), lambda work: work() or 0, **limits).run()
     rehearsed = len(variants)
-    idle_steps(whole, [any_step() for _ in range(40)])
+    if most_tokens > 128:
+        idle_steps(whole, [any_step() for _ in range(40)])
     whole.capture()
     for step in range(25):
         for plan in any_plans(step):
@@ -124,6 +132,12 @@ def test_no_step_launches_what_was_not_rehearsed(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v2"])
+def test_nor_does_one_where_all_but_scored_prompts_are_captured(kind: str, tmp_path: Path) -> None:
+    check(write_checkpoint(tmp_path, kind, **wide_shape(kind)), max_num_batched_tokens=128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
 def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "head_dim": 64}
     folder = write_checkpoint(tmp_path, "qwen3_moe", **sizes)
@@ -131,10 +145,14 @@ def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
     check(folder)
 
 
-def check(folder: Path) -> None:
+def check(folder: Path, *, max_num_batched_tokens: int = 1024) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", SCRIPT, str(folder), str(max_num_batched_tokens)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -184,6 +184,9 @@ def test_step_inputs_equal_the_definition_of_an_attention_batch() -> None:
             assert getattr(inputs.attention, name) == getattr(expected, name)
         tokens = [100 * c.row + position for c in chosen for position in range(c.start, c.start + c.num_tokens)]
         assert inputs.token_ids.tolist() == tokens
+        num_through_the_last_layer = len(tokens) if inputs.wanted is None else len(inputs.wanted)
+        num_wanted = max(1, sum(chunk.samples for chunk in chosen))
+        assert num_through_the_last_layer == StepPlan(0, [], [], chosen).size.num_wanted == num_wanted
 
 
 def test_kv_memory_is_page_aligned_zeroed_and_untouched() -> None:

@@ -1,0 +1,143 @@
+"""Requests whose output must fit a grammar.
+
+    add ──> WAITING_FOR_GRAMMAR ──the first mask──> WAITING ... RUNNING
+                                                                 │ ^
+                      a step that draws takes the mask, its token makes the next one
+
+Compiling a grammar takes up to seconds, and a mask from microseconds to seconds: both happen in threads. A request
+without a mask sits steps out (`Request.horizon`), and nobody else waits for it longer than `PATIENCE_S`. So a token is
+drawn only when the one before it is known; other requests go on two steps at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from .grammar import Grammar, GrammarRefused, GrammarSource, GrammarStats
+from .messages import EngineError, ErrorKind
+from .request import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 0.001  # what a step waits for masks of tokens that came since the step before
+OPENING_LIMIT_S = 90.0  # from a request's arrival to its first mask; compilations wait for each other
+MASK_LIMIT_S = 10.0  # from a token to the next mask
+MOST_THREADS = 4
+_FIELDS = "structured_outputs or response_format"  # where the request said it
+
+
+@dataclass(slots=True)
+class _Task:
+    work: Future[tuple[Grammar, bytes]]
+    deadline_s: float
+    is_fresh: bool = True  # no step has waited for it yet
+
+
+class Constraints:
+    """The grammars of all requests that have one. Without a source, none has."""
+
+    def __init__(self, source: GrammarSource | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.can_open = source is not None
+        self.num_live = 0  # requests with a grammar that are not over
+        self._source = source
+        self._clock = clock
+        self._tasks: dict[Request, _Task] = {}  # for each request that has no mask
+        threads = min(MOST_THREADS, os.cpu_count() or 1)
+        # Two, so that masks never wait for a compiler. Their threads start when they are first needed.
+        self._openers = ThreadPoolExecutor(MOST_THREADS, "baton-grammars")
+        self._maskers = ThreadPoolExecutor(threads, "baton-masks")
+
+    @property
+    def is_busy(self) -> bool:
+        """Some request has no mask yet."""
+        return bool(self._tasks)
+
+    @property
+    def num_opening(self) -> int:
+        return sum(request.status is RequestStatus.WAITING_FOR_GRAMMAR for request in self._tasks)
+
+    def stats(self) -> GrammarStats:
+        return GrammarStats() if self._source is None else self._source.stats()
+
+    def open(self, request: Request) -> None:
+        """The request is new. Tokens that were drawn elsewhere are taken in first."""
+        request.move_to(RequestStatus.WAITING_FOR_GRAMMAR)
+        self.num_live += 1
+        assert self._source is not None
+        work = self._openers.submit(_open, self._source, request)
+        self._tasks[request] = _Task(work, self._clock() + OPENING_LIMIT_S, is_fresh=False)
+
+    def advance(self, request: Request, token_ids: Sequence[int]) -> None:
+        """The next tokens of its output are known."""
+        assert request.grammar is not None
+        work = self._maskers.submit(_advance, request.grammar, token_ids)
+        self._tasks[request] = _Task(work, self._clock() + MASK_LIMIT_S)
+
+    def collect(self) -> list[tuple[Request, EngineError | None]]:
+        """Requests that have got their mask, or never will, for the reason that comes with them."""
+        if not self._tasks:
+            return []
+        fresh = [task for task in self._tasks.values() if task.is_fresh]
+        if fresh:
+            wait([task.work for task in fresh], PATIENCE_S)
+            for task in fresh:
+                task.is_fresh = False
+        now = self._clock()
+        over = [each for each in self._tasks.items() if each[1].work.done() or now >= each[1].deadline_s]
+        return [(request, self._finish(request, task)) for request, task in over]
+
+    def pause(self) -> None:
+        """Nothing can be done until a mask is there: waits for one, but not long."""
+        wait([task.work for task in self._tasks.values()], PATIENCE_S, return_when="FIRST_COMPLETED")
+
+    def drop(self, request: Request) -> None:
+        """The request is over. A task that runs runs on, for nobody."""
+        self.num_live -= 1
+        if (task := self._tasks.pop(request, None)) is not None:
+            task.work.cancel()
+
+    def _finish(self, request: Request, task: _Task) -> EngineError | None:
+        del self._tasks[request]
+        if not task.work.done():
+            return _too_slow(request, has_begun=not task.work.cancel())
+        match task.work.exception():
+            case None:
+                request.grammar, mask = task.work.result()
+                request.allow(mask)
+                return None
+            case GrammarRefused() as refused:
+                return EngineError(ErrorKind.INVALID, f"{_FIELDS}: {refused}")
+            case error:
+                logger.error("the grammar of request %s failed", request.request_id, exc_info=error)
+                return EngineError(ErrorKind.INTERNAL, f"the grammar failed: {error!r}")
+
+
+def nothing_left() -> EngineError:
+    """The answer where a row had nothing to draw."""
+    reason = "what may follow is excluded by allowed_token_ids, bad_words or logit_bias: leave them out"
+    return EngineError(ErrorKind.INVALID, f"{_FIELDS}: {reason}")
+
+
+def _open(source: GrammarSource, request: Request) -> tuple[Grammar, bytes]:
+    asked = request.message.sampling.structured_outputs
+    assert asked is not None
+    return _advance(source.open(asked), request.message.output_token_ids)
+
+
+def _advance(grammar: Grammar, token_ids: Sequence[int]) -> tuple[Grammar, bytes]:
+    return grammar, grammar.advance(token_ids)
+
+
+def _too_slow(request: Request, *, has_begun: bool) -> EngineError:
+    if request.status is RequestStatus.WAITING_FOR_GRAMMAR or not has_begun:
+        reason = "too many requests wait for their grammars to be compiled, or for what these let follow"
+        return EngineError(ErrorKind.OVERLOADED, reason)
+    reason = (
+        f"which tokens may follow was not known within {MASK_LIMIT_S:g} s: simplify it, above all nested repetitions"
+    )
+    return EngineError(ErrorKind.INVALID, f"{_FIELDS}: {reason}")

@@ -1,0 +1,43 @@
+"""What the engine needs of a library that knows grammars. `engine.structured` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from .sampling import StructuredOutputsParams
+
+
+class GrammarRefused(Exception):
+    """A grammar that cannot be compiled, or a text that does not fit it. For whoever sent the request."""
+
+
+class GrammarStats(NamedTuple):
+    """Counters from the process's start."""
+
+    num_compiled: int = 0
+    num_refused: int = 0
+    num_hits: int = 0  # in the cache, refusals included
+    compile_s: float = 0.0  # in which grammars were compiled or refused
+
+
+class Grammar(Protocol):
+    """What one request's output may be. Calls come one after the other, on any thread."""
+
+    def advance(self, token_ids: Sequence[int]) -> bytes:
+        """Takes in the next tokens of the output. Returns which may follow: int32 words, bit t % 32 of word t // 32.
+
+        A complete output may be followed by the model's end-of-sequence tokens. Raises `GrammarRefused` where one of
+        the tokens may not come, or none may follow.
+        """
+        ...
+
+
+class GrammarSource(Protocol):
+    """Where grammars come from."""
+
+    def open(self, asked: StructuredOutputsParams) -> Grammar:
+        """At the beginning of an output. Takes up to seconds. Raises `GrammarRefused`; any thread may call it."""
+        ...
+
+    def stats(self) -> GrammarStats: ...

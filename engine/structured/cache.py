@@ -1,0 +1,59 @@
+"""Grammars that are compiled, and those that cannot be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from ..core.grammar import GrammarRefused
+
+if TYPE_CHECKING:
+    import xgrammar
+
+CACHE_BYTES = 256 << 20  # of compiled grammars: those used last are kept
+MOST_REFUSALS = 256  # that are remembered ...
+REFUSAL_S = 60.0  # ... so that who asks again and again does not keep the compiler from others
+
+
+class GrammarCache:
+    """By what was asked. Any thread may call everything."""
+
+    def __init__(self) -> None:
+        self.num_hits = self.num_compiled = self.num_refused = 0
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0
+        self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and until when
+
+    def get(self, key: bytes) -> xgrammar.CompiledGrammar | None:
+        """None for what nobody has asked lately. Raises `GrammarRefused` again."""
+        with self._lock:
+            reason, end_s = self._refused.get(key, ("", 0.0))
+            if time.monotonic() < end_s:
+                self.num_hits += 1
+                raise GrammarRefused(reason)
+            compiled = self._compiled.get(key)
+            if compiled is not None:
+                self.num_hits += 1
+                self._compiled.move_to_end(key)
+            return compiled
+
+    def keep(self, key: bytes, compiled: xgrammar.CompiledGrammar) -> None:
+        """It is new. One that is larger than the cache is not kept."""
+        with self._lock:
+            self.num_compiled += 1
+            self._compiled[key] = compiled
+            self._num_bytes += compiled.memory_size_bytes
+            while self._num_bytes > CACHE_BYTES:
+                _, oldest = self._compiled.popitem(last=False)
+                self._num_bytes -= oldest.memory_size_bytes
+
+    def refuse(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            self.num_refused += 1
+            self._refused[key] = (reason, time.monotonic() + REFUSAL_S)
+            self._refused.move_to_end(key)
+            if len(self._refused) > MOST_REFUSALS:
+                self._refused.popitem(last=False)

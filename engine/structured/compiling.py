@@ -1,0 +1,147 @@
+"""The process that compiles grammars: one at a time, within limits of time and memory, and for an engine that is there.
+
+Whatever a grammar does to the compiler, it does it here. The alarm and the limit of memory end this process; the engine
+starts another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from ..core.grammar import GrammarRefused
+from ..core.sampling import StructuredOutputsParams
+from ..text import TextError, Tokenizer
+from .frames import Compiled, Ready, Refused, Setup, Vocabulary, read_frame, write_frame
+from .schemas import check_schema, check_structural_tag
+
+if TYPE_CHECKING:
+    import xgrammar
+
+NICENESS = 5  # an engine on the same cores comes first
+_MOST_THREADS = 8
+_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)  # time and place in xgrammar's own code
+_OUT_OF_MEMORY = "bad_alloc"
+_WARNING = re.compile(r"Warning: (.*)")
+
+
+def main() -> None:
+    orders, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no reply
+    os.nice(NICENESS)
+    first = read_frame(orders)
+    if first is None:
+        return
+    setup = msgspec.msgpack.decode(first, type=Setup)
+    try:
+        info = tokenizer_info(setup.vocabulary)
+    except (GrammarRefused, TextError) as refused:
+        write_frame(replies, Refused(str(refused)))
+        return
+    write_frame(replies, Ready(info.serialize_json()))
+    limit_memory(setup.limits.memory_bytes)
+    serve(orders, replies, info, setup.limits.compile_s)
+
+
+def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+    """The bytes of every token; special tokens and those beyond the tokenizer have none, so no text is made of them."""
+    tokenizer = Tokenizer.from_folder(vocabulary.tokenizer)
+    if tokenizer.piece_rule is None:
+        raise GrammarRefused("this model's tokenizer does not say which bytes a token stands for")
+    import xgrammar  # seconds, with torch and transformers
+
+    special = tokenizer.special_token_ids
+    pieces = [b"" if token in special else tokenizer.token_bytes(token) for token in range(vocabulary.vocab_size)]
+    return xgrammar.TokenizerInfo(pieces, vocab_size=vocabulary.vocab_size, stop_token_ids=vocabulary.eos_token_ids)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """What is allocated from now on."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which is what the limit counts
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a compiler that breaks is told of, not kept
+
+
+def serve(orders: IO[bytes], replies: IO[bytes], info: xgrammar.TokenizerInfo, limit_s: int) -> None:
+    import xgrammar
+
+    threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
+    compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)  # the engine has the cache
+    while (order := read_frame(orders)) is not None:
+        asked = msgspec.msgpack.decode(order, type=StructuredOutputsParams)
+        signal.alarm(limit_s)
+        reply = compile_within(compiler, asked)
+        signal.alarm(0)
+        write_frame(replies, reply)
+
+
+def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsParams) -> Compiled | Refused:
+    try:
+        with overhearing() as warnings:
+            grammar = compile_grammar(compiler, asked).serialize_json()
+    except GrammarRefused as refused:
+        return Refused(str(refused))
+    except (RuntimeError, ValueError) as error:  # xgrammar's own
+        if _OUT_OF_MEMORY in str(error):
+            return Refused(f"{asked.kind} needs more memory to compile than it may have: simplify it")
+        reason = _SOURCE.sub("", str(error)).strip() or type(error).__name__
+        return Refused(f"{asked.kind} cannot be compiled: {reason}")
+    if warnings:
+        return Refused(f"{asked.kind} would not be kept as it is: {warnings[0]}")
+    return Compiled(grammar)
+
+
+def compile_grammar(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+    any_whitespace = not asked.disable_any_whitespace
+    match asked:
+        case StructuredOutputsParams(json=str(schema)):
+            check_schema(schema)
+            return compiler.compile_json_schema(schema, any_whitespace=any_whitespace)
+        case StructuredOutputsParams(json_object=True):
+            return compiler.compile_json_schema('{"type": "object"}', any_whitespace=any_whitespace)
+        case StructuredOutputsParams(regex=str(pattern)):
+            return compiler.compile_regex(pattern)
+        case StructuredOutputsParams(choice=list(choices)):
+            return compiler.compile_grammar(choice_grammar(choices))
+        case StructuredOutputsParams(grammar=str(grammar)):
+            return compiler.compile_grammar(grammar)
+        case StructuredOutputsParams(structural_tag=str(tag)):
+            check_structural_tag(tag)
+            return compiler.compile_structural_tag(tag)
+    raise AssertionError(f"no compiler for {asked.kind}")
+
+
+def choice_grammar(choices: list[str]) -> str:
+    """EBNF; its strings have JSON's escapes."""
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+@contextmanager
+def overhearing() -> Iterator[list[str]]:
+    """What xgrammar warns of on standard error within, in a list that is filled at the end."""
+    warnings: list[str] = []
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as heard:
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield warnings
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            heard.seek(0)
+            warnings += _WARNING.findall(heard.read().decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()

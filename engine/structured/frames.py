@@ -1,0 +1,61 @@
+"""Messages between an engine and its compiler of grammars: msgpack behind its length, through pipes.
+
+Setup ──> Ready | Refused          once
+StructuredOutputsParams ──> Compiled | Refused          one at a time
+"""
+
+from __future__ import annotations
+
+from typing import IO
+
+import msgspec
+
+_LENGTH_BYTES = 8
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """Whose tokens grammars are made of."""
+
+    tokenizer: str  # folder
+    vocab_size: int  # of the model's output layer
+    eos_token_ids: list[int]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one grammar may cost its compiler."""
+
+    compile_s: int = 30
+    memory_bytes: int = 2 << 30  # beyond what the process takes before its first grammar
+
+
+class Setup(msgspec.Struct, frozen=True):
+    vocabulary: Vocabulary
+    limits: Limits
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    tokenizer_info: str  # xgrammar's, serialized
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    grammar: str  # xgrammar's, serialized
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:
+    """Raises `OSError` where nobody reads any more."""
+    body = msgspec.msgpack.encode(message)
+    stream.write(len(body).to_bytes(_LENGTH_BYTES, "little"))
+    stream.write(body)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next message's bytes; None where the other side has gone."""
+    head = stream.read(_LENGTH_BYTES)
+    length = int.from_bytes(head, "little")
+    body = stream.read(length) if len(head) == _LENGTH_BYTES else b""
+    return body if body and len(body) == length else None

@@ -1,0 +1,140 @@
+"""JSON schemas that the compiler would take, and keep less than they say: refused, with the place and the keyword.
+
+What the compiler itself warns of is refused in `compiling.py`; here is what it ignores in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..core.grammar import GrammarRefused
+
+_NEVER_KEPT = (
+    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("contains", "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef"),
+)
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NEEDS_TYPE = {  # keywords are kept only under a type that they speak of
+    **dict.fromkeys(_NUMBERS, ("integer", "number")),
+    **dict.fromkeys(("minLength", "maxLength", "pattern"), ("string",)),
+    **dict.fromkeys(("minItems", "maxItems"), ("array",)),
+    **dict.fromkeys(("minProperties", "maxProperties", "required"), ("object",)),
+}
+_OBJECTS = ("properties", "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
+_CONSTRAINTS = frozenset([*_NEEDS_TYPE, *_OBJECTS, "items", "prefixItems", "unevaluatedItems", "type", "format"])
+_ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")  # one of these decides, and the rest is ignored
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMAS = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+
+_JSON_TYPES: dict[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "string": lambda value: isinstance(value, str),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+def check_schema(text: str) -> None:
+    """Raises `GrammarRefused` for a schema whose answers could break it."""
+    try:
+        _check(json.loads(text), "#")
+    except json.JSONDecodeError as error:
+        raise GrammarRefused(f"the schema is not JSON: {error}") from None
+    except RecursionError:
+        raise GrammarRefused("the schema is nested too deeply") from None
+
+
+def check_structural_tag(text: str) -> None:
+    """The same for the schemas in a structural tag, whose own form its compiler checks."""
+    try:
+        for schema in _schemas_in(json.loads(text)):
+            _check(schema, "#")
+    except json.JSONDecodeError as error:
+        raise GrammarRefused(f"the structural tag is not JSON: {error}") from None
+    except RecursionError:
+        raise GrammarRefused("the structural tag is nested too deeply") from None
+
+
+def _schemas_in(tag: Any) -> Iterator[Any]:
+    if isinstance(tag, dict):
+        if tag.get("type") == "json_schema":
+            yield tag.get("json_schema")
+            return
+        tag = list(tag.values())
+    if isinstance(tag, list):
+        for part in tag:
+            yield from _schemas_in(part)
+
+
+def _check(schema: Any, place: str) -> None:
+    if not isinstance(schema, dict):
+        return  # true, false, or what the compiler refuses
+    for keyword in _NEVER_KEPT:
+        if schema.get(keyword, False) is not False:
+            raise GrammarRefused(f"{place}: {keyword!r} is not supported")
+    _check_alone(schema, place)
+    _check_types(schema, place)
+    _check_object(schema, place)
+    for key in _SCHEMAS:
+        _check(schema.get(key), f"{place}/{key}")
+    for key in _SCHEMA_LISTS:
+        for index, part in enumerate(_list(schema.get(key))):
+            _check(part, f"{place}/{key}/{index}")
+    for key in _SCHEMA_MAPS:
+        for name, part in _map(schema.get(key)).items():
+            _check(part, f"{place}/{key}/{name}")
+
+
+def _check_alone(schema: Mapping[str, Any], place: str) -> None:
+    deciding = [key for key in _ALONE if key in schema]
+    if not deciding:
+        return
+    ignored = sorted((_CONSTRAINTS & schema.keys()) | set(deciding[1:]))
+    if deciding[0] in ("enum", "const") and ignored == ["type"]:
+        values = _list(schema["enum"]) if "enum" in schema else [schema["const"]]
+        wrong = [value for value in values if not _has_type(value, schema["type"])]
+        if wrong:
+            raise GrammarRefused(f"{place}: {wrong[0]!r} is not of type {schema['type']!r}")
+    elif ignored:
+        raise GrammarRefused(f"{place}: {ignored[0]!r} beside {deciding[0]!r} is not supported")
+
+
+def _check_types(schema: Mapping[str, Any], place: str) -> None:
+    types = schema.get("type", "object" if "properties" in schema else None)
+    given = types if isinstance(types, list) else [types]
+    for keyword, needed in _NEEDS_TYPE.items():
+        if keyword in schema and not set(needed) & {each for each in given if isinstance(each, str)}:
+            raise GrammarRefused(f'{place}: {keyword!r} needs "type": "{needed[0]}" beside it')
+
+
+def _check_object(schema: Mapping[str, Any], place: str) -> None:
+    known = _map(schema.get("properties"))
+    for name in _list(schema.get("required")):
+        if name not in known:
+            raise GrammarRefused(f"{place}: {name!r} is required, so it must be in 'properties'")
+    for keyword in ("patternProperties", "propertyNames"):
+        if known and keyword in schema:
+            raise GrammarRefused(f"{place}: {keyword!r} beside 'properties' is not supported")
+    is_open = schema.get("additionalProperties") or schema.get("unevaluatedProperties") or not known
+    if "minProperties" in schema and is_open:
+        raise GrammarRefused(f"{place}: 'minProperties' needs properties that are all named")
+
+
+def _has_type(value: Any, types: Any) -> bool:
+    return any(
+        _JSON_TYPES[each](value) for each in (types if isinstance(types, list) else [types]) if each in _JSON_TYPES
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _map(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,167 @@
+"""Grammars by themselves: what may follow what, what is refused, and what the compiler may cost."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from structured_cases import CASES, CHOICES
+
+from baton.engine import StructuredOutputsParams
+from baton.engine.core.grammar import GrammarRefused
+from baton.engine.structured import Grammars, Limits, Vocabulary, cache
+from baton.engine.text import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    return Tokenizer.from_folder(vocabulary.tokenizer)
+
+
+def tokens_of(mask: bytes) -> set[int]:
+    return set(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0].tolist())
+
+
+def test_a_mask_has_exactly_the_tokens_that_lead_on(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    grammar = grammars.open(StructuredOutputsParams(choice=CHOICES))
+    output, choices = b"", [choice.encode() for choice in CHOICES]
+    drawn: list[int] = []
+    while True:
+        allowed = tokens_of(grammar.advance(drawn))
+        pieces = {token: tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
+        fitting = {
+            token
+            for token, piece in pieces.items()
+            if piece and token not in tokenizer.special_token_ids
+            if any(choice.startswith(output + piece) for choice in choices)
+        }
+        assert allowed == (fitting | {0} if output in choices else fitting)
+        if allowed == {0}:
+            return
+        drawn = [max(fitting, key=lambda token: pieces[token])]
+        output += pieces[drawn[0]]
+
+
+def test_an_output_that_was_cut_anywhere_is_taken_up_there(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    asked = CASES["json"].asked
+    text = '{"name": "a😀", "age": 15, "tags": ["red"], "home": {"zip": "01234"}}'
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    whole = grammars.open(asked)
+    masks = [whole.advance([]), *(whole.advance([token]) for token in tokens)]
+    for cut in range(len(tokens) + 1):
+        assert grammars.open(asked).advance(tokens[:cut]) == masks[cut]
+    assert tokens_of(masks[-1]) == {0}
+
+
+def test_a_token_that_does_not_fit_is_refused(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    grammar = grammars.open(StructuredOutputsParams(choice=["yes"]))
+    (wrong,) = tokenizer.encode("n", add_special_tokens=False)
+    with pytest.raises(GrammarRefused, match=f"token {wrong} does not fit"):
+        grammar.advance([wrong])
+    for special in (1, 390):  # padding of two kinds
+        with pytest.raises(GrammarRefused):
+            grammars.open(StructuredOutputsParams(regex=".*")).advance([special])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "regex": ({"regex": "[a-"}, "Unclosed"),
+    "lookahead": ({"regex": "(?=a)b"}, "Lookahead"),
+    "deep": ({"regex": "(" * 50_000 + "a" + ")" * 50_000}, "maximum limit"),
+    "grammar": ({"grammar": "root ::= nowhere"}, '"nowhere" is not defined'),
+    "no root": ({"grammar": 'start ::= "a"'}, "root"),
+    "type": ({"json": {"type": "integr"}}, "integr"),
+    "no json": ({"json": "{"}, "not JSON"),
+    "no schema": ({"json": "3"}, "."),
+    "reference": ({"json": {"$ref": "#/$defs/gone"}}, "gone"),
+    "ignored by the compiler": ({"json": {"type": "string", "pattern": "a", "minLength": 3}}, "pattern combined"),
+    "unions that overlap": ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
+    "tag": ({"structural_tag": "{}"}, "format"),
+    "no tag": ({"structural_tag": "<a>"}, "not JSON"),
+}
+
+
+@pytest.mark.parametrize(("asked", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    grammars: Grammars, asked: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(GrammarRefused, match=reason) as refused:
+        grammars.open(StructuredOutputsParams(**asked))
+    assert "/cpp/" not in str(refused.value), "of the compiler's own files nobody wants to hear"
+
+
+SLOW = "|".join(f"(a{{{i}}}b{{{i}}}[c-z]{{1,{i}}}){{1,50}}" for i in range(1, 1500))
+LIMITS = {"takes longer than 2 s": Limits(compile_s=2), "needs more memory": Limits(memory_bytes=100 << 20)}
+
+
+@pytest.mark.parametrize(("reason", "limits"), LIMITS.items())
+def test_a_compiler_that_takes_too_much_refuses_and_goes_on(
+    vocabulary: Vocabulary, reason: str, limits: Limits
+) -> None:
+    source = Grammars(vocabulary, limits)
+    with pytest.raises(GrammarRefused, match=f"regex {reason}"):
+        source.open(StructuredOutputsParams(regex=SLOW))
+    source.open(StructuredOutputsParams(choice=["a"])).advance([])
+    source.close()
+
+
+def test_what_is_known_is_not_compiled_again(
+    grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Grammars(vocabulary)
+    source._compiler = grammars._compiler  # one that runs
+    good, bad = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(regex="(")
+    with ThreadPoolExecutor(4) as threads:  # as with n = 4
+        (mask,) = {matcher.advance([]) for matcher in threads.map(source.open, [good] * 4)}
+    with pytest.raises(GrammarRefused) as first:
+        source.open(bad)
+    assert source.stats()[:3] == (1, 1, 3)
+    assert source.stats().compile_s > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "_compiler", None)
+        assert source.open(StructuredOutputsParams(choice=["a"])).advance([]) == mask
+        with pytest.raises(GrammarRefused, match="Regex") as second:
+            source.open(bad)
+    assert str(first.value) == str(second.value)
+    assert source.stats()[:3] == (1, 1, 5)
+    monkeypatch.setattr(cache, "REFUSAL_S", 0.0)
+    source._cache.refuse(msgspec.msgpack.encode(good), "too slow on a busy machine")
+    assert source.open(good).advance([]) == mask, "not for ever"
+
+
+def test_the_cache_is_bounded(grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Grammars(vocabulary)
+    source._compiler = grammars._compiler
+    source.open(StructuredOutputsParams(choice=["a"]))
+    monkeypatch.setattr(cache, "CACHE_BYTES", source._cache._num_bytes * 3)
+    monkeypatch.setattr(cache, "MOST_REFUSALS", 3)
+    for number in range(10):
+        source.open(StructuredOutputsParams(choice=[f"a{number}"]))
+        with pytest.raises(GrammarRefused):
+            source.open(StructuredOutputsParams(regex=f"{number}("))
+    kept = source._cache._compiled
+    assert 1 < len(kept) < 10
+    assert source._cache._num_bytes == sum(each.memory_size_bytes for each in kept.values())
+    assert len(source._cache._refused) == 3
+
+
+def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(vocabulary: Vocabulary) -> None:
+    source = Grammars(vocabulary)
+    source.open(StructuredOutputsParams(choice=["a"]))
+    process = source._compiler._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # as when this process dies
+    assert process.wait(10.0) == 0
+    source.open(StructuredOutputsParams(choice=["b"]))
+    source.close()
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    source = Grammars(Vocabulary(str(tmp_path / "gone"), 400, [0]))
+    with pytest.raises(GrammarRefused, match=r"tokenizer\.json"):
+        source.open(StructuredOutputsParams(choice=["a"]))
+    source.close()
