@@ -25,10 +25,15 @@ class Emit(msgspec.Struct, frozen=True):
     event: ConnectorEvent
 
 
-class StartRead(msgspec.Struct, frozen=True):
-    """Begin to read into the blocks of a receive. Ends in `read_finished`, or in `read_failed` and `read_released`."""
+class Read(msgspec.Struct, frozen=True):
+    """Read blocks [start, stop) of a receive, the next ones; the first of them begins its pull.
+
+    It ends in `read_finished` when all of the receive's blocks are there, or in `read_failed` and `read_released`.
+    """
 
     receive: TransferId
+    start: int
+    stop: int
 
 
 class StopRead(msgspec.Struct, frozen=True):
@@ -37,4 +42,11 @@ class StopRead(msgspec.Struct, frozen=True):
     receive: TransferId
 
 
-Action = SendToReader | SendToHolder | Emit | StartRead | StopRead
+class Verify(msgspec.Struct, frozen=True):
+    """Compare what was read with the holder's digests. Ends in `matched` or `corrupt`."""
+
+    receive: TransferId
+    digests: tuple[bytes, ...]  # by rank of the holder
+
+
+Action = SendToReader | SendToHolder | Emit | Read | StopRead | Verify

@@ -33,6 +33,8 @@ from .errors import TransferError
 DEFAULT_LAYOUT = KVLayout(
     model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16"
 )  # 1.8 MB a block
+DEFAULT_TOKENS = (16, 64, 256, 1024)
+DEFAULT_IN_FLIGHT = (1, 4)
 ANSWER_TIMEOUT_S = 60.0
 
 Prompt = tuple[list[int], list[int]]  # the holder's blocks, the reader's
@@ -57,8 +59,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def measure(
     layout: KVLayout = DEFAULT_LAYOUT,
     *,
-    num_tokens: Sequence[int] = (16, 64, 256, 1024),
-    in_flight: Sequence[int] = (1, 4),
+    num_tokens: Sequence[int] = DEFAULT_TOKENS,
+    in_flight: Sequence[int] = DEFAULT_IN_FLIGHT,
     repeats: int = 15,
     run_blocks: int = 1,
     device: str = "cpu",
@@ -96,11 +98,6 @@ def measure(
             "repeats": repeats,
             "rows": [msgspec.to_builtins(row) for row in rows],
         }
-
-
-def run(device: str = "cpu", prefill_tp: int = 1, decode_tp: int = 1) -> dict[str, Any]:
-    """`measure` with its defaults: what `baton bench kv` prints."""
-    return measure(device=device, prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -429,4 +426,4 @@ def _blocks(count: int, run_blocks: int, rng: random.Random, part: int) -> list[
 
 
 if __name__ == "__main__":
-    print(table(run()))
+    print(table(measure()))

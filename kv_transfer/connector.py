@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
-from baton.engine.core.connector import ConnectorEvent, Offer, TransferId
+from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, TransferId
 from baton.engine.core.layout import KVRegion
 
 from .channel import ZmqChannel
@@ -32,10 +32,11 @@ __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
 
 logger = logging.getLogger(__name__)
 
+STATS_EVERY_S = 5e-3
 CLOSE_TIMEOUT_S = 5.0  # for reads that still run, ours and those of our memory
 
 
-class TransferConnector:
+class TransferConnector(GrowingConnector):
     """Implements `engine.core.connector.KVConnector`; see there for offers and receives.
 
     One transfer thread owns the sockets and the transport. The step loop's calls only enqueue; `wake` is called from
@@ -62,12 +63,14 @@ class TransferConnector:
         self._me = EngineKey(engine_id, epoch)
         self._region = region
         self._settings = settings or TransferSettings()
+        self.offers_early = self._settings.progressive
         self._fingerprint = region.layout.fingerprint
         self._wake = wake
         self._ids = itertools.count(1)
         self._commands: collections.deque[Callable[[Handoff], None]] = collections.deque()
         self._events: collections.deque[ConnectorEvent] = collections.deque()
         self._stats = TransferStats()
+        self._stats_due = 0.0
         self._failure: Exception | None = None
         self._closing = threading.Event()
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
@@ -89,6 +92,14 @@ class TransferConnector:
             raise
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        return self._offer(request_id, generation, block_ids, num_tokens, num_ready=len(block_ids))
+
+    def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        return self._offer(request_id, generation, block_ids, num_tokens, num_ready=0)
+
+    def _offer(
+        self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int, num_ready: int
+    ) -> Offer:
         transfer_id = next(self._ids)
         lease = LeaseKey(self._me, request_id, generation, transfer_id)
         ticket = Ticket(
@@ -99,11 +110,16 @@ class TransferConnector:
             transport=self._settings.transport_name,
             num_tokens=num_tokens,
             lease_s=self._settings.lease_s,
+            digest=self._settings.digest,
+            num_ready=num_ready,
             runs=runs_of(block_ids),
         )
-        num_blocks = len(block_ids)
-        self._enqueue(lambda handoff: handoff.offer(lease, num_blocks))
+        blocks = list(block_ids)
+        self._enqueue(lambda handoff: handoff.offer(lease, blocks, num_ready))
         return Offer(transfer_id, ticket.encode())
+
+    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
+        self._enqueue(lambda handoff: handoff.advance(transfer_id, num_ready))
 
     def withdraw(self, transfer_id: TransferId) -> None:
         self._enqueue(lambda handoff: handoff.withdraw(transfer_id))
@@ -135,7 +151,7 @@ class TransferConnector:
         self._enqueue(lambda handoff: handoff.peers_changed(snapshot))
 
     def stats(self) -> TransferStats:
-        """As of the transfer thread's last round."""
+        """As of the transfer thread's last event, or some milliseconds ago."""
         return self._stats
 
     def close(self) -> None:
@@ -182,7 +198,9 @@ class TransferConnector:
     def _round(self, handoff: Handoff) -> float:
         self._run_commands(handoff)
         pause_s = handoff.pump()
-        self._stats = handoff.stats()
+        now = time.monotonic()
+        if pause_s >= STATS_EVERY_S or now >= self._stats_due:  # not in each round of a thread that polls
+            self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
         return pause_s
 
     def _run_commands(self, handoff: Handoff) -> None:
@@ -191,6 +209,7 @@ class TransferConnector:
 
     def _tell(self, event: ConnectorEvent) -> None:
         self._events.append(event)
+        self._stats_due = 0.0
         self._wake()
 
     def _wind_up(self, handoff: Handoff) -> None:

@@ -21,8 +21,11 @@ from .channel import Channel, Route, ZmqChannel
 from .crew_messages import (
     AddPeer,
     Attend,
+    CheckReport,
+    Compare,
     Farewell,
     Join,
+    MakeDigests,
     Order,
     PeerReport,
     ReadReport,
@@ -38,6 +41,8 @@ from .rank_reader import RankMemory, RankReader, group_metadata, worst
 from .transports import PeerHandle, PeerState, ReadHandle, ReadState
 
 logger = logging.getLogger(__name__)
+
+CheckHandle = int
 
 JOIN_TIMEOUT_S = 50.0
 ATTEND_EVERY_S = 0.5
@@ -63,6 +68,7 @@ class RemoteRank:
         self._clock = clock
         self._peers: dict[PeerHandle, PeerState] = {}
         self._reads: dict[ReadHandle, ReadReport] = {}
+        self._checks: dict[CheckHandle, CheckReport | None] = {}
         self._attend_at = 0.0
         self._unanswered = 0
 
@@ -93,6 +99,20 @@ class RemoteRank:
         del self._reads[read]
         return True
 
+    def digest(self, check: CheckHandle, blocks: Sequence[int]) -> None:
+        self._checks[check] = None
+        self._send(MakeDigests(check, list(blocks)))
+
+    def compare(self, check: CheckHandle, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> None:
+        self._checks[check] = None
+        self._send(Compare(check, peer, list(blocks), tuple(by_rank)))
+
+    def report_of(self, check: CheckHandle) -> CheckReport | None:
+        return self._checks[check]
+
+    def forget(self, check: CheckHandle) -> None:
+        del self._checks[check]
+
     def progress(self) -> None:
         if self._clock() < self._attend_at:
             return
@@ -104,7 +124,7 @@ class RemoteRank:
 
     def watch(self) -> None:
         """Sees to it that whatever it owes us an answer for ends: with the answer, or with `RankLost`."""
-        if self._reads or PeerState.CONNECTING in self._peers.values():
+        if self._reads or self._checks or PeerState.CONNECTING in self._peers.values():
             self.progress()
 
     def on_report(self, report: Report) -> None:
@@ -120,6 +140,10 @@ class RemoteRank:
                     raise RankLost(f"rank {self.rank} reports of a read that it was not asked for")
                 self._reads[report.read] = report
                 self.num_bytes, self.num_descriptors = report.num_bytes, report.num_descriptors
+            case CheckReport():
+                if report.check not in self._checks:
+                    raise RankLost(f"rank {self.rank} reports of digests that it was not asked for")
+                self._checks[report.check] = report
             case Farewell():
                 raise RankLost(f"rank {self.rank} cannot go on: {report.reason}")
 
@@ -140,6 +164,7 @@ class Crew:
 
     def __init__(self, own: RankReader, others: Sequence[RemoteRank] = (), channel: Channel | None = None) -> None:
         self.layout = own.region.layout
+        self.device = own.region.device
         self.num_blocks = own.region.num_blocks
         self.block_bytes = own.region.block_bytes  # of each rank
         self.transport_name = own.transport_name
@@ -149,6 +174,7 @@ class Crew:
         self._ranks: tuple[Rank, ...] = (own, *others)
         self._handles = itertools.count(1)
         self._releasing: dict[ReadHandle, list[Rank]] = {}  # ranks on which it may still write
+        self._own_reports: dict[CheckHandle, CheckReport] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -203,6 +229,31 @@ class Crew:
             return False
         self._releasing.pop(read, None)
         return True
+
+    def digest(self, blocks: Sequence[int]) -> CheckHandle:
+        """Begins to digest blocks of ours; `checked` tells the result."""
+        check = next(self._handles)
+        for rank in self._others:
+            rank.digest(check, blocks)
+        self._own_reports[check] = CheckReport(check, digests=self._own.digests(blocks))
+        return check
+
+    def compare(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> CheckHandle:
+        """Begins to compare blocks of ours with digests of the peer's ranks; `checked` tells the result."""
+        check = next(self._handles)
+        for rank in self._others:
+            rank.compare(check, peer, blocks, by_rank)
+        self._own_reports[check] = CheckReport(check, objection=self._own.objection(peer, blocks, by_rank))
+        return check
+
+    def checked(self, check: CheckHandle) -> list[CheckReport] | None:
+        """What each rank found, once: the handle is forgotten then. None: some have not answered yet."""
+        reports = [report for rank in self._others if (report := rank.report_of(check)) is not None]
+        if len(reports) < len(self._others):
+            return None
+        for rank in self._others:
+            rank.forget(check)
+        return [self._own_reports.pop(check), *reports]
 
     def progress(self) -> None:
         """Serves peers that read our blocks over lanes that need our CPU, on every rank."""

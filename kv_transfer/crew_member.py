@@ -21,8 +21,11 @@ from .channel import Channel, Route, ZmqChannel
 from .crew_messages import (
     AddPeer,
     Attend,
+    CheckReport,
+    Compare,
     Farewell,
     Join,
+    MakeDigests,
     Order,
     PeerReport,
     Present,
@@ -82,6 +85,7 @@ class Follower:
         pause = pause_s(
             now,
             self._read_started_at if self._running or self._releasing else None,
+            device=self._reader.region.device,
             warming=PeerState.CONNECTING in self._peers.values(),
             serving=serving,
         )
@@ -101,6 +105,11 @@ class Follower:
                 self._reader.read(order.read, order.peer, order.source_blocks, order.blocks)
                 self._running.add(order.read)
                 self._read_started_at = self._clock()
+            case MakeDigests():
+                self._tell(CheckReport(order.check, digests=self._reader.digests(order.blocks)))
+            case Compare():
+                objection = self._reader.objection(order.peer, order.blocks, order.by_rank)
+                self._tell(CheckReport(order.check, objection=objection))
             case Attend():
                 self._serve_until = self._clock() + order.seconds
                 self._tell(Present())

@@ -6,6 +6,8 @@
       <------------------------------ PeerReport  whenever its state is another
       StartRead --------------------->
       <------------------------------ ReadReport  when it has ended; once more if only then it could be released
+      MakeDigests, Compare ---------->            (only to verify)
+      <------------------------------ CheckReport what these blocks hold, or how they differ from the holder's
       Attend ------------------------>            peers may be reading you; and are you there?
       <------------------------------ Present
       <------------------------------ Farewell    I cannot go on, and why
@@ -21,12 +23,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .messages import MAX_BLOCKS, MAX_METADATA_BYTES, Id, Name, Reason, decode_as
+from .messages import MAX_BLOCKS, MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason, decode_as
 from .rank_reader import MAX_RANKS, RankMemory
 from .transports import PeerState, ReadState
 
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Blocks = Annotated[list[Id], Meta(min_length=1, max_length=MAX_BLOCKS)]
+MaybeBlocks = Annotated[list[Id], Meta(max_length=MAX_BLOCKS)]
+Digest = Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)]
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -60,6 +64,14 @@ class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=4):
     reason: Reason
 
 
+class CheckReport(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The answer to `MakeDigests` or `Compare`."""
+
+    check: Id
+    digests: Digest = b""
+    objection: Reason = ""
+
+
 class AddPeer(msgspec.Struct, frozen=True, array_like=True, tag=0):
     peer: Id
     metadata: Metadata  # of all ranks of the peer
@@ -82,8 +94,20 @@ class Attend(msgspec.Struct, frozen=True, array_like=True, tag=3):
     seconds: Annotated[float, Meta(ge=0, le=3600.0)]
 
 
-Report = Join | PeerReport | ReadReport | Present | Farewell
-Order = AddPeer | RemovePeer | StartRead | Attend
+class MakeDigests(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    check: Id
+    blocks: Blocks
+
+
+class Compare(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    check: Id
+    peer: Id
+    blocks: MaybeBlocks
+    by_rank: tuple[Digest, ...]  # the peer's
+
+
+Report = Join | PeerReport | ReadReport | Present | Farewell | CheckReport
+Order = AddPeer | RemovePeer | StartRead | Attend | MakeDigests | Compare
 
 _encoder = msgspec.msgpack.Encoder()
 _report_decoder = msgspec.msgpack.Decoder(Report)

@@ -15,6 +15,10 @@ class TransportError(TransferError):
     """The transport refused: memory that cannot be registered, a peer that cannot be reached, a read that failed."""
 
 
+class NotRegistrable(TransportError):
+    """The transport cannot register the memory it was given; memory of the host may do."""
+
+
 class RankLost(TransferError):
     """Another rank of our group ended, or does not answer: what it was to read will not come, and the group is over."""
 

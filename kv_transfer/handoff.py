@@ -24,17 +24,21 @@ from baton.engine.core.connector import (
     TransferId,
 )
 
-from .actions import Action, Emit, SendToHolder, SendToReader, StartRead, StopRead
+from .actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
 from .channel import Channel, Route
 from .crew import Crew
 from .errors import MalformedMessage, TransportError
 from .leases import LeaseTable
 from .messages import (
     Abort,
+    AskDigests,
     Claim,
+    DigestMode,
+    Digests,
     EngineKey,
     Finish,
     Granted,
+    Grown,
     Hello,
     LeaseKey,
     Message,
@@ -48,9 +52,12 @@ from .messages import (
     encode,
 )
 from .pacing import POLL_IDLE_S, pause_s
-from .peers import Myself, Peers, PeerStatus
+from .pairing import Pairing
+from .peers import Peers, PeerStatus
+from .proofs import Compared, Digested, Proofs
 from .pulls import PullEvent, PullOutcome, Pulls
-from .receives import ReceiveTable
+from .receive_table import ReceiveOutcome
+from .receives import Receive, ReceiveTable
 from .settings import PeerInfo, TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -63,18 +70,21 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of one engine. Counters run from the process's start."""
 
     offers: dict[str, int] = {}  # ended ones by outcome: finished, withdrawn, expired
-    receives: dict[str, int] = {}  # by outcome: received, refused, withdrawn, expired, failed, lost, cancelled
+    receives: dict[str, int] = {}  # ended ones by outcome: see `ReceiveOutcome`
     leases_held: int = 0
     blocks_held: int = 0
     receives_active: int = 0  # including quarantined ones
     blocks_quarantined: int = 0
     bytes_read: int = 0
     descriptors_read: int = 0
+    blocks_read_early: int = 0  # while the holder was still writing others of the same prompt
     receive_seconds: float = 0.0  # summed over those that were received, from the engine's call to the commit
     messages_stale: int = 0  # of another epoch or generation, or after the end: dropped
     messages_malformed: int = 0
     messages_unsent: int = 0
     peers_ready: int = 0
+    buffer_blocks: int = 0  # places of the host buffer in use, where blocks go by way of one
+    buffer_refusals: int = 0  # prompts for which it had too few places
 
 
 class Handoff:
@@ -94,14 +104,17 @@ class Handoff:
     ) -> None:
         self.me = me
         self.leases = LeaseTable(me, settings.lease_s)
-        self.receives = ReceiveTable(me, settings.patience)
-        self._fingerprint = crew.layout.fingerprint
+        self.receives = ReceiveTable(me, settings.patience, settings.digest)
+        self._verifies = settings.digest is DigestMode.VERIFY
+        self._pairing = Pairing.of(me, crew, settings.digest)
         self._channel = channel
         self._crew = crew
         self._clock = clock
         self._emit_event = emit
-        self._peers = Peers(Myself(me, self._fingerprint), channel, crew, settings.retry_s)
+        self._peers = Peers(self._pairing, channel, crew, settings.retry_s)
         self._pulls = Pulls(crew, settings.batch_bytes, settings.reads_in_flight)
+        self._proofs = Proofs(crew)
+        self._undigested: dict[TransferId, list[int]] = {}  # blocks of offers that grow, where they will be digested
         self._reader_routes: dict[EngineKey, Route] = {}
         self._started_at: dict[TransferId, float] = {}
         self._serve_until = 0.0
@@ -113,15 +126,23 @@ class Handoff:
 
     # ------------------------------------------------------------------ the engine's calls
 
-    def offer(self, key: LeaseKey, num_blocks: int) -> None:
-        self.leases.offer(key, num_blocks, self._clock())
+    def offer(self, key: LeaseKey, block_ids: Sequence[int], num_ready: int) -> None:
+        """The first `num_ready` blocks are written. `advance` tells of the others."""
+        self.leases.offer(key, len(block_ids), self._clock(), num_ready)
+        if self._verifies:
+            self._undigested[key.offer] = list(block_ids)
+            self._digest_if_complete(key.offer)
+
+    def advance(self, offer: TransferId, num_ready: int) -> None:
+        self._perform(self.leases.advance(offer, num_ready, self._clock()))
+        self._digest_if_complete(offer)
 
     def withdraw(self, offer: TransferId) -> None:
         self._perform(self.leases.withdraw(offer))
 
     def receive(self, receive: TransferId, ticket: bytes, first_block: int, block_ids: Sequence[int]) -> None:
         try:
-            offered = self._checked(Ticket.decode(ticket), first_block, block_ids)
+            offered = self._pairing.check(Ticket.decode(ticket), first_block, block_ids)
         except MalformedMessage as error:
             self._refuse(receive, str(error))
             return
@@ -159,8 +180,10 @@ class Handoff:
         now = self._clock()  # after receiving: a lease must not be counted from before the claim was sent
         for route, data in arrived:
             self._on_data(route, data, now)
-        for peer in self._peers.poll(now, self._pulls.uses):
+        for peer in self._peers.poll(now, lambda memory: self._pulls.uses(memory) or self._proofs.uses(memory)):
             self._perform(self.receives.peer_ready(peer, now))
+        for found in self._proofs.poll():
+            self._on_proof(found)
         self._perform(self.leases.expire(now))
         self._perform(self.receives.tick(now))
         self._peers.forget_idle(self.receives.waits_for)
@@ -181,13 +204,14 @@ class Handoff:
     def stats(self) -> TransferStats:
         return TransferStats(
             offers={outcome.value: count for outcome, count in self.leases.outcomes.items()},
-            receives=dict(self.receives.outcomes),
+            receives={outcome.value: count for outcome, count in self.receives.outcomes.items()},
             leases_held=len(self.leases),
             blocks_held=self.leases.num_blocks,
             receives_active=len(self.receives),
             blocks_quarantined=self.receives.num_quarantined_blocks,
             bytes_read=self._crew.num_bytes,
             descriptors_read=self._crew.num_descriptors,
+            blocks_read_early=self._pulls.num_early,
             receive_seconds=self._receive_seconds,
             messages_stale=self.leases.stale_messages + self.receives.stale_messages + self._stale_greetings,
             messages_malformed=self._malformed,
@@ -211,28 +235,19 @@ class Handoff:
                 self._stale_greetings += not self._peers.on_welcome(route, message, now)
             case Unwelcome():
                 self._on_unwelcome(route, message)
-            case Claim() | Renew() | Finish() | Abort():
+            case Claim() | Renew() | AskDigests() | Finish() | Abort():
                 self._remember_route(message.reader.engine, route)
                 self._perform(self.leases.on_message(message, now))
-            case Granted() | Refused() | Withdrawn():
+            case Granted() | Grown() | Refused() | Withdrawn() | Digests():
                 self._perform(self.receives.on_message(message, now))
 
     def _on_hello(self, route: Route, hello: Hello, now: float) -> None:
-        reason = self._objection(hello)
+        reason = self._pairing.objection(hello)
         if reason:
             self._send(route, Unwelcome(hello.to, hello.sender, reason))
             return
         self._serve_until = max(self._serve_until, now + SERVE_AFTER_HELLO_S)
         self._send(route, Welcome(self.me, hello.sender, self._crew.metadata()))
-
-    def _objection(self, hello: Hello) -> str:
-        if hello.to != self.me:
-            return f"engine {hello.to.engine_id} (epoch {hello.to.epoch}) is gone; here is {self.me.engine_id}"
-        if hello.fingerprint != self._fingerprint:
-            return f"its KV layout is {self._fingerprint}, the reader's is {hello.fingerprint}"
-        if hello.transport != self._crew.transport_name:
-            return f"its transport is {self._crew.transport_name}, the reader's is {hello.transport}"
-        return ""
 
     def _on_unwelcome(self, route: Route, message: Unwelcome) -> None:
         peer = self._peers.on_unwelcome(route, message)
@@ -251,6 +266,16 @@ class Handoff:
             case PullOutcome.RELEASED:
                 self._perform(self.receives.read_released(event.receive))
 
+    def _on_proof(self, found: Digested | Compared) -> None:
+        match found:
+            case Digested():
+                self.leases.know_digests(found.offer, found.by_rank)
+            case Compared(receive, ""):
+                self._perform(self.receives.matched(receive))
+            case Compared(receive, objection):
+                logger.error("receive %d is corrupt: %s", receive, objection)
+                self._perform(self.receives.corrupt(receive, objection))
+
     # ------------------------------------------------------------------ actions out
 
     def _perform(self, actions: Sequence[Action]) -> None:
@@ -263,12 +288,18 @@ class Handoff:
                 case SendToHolder():
                     peer = self._peers.get(action.to)
                     self._send(peer.route if peer else None, action.message)
-                case StartRead():
-                    self._start_read(action.receive)
+                case Read():
+                    self._read(action)
                 case StopRead():
                     self._pulls.stop(action.receive)
+                case Verify():
+                    self._verify(action)
 
     def _emit(self, event: ConnectorEvent) -> None:
+        if isinstance(event, Received | ReceiveFailed):
+            self._proofs.forget(event.transfer_id)
+        if isinstance(event, OfferEnded):
+            self._undigested.pop(event.transfer_id, None)
         if isinstance(event, Received):
             self._receive_seconds += self._clock() - self._started_at.pop(event.transfer_id)
         elif isinstance(event, BlocksReleased):
@@ -277,13 +308,32 @@ class Handoff:
             self._serve_until = self._clock() + self.leases.lease_s  # who gave up may still read, and waits for the end
         self._emit_event(event)
 
-    def _start_read(self, receive: TransferId) -> None:
-        known = self.receives[receive]
-        peer = self._peers.get(known.ticket.lease.holder)
+    def _read(self, action: Read) -> None:
+        known, wanted = self.receives[action.receive], slice(action.start, action.stop)
+        if action.receive not in self._pulls:
+            self._begin_pull(known)
+        self._pulls.extend(known.id, known.source_blocks[wanted], known.block_ids[wanted])
+        self._read_started_at = self._clock()
+
+    def _begin_pull(self, receive: Receive) -> None:
+        peer = self._peers.get(receive.ticket.lease.holder)
         assert peer is not None, "a read starts when its peer is ready"
         assert peer.memory is not None, "a read starts when its peer is ready"
-        self._pulls.start(receive, peer.memory, known.source_blocks, known.block_ids)
-        self._read_started_at = self._clock()
+        self._pulls.start(receive.id, peer.memory, len(receive.block_ids))
+        if self._verifies:
+            self._proofs.expect(receive.id, peer.memory)
+
+    def _verify(self, action: Verify) -> None:
+        """Digests are of all the offer's blocks; ours are the last of them."""
+        known = self.receives[action.receive]
+        offered = known.ticket.num_blocks
+        behind_prefix = [digests[len(digests) // offered * known.first_block :] for digests in action.digests]
+        self._proofs.compare(known.id, known.block_ids, behind_prefix)
+
+    def _digest_if_complete(self, offer: TransferId) -> None:
+        lease = self.leases.get(offer)
+        if lease is not None and not lease.grows and offer in self._undigested:
+            self._proofs.digest(offer, self._undigested.pop(offer))
 
     def _send(self, route: Route | None, message: Message) -> None:
         if route is None or not self._channel.send(route, encode(message)):
@@ -297,27 +347,8 @@ class Handoff:
 
     # ------------------------------------------------------------------ helpers
 
-    def _checked(self, ticket: Ticket, first_block: int, block_ids: Sequence[int]) -> Ticket:
-        """Raises `MalformedMessage` for a ticket that this engine cannot use for these blocks."""
-        if ticket.fingerprint != self._fingerprint:
-            raise MalformedMessage(f"the ticket's KV layout is {ticket.fingerprint}, this engine's {self._fingerprint}")
-        if ticket.transport != self._crew.transport_name:
-            raise MalformedMessage(
-                f"the ticket is for transport {ticket.transport}, here is {self._crew.transport_name}"
-            )
-        ticket.check_block_size(self._crew.layout.block_size)
-        wanted = ticket.num_blocks - first_block
-        if first_block < 0 or wanted != len(block_ids):
-            raise MalformedMessage(
-                f"the ticket offers {ticket.num_blocks} blocks; from block {first_block} on that is {wanted},"
-                f" but {len(block_ids)} are to be filled"
-            )
-        if any(not 0 <= block < self._crew.num_blocks for block in block_ids):
-            raise MalformedMessage(f"a block to be filled is outside this engine's {self._crew.num_blocks}")
-        return ticket
-
     def _refuse(self, receive: TransferId, reason: str) -> None:
-        self.receives.outcomes["refused"] += 1
+        self.receives.outcomes[ReceiveOutcome.REFUSED] += 1
         self._emit(ReceiveFailed(receive, reason))
         self._emit(BlocksReleased(receive))
 
@@ -327,7 +358,8 @@ class Handoff:
     def _pause(self, now: float) -> float:
         soon = pause_s(
             now,
-            self._read_started_at if self._pulls else None,
+            self._read_started_at if self._pulls.any_busy else None,
+            device=self._crew.device,
             warming=self._peers.any_warming,
             serving=self._serving(now),
         )

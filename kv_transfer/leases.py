@@ -1,10 +1,16 @@
-"""The holder's half of a hand-off: finished blocks, kept until their reader has them.
+"""The holder's half of a hand-off: blocks of a prompt, kept until their reader has them.
 
-offer ──> HELD ──finish, abort, withdraw (not granted), expiry──> RELEASED
+    offer ──> OFFERED ──claim──> GRANTED ──withdraw──> ASKED_BACK
+                 │ abort, withdraw, │ finish, abort,        │ finish, abort,
+                 └ expiry           └ expiry                └ expiry ──────────> RELEASED
 
 A grant is a promise to one reader. Until `expires_at` only that reader can end it (Finish, Abort): not `withdraw`,
 which merely asks, and not the news that the reader is dead, which may be a partition.
 The promise grows with every claim and renewal that is granted and never shrinks.
+
+An offer may *grow*: its first `num_ready` blocks are written, the others will be. Every state may grow.
+
+`LEASE_TABLE` is all there is to know of what follows what; docs/handoff.md shows it.
 """
 
 from __future__ import annotations
@@ -18,11 +24,15 @@ from baton.engine.core.connector import OfferEnded, OfferOutcome, TransferId
 from .actions import Action, Emit, SendToReader
 from .messages import (
     Abort,
+    AskDigests,
     Claim,
+    Digests,
     EngineKey,
     Finish,
+    FromHolder,
     FromReader,
     Granted,
+    Grown,
     LeaseKey,
     ReaderKey,
     Refused,
@@ -32,18 +42,110 @@ from .messages import (
 
 
 class LeaseState(enum.Enum):
-    HELD = enum.auto()
-    RELEASED = enum.auto()
+    OFFERED = enum.auto()
+    GRANTED = enum.auto()
+    ASKED_BACK = enum.auto()
+    RELEASED = enum.auto()  # or never was
+
+
+class LeaseEvent(enum.Enum):
+    """`reader`: whom the offer is granted to, or anyone while it is granted to nobody."""
+
+    CLAIM = "claim, renew"
+    ASK_DIGESTS = "ask digests"
+    FINISH = "finish"
+    EARLY_FINISH = "finish while it grows"
+    ABORT = "abort"
+    STRANGER_ASKS = "claim, renew, ask digests of another reader"
+    STRANGER_ENDS = "finish, abort of another reader"
+    ADVANCE = "engine: more is written"
+    WITHDRAW = "engine: withdraw"
+    EXPIRY = "expiry"
+
+
+class Answer(enum.Enum):
+    """What the reader is told."""
+
+    GRANTED = "Granted"
+    REFUSED = "Refused"
+    WITHDRAWN = "Withdrawn"
+    GROWN = "Grown"
+    DIGESTS = "Digests"  # once they are known
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaseRow:
+    """What follows an event in a state."""
+
+    then: LeaseState
+    answer: Answer | None = None
+    ended: OfferOutcome | None = None  # the engine is told
+    counted: bool = False  # as stale: it changes nothing
+
+
+_OFFERED, _GRANTED, _ASKED, _RELEASED = LeaseState
+_E, _A = LeaseEvent, Answer
+
+
+def _stays(state: LeaseState, answer: Answer | None = None, *, counted: bool = False) -> LeaseRow:
+    return LeaseRow(state, answer, counted=counted)
+
+
+def _ends(outcome: OfferOutcome) -> LeaseRow:
+    return LeaseRow(_RELEASED, ended=outcome)
+
+
+LEASE_TABLE: dict[tuple[LeaseState, LeaseEvent], LeaseRow] = {
+    (_OFFERED, _E.CLAIM): LeaseRow(_GRANTED, _A.GRANTED),
+    (_OFFERED, _E.ASK_DIGESTS): _stays(_OFFERED, counted=True),
+    (_OFFERED, _E.FINISH): _stays(_OFFERED, counted=True),
+    (_OFFERED, _E.EARLY_FINISH): _stays(_OFFERED, counted=True),
+    (_OFFERED, _E.ABORT): _ends(OfferOutcome.WITHDRAWN),
+    (_OFFERED, _E.ADVANCE): _stays(_OFFERED),
+    (_OFFERED, _E.WITHDRAW): _ends(OfferOutcome.WITHDRAWN),
+    (_OFFERED, _E.EXPIRY): _ends(OfferOutcome.EXPIRED),
+    (_GRANTED, _E.CLAIM): _stays(_GRANTED, _A.GRANTED),
+    (_GRANTED, _E.ASK_DIGESTS): _stays(_GRANTED, _A.DIGESTS),
+    (_GRANTED, _E.FINISH): _ends(OfferOutcome.FINISHED),
+    (_GRANTED, _E.EARLY_FINISH): _stays(_GRANTED, counted=True),
+    (_GRANTED, _E.ABORT): _ends(OfferOutcome.WITHDRAWN),
+    (_GRANTED, _E.STRANGER_ASKS): _stays(_GRANTED, _A.REFUSED),
+    (_GRANTED, _E.STRANGER_ENDS): _stays(_GRANTED, counted=True),
+    (_GRANTED, _E.ADVANCE): _stays(_GRANTED, _A.GROWN),
+    (_GRANTED, _E.WITHDRAW): LeaseRow(_ASKED, _A.WITHDRAWN),
+    (_GRANTED, _E.EXPIRY): _ends(OfferOutcome.EXPIRED),
+    (_ASKED, _E.CLAIM): _stays(_ASKED, _A.WITHDRAWN),
+    (_ASKED, _E.ASK_DIGESTS): _stays(_ASKED, _A.WITHDRAWN),
+    (_ASKED, _E.FINISH): _ends(OfferOutcome.FINISHED),
+    (_ASKED, _E.EARLY_FINISH): _stays(_ASKED, counted=True),
+    (_ASKED, _E.ABORT): _ends(OfferOutcome.WITHDRAWN),
+    (_ASKED, _E.STRANGER_ASKS): _stays(_ASKED, _A.REFUSED),
+    (_ASKED, _E.STRANGER_ENDS): _stays(_ASKED, counted=True),
+    (_ASKED, _E.ADVANCE): _stays(_ASKED),
+    (_ASKED, _E.WITHDRAW): _stays(_ASKED),
+    (_ASKED, _E.EXPIRY): _ends(OfferOutcome.WITHDRAWN),
+    (_RELEASED, _E.CLAIM): _stays(_RELEASED, _A.REFUSED, counted=True),
+    (_RELEASED, _E.ASK_DIGESTS): _stays(_RELEASED, _A.REFUSED, counted=True),
+    (_RELEASED, _E.FINISH): _stays(_RELEASED, counted=True),
+    (_RELEASED, _E.ABORT): _stays(_RELEASED, counted=True),
+    (_RELEASED, _E.ADVANCE): _stays(_RELEASED),
+    (_RELEASED, _E.WITHDRAW): _stays(_RELEASED),
+}
 
 
 @dataclasses.dataclass(slots=True)
 class Lease:
     key: LeaseKey
     num_blocks: int
+    num_ready: int  # leading blocks that are written
     expires_at: float  # on the holder's clock
     reader: ReaderKey | None = None  # to whom it is promised
-    withdrawing: bool = False
-    state: LeaseState = LeaseState.HELD
+    digests: tuple[bytes, ...] | None = None  # of all blocks, by rank
+    state: LeaseState = LeaseState.OFFERED
+
+    @property
+    def grows(self) -> bool:
+        return self.num_ready < self.num_blocks
 
 
 class LeaseTable:
@@ -62,6 +164,9 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def get(self, offer: TransferId) -> Lease | None:
+        return self._leases.get(offer)
+
     @property
     def num_blocks(self) -> int:
         return sum(lease.num_blocks for lease in self._leases.values())
@@ -75,63 +180,97 @@ class LeaseTable:
     def next_expiry(self) -> float | None:
         return min((lease.expires_at for lease in self._leases.values()), default=None)
 
-    def offer(self, key: LeaseKey, num_blocks: int, now: float) -> None:
-        self._leases[key.offer] = Lease(key, num_blocks, expires_at=now + self.lease_s)
+    def offer(self, key: LeaseKey, num_blocks: int, now: float, num_ready: int | None = None) -> None:
+        """`num_ready`: how many of the blocks are written; all, unless it grows."""
+        ready = num_blocks if num_ready is None else num_ready
+        self._leases[key.offer] = Lease(key, num_blocks, ready, expires_at=now + self.lease_s)
+
+    def advance(self, offer: TransferId, num_ready: int, now: float) -> list[Action]:
+        """That many of the blocks are written now. What grows is alive: its lease counts from here."""
+        lease = self._leases.get(offer)
+        if lease is not None and lease.state is not LeaseState.ASKED_BACK:
+            lease.num_ready = max(lease.num_ready, num_ready)
+            lease.expires_at = max(lease.expires_at, now + self.lease_s)
+        return self._on(lease, LeaseEvent.ADVANCE)
+
+    def know_digests(self, offer: TransferId, digests: tuple[bytes, ...]) -> None:
+        lease = self._leases.get(offer)
+        if lease is not None:
+            lease.digests = digests
 
     def withdraw(self, offer: TransferId) -> list[Action]:
-        lease = self._leases.get(offer)
-        if lease is None or lease.withdrawing:
-            return []
-        if lease.reader is None:
-            return self._release(lease, OfferOutcome.WITHDRAWN)
-        lease.withdrawing = True
-        return [SendToReader(lease.reader.engine, Withdrawn(lease.key, lease.reader))]
+        return self._on(self._leases.get(offer), LeaseEvent.WITHDRAW)
 
     def withdraw_all(self) -> list[Action]:
         return [action for offer in list(self._leases) for action in self.withdraw(offer)]
 
     def expire(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for lease in [lease for lease in self._leases.values() if now >= lease.expires_at]:
-            actions += self._release(lease, OfferOutcome.WITHDRAWN if lease.withdrawing else OfferOutcome.EXPIRED)
-        return actions
+        due = [lease for lease in self._leases.values() if now >= lease.expires_at]
+        return [action for lease in due for action in self._on(lease, LeaseEvent.EXPIRY)]
 
     def on_message(self, message: FromReader, now: float) -> list[Action]:
         lease = self._named_by(message.lease)
-        match message:
-            case Claim() | Renew():
-                return self._extend(lease, message, now)
-            case Finish() if lease is not None and lease.reader == message.reader:
-                return self._release(lease, OfferOutcome.FINISHED)
-            case Abort() if lease is not None and lease.reader in (None, message.reader):
-                return self._release(lease, OfferOutcome.WITHDRAWN)
-        self.stale_messages += 1
-        return []
+        event = _event_of(message, lease)
+        if lease is not None and event is LeaseEvent.CLAIM and lease.state is not LeaseState.ASKED_BACK:
+            lease.reader = message.reader
+            lease.expires_at = max(lease.expires_at, now + self.lease_s)
+        return self._on(lease, event, message)
 
     def _named_by(self, key: LeaseKey) -> Lease | None:
         """The lease that exactly this offer made: same process, request and generation."""
         lease = self._leases.get(key.offer)
         return lease if lease is not None and lease.key == key else None
 
-    def _extend(self, lease: Lease | None, message: Claim | Renew, now: float) -> list[Action]:
-        reader = message.reader
-        if lease is None:
-            self.stale_messages += 1
-            restarted = message.lease.holder != self.engine
-            reason = "the holder was restarted" if restarted else "the offer has ended"
-            return [SendToReader(reader.engine, Refused(message.lease, reader, reason))]
-        if lease.reader not in (None, reader):
-            return [SendToReader(reader.engine, Refused(message.lease, reader, "another reader has claimed the offer"))]
-        if lease.withdrawing:
-            return [SendToReader(reader.engine, Withdrawn(lease.key, reader))]
-        lease.reader = reader
-        lease.expires_at = max(lease.expires_at, now + self.lease_s)
-        return [SendToReader(reader.engine, Granted(lease.key, reader, message.number, self.lease_s))]
+    def _on(self, lease: Lease | None, event: LeaseEvent, message: FromReader | None = None) -> list[Action]:
+        row = LEASE_TABLE[LeaseState.RELEASED if lease is None else lease.state, event]
+        self.stale_messages += row.counted
+        if lease is not None and row.ended is not None:
+            return self._release(lease, row.ended)
+        if lease is not None:
+            lease.state = row.then
+        return [] if row.answer is None else self._tell(row.answer, lease, message)
+
+    def _tell(self, answer: Answer, lease: Lease | None, message: FromReader | None) -> list[Action]:
+        if answer is Answer.REFUSED:
+            assert message is not None, "only who asks is refused"
+            refused = Refused(message.lease, message.reader, self._why_refused(lease, message.lease))
+            return [SendToReader(message.reader.engine, refused)]
+        assert lease is not None, "what was released is only refused"
+        assert lease.reader is not None, "nobody else is told"
+        said = self._said(answer, lease, lease.reader, message)
+        return [] if said is None else [SendToReader(lease.reader.engine, said)]
+
+    def _said(self, answer: Answer, lease: Lease, reader: ReaderKey, message: FromReader | None) -> FromHolder | None:
+        match answer, message:
+            case Answer.GRANTED, Claim() | Renew():
+                return Granted(lease.key, reader, message.number, self.lease_s, lease.num_ready)
+            case Answer.GROWN, _:
+                return Grown(lease.key, reader, lease.num_ready)
+            case Answer.DIGESTS, _:
+                return None if lease.digests is None else Digests(lease.key, reader, lease.digests)
+        return Withdrawn(lease.key, reader)
+
+    def _why_refused(self, lease: Lease | None, asked: LeaseKey) -> str:
+        if lease is not None:
+            return "another reader has claimed the offer"
+        return "the holder was restarted" if asked.holder != self.engine else "the offer has ended"
 
     def _release(self, lease: Lease, outcome: OfferOutcome) -> list[Action]:
-        if lease.state is LeaseState.RELEASED:
-            return []
         lease.state = LeaseState.RELEASED
         del self._leases[lease.key.offer]
         self.outcomes[outcome] += 1
         return [Emit(OfferEnded(lease.key.offer, outcome))]
+
+
+def _event_of(message: FromReader, lease: Lease | None) -> LeaseEvent:
+    ends = isinstance(message, Finish | Abort)
+    if lease is not None and lease.reader not in (None, message.reader):
+        return LeaseEvent.STRANGER_ENDS if ends else LeaseEvent.STRANGER_ASKS
+    match message:
+        case Finish():
+            return LeaseEvent.EARLY_FINISH if lease is not None and lease.grows else LeaseEvent.FINISH
+        case Abort():
+            return LeaseEvent.ABORT
+        case AskDigests():
+            return LeaseEvent.ASK_DIGESTS
+    return LeaseEvent.CLAIM

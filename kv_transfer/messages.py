@@ -5,8 +5,11 @@
         <------------------------------ Welcome     how to reach my memory (or Unwelcome: why not)
       Claim ------------------------------->        I read what this ticket offers
         <------------------------------ Granted     held for lease_s from when you sent that (or Refused)
+        <-------------------------------- Grown     so many blocks are written by now (of an offer that grows)
       Renew ------------------------------->        I am not done
         <------------------------------ Granted
+      AskDigests -------------------------->        I have read it all: what should it be? (only to verify)
+        <------------------------------ Digests
         <---------------------------- Withdrawn     please give up
       Finish | Abort ---------------------->        I need it no longer
 
@@ -18,6 +21,7 @@ Bytes come from other processes: whatever they hold, decoding returns a valid me
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, TypeVar
@@ -29,16 +33,24 @@ from .errors import MalformedMessage
 
 T = TypeVar("T")
 
-TICKET_VERSION = 1
+TICKET_VERSION = 2
 MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
 MAX_METADATA_BYTES = 1 << 20
 MAX_REASON_CHARS = 4096
+MAX_DIGESTS_BYTES = 1 << 28  # of one rank's share of a prompt
 
 Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Seconds = Annotated[float, Meta(gt=0, le=86400.0)]
 Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
+
+
+class DigestMode(enum.StrEnum):
+    """Whether a reader proves what it has read before it counts."""
+
+    OFF = "off"
+    VERIFY = "verify"
 
 
 class EngineKey(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +81,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     to: EngineKey
     fingerprint: Name
     transport: Name
+    digest: DigestMode
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -104,6 +117,7 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag=5):
     reader: ReaderKey
     number: Id
     lease_s: Seconds
+    num_ready: Id  # of the offer's blocks, leading ones that are written
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -129,9 +143,32 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=9):
     reader: ReaderKey
 
 
-FromReader = Claim | Renew | Finish | Abort
-FromHolder = Granted | Refused | Withdrawn
-Message = Hello | Welcome | Unwelcome | Claim | Renew | Granted | Refused | Withdrawn | Finish | Abort
+class Grown(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Leading blocks of the offer that are written; later ones must not be read yet."""
+
+    lease: LeaseKey
+    reader: ReaderKey
+    num_ready: Id
+
+
+class AskDigests(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """What do the offer's blocks hold? Asked again until the answer comes."""
+
+    lease: LeaseKey
+    reader: ReaderKey
+
+
+class Digests(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """By rank of the holder: digests of that rank's heads of all the offer's blocks; see `digests.py`."""
+
+    lease: LeaseKey
+    reader: ReaderKey
+    by_rank: tuple[Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)], ...]
+
+
+FromReader = Claim | Renew | AskDigests | Finish | Abort
+FromHolder = Granted | Grown | Refused | Withdrawn | Digests
+Message = Hello | Welcome | Unwelcome | FromReader | FromHolder
 
 _encoder = msgspec.msgpack.Encoder()
 _message_decoder = msgspec.msgpack.Decoder(Message)
@@ -177,7 +214,10 @@ def blocks_of(runs: Sequence[BlockRun]) -> list[int]:
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """The offer of finished blocks, as it travels through the gateway. Promised for `lease_s` from when it is sent."""
+    """The offer of a prompt's blocks, as it travels through the gateway. Promised for `lease_s` from when it is sent.
+
+    Where it grows, fewer than all blocks are written when it is sent: `num_ready`, from the first on.
+    """
 
     version: int
     lease: LeaseKey
@@ -186,7 +226,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     transport: Name
     num_tokens: Annotated[int, Meta(ge=1, le=2**40)]
     lease_s: Seconds
+    digest: DigestMode
+    num_ready: Id
     runs: tuple[BlockRun, ...]
+    refusal: Reason = ""  # why nothing is promised after all
 
     @property
     def num_blocks(self) -> int:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection
 from .channel import Channel, Route
 from .crew import Crew
 from .errors import TransferError, TransportError
-from .messages import EngineKey, Hello, Unwelcome, Welcome, encode
+from .messages import EngineKey, Unwelcome, Welcome, encode
+from .pairing import Pairing
 from .settings import PeerInfo
 from .transports import PeerHandle, PeerState
 
@@ -45,18 +46,10 @@ class Peer:
     refusal: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Myself:
-    """What we say of ourselves in a greeting."""
-
-    key: EngineKey
-    fingerprint: str
-
-
 class Peers:
     """All peers of one engine. Times are seconds on the caller's clock."""
 
-    def __init__(self, me: Myself, channel: Channel, crew: Crew, retry_s: float) -> None:
+    def __init__(self, me: Pairing, channel: Channel, crew: Crew, retry_s: float) -> None:
         self._me = me
         self._channel = channel
         self._crew = crew
@@ -173,8 +166,7 @@ class Peers:
         return peer if expected and message.to == self._me.key else None
 
     def _greet(self, peer: Peer, now: float) -> None:
-        hello = Hello(self._me.key, peer.key, self._me.fingerprint, self._crew.transport_name)
-        self._channel.send(peer.route, encode(hello))
+        self._channel.send(peer.route, encode(self._me.hello(peer.key)))
         self._again_later(peer, now)
 
     def _again_later(self, peer: Peer, now: float) -> None:

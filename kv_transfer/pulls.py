@@ -1,4 +1,7 @@
-"""Reads of many batches on their way: a few at a time for each receive, so that none starves the others."""
+"""Reads of many batches on their way: a few at a time for each receive, so that none starves the others.
+
+Where the holder is still writing, a pull learns bit by bit what there is to read. It is finished with the last block.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,19 @@ class _Batch(NamedTuple):
 class _Pull:
     receive: TransferId
     peer: PeerHandle
-    waiting: collections.deque[_Batch]
-    running: list[ReadHandle] = dataclasses.field(default_factory=list)
+    num_to_come: int  # blocks that nobody has named yet
+    waiting: collections.deque[_Batch] = dataclasses.field(default_factory=collections.deque)
+    running: dict[ReadHandle, int] = dataclasses.field(default_factory=dict)  # with the number of blocks
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
     ended_early: bool = False  # stopped or failed: no further batch
+
+    @property
+    def has_all(self) -> bool:
+        return not self.waiting and not self.num_to_come
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.running or self.releasing or self.ended_early or self.has_all)
 
 
 class Pulls:
@@ -49,18 +61,32 @@ class Pulls:
         self._batch_blocks = max(1, batch_bytes // crew.block_bytes)
         self._reads_in_flight = reads_in_flight
         self._pulls: dict[TransferId, _Pull] = {}
+        self.num_early = 0  # blocks that came while others of the same receive were not named yet
 
     def __len__(self) -> int:
         return len(self._pulls)
 
+    def __contains__(self, receive: TransferId) -> bool:
+        return receive in self._pulls
+
+    @property
+    def any_busy(self) -> bool:
+        """One has more to do than to wait for what the holder writes."""
+        return any(pull.is_busy for pull in self._pulls.values())
+
     def uses(self, peer: PeerHandle) -> bool:
         return any(pull.peer == peer for pull in self._pulls.values())
 
-    def start(self, receive: TransferId, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        size = self._batch_blocks
+    def start(self, receive: TransferId, peer: PeerHandle, num_blocks: int) -> None:
+        """Of `num_blocks` in all, none of which may be read yet."""
+        self._pulls[receive] = _Pull(receive, peer, num_blocks)
+
+    def extend(self, receive: TransferId, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """These may be read."""
+        pull, size = self._pulls[receive], self._batch_blocks
         starts = range(0, len(blocks), size)
-        waiting = collections.deque(_Batch(source_blocks[at : at + size], blocks[at : at + size]) for at in starts)
-        self._pulls[receive] = _Pull(receive, peer, waiting)
+        pull.waiting.extend(_Batch(source_blocks[at : at + size], blocks[at : at + size]) for at in starts)
+        pull.num_to_come -= len(blocks)
 
     def stop(self, receive: TransferId) -> None:
         pull = self._pulls.get(receive)
@@ -82,7 +108,7 @@ class Pulls:
             pull.ended_early = True
             events.append(PullEvent(pull.receive, PullOutcome.FAILED, reason))
         pull.releasing = [read for read in pull.releasing if not self._crew.release(read)]
-        if not pull.running and not pull.releasing and (pull.ended_early or not pull.waiting):
+        if not pull.running and not pull.releasing and (pull.ended_early or pull.has_all):
             del self._pulls[pull.receive]
             outcome = PullOutcome.RELEASED if pull.ended_early else PullOutcome.FINISHED
             events.append(PullEvent(pull.receive, outcome))
@@ -95,13 +121,15 @@ class Pulls:
             state = self._crew.poll(read)
             if state is ReadState.RUNNING:
                 continue
-            pull.running.remove(read)
+            num_blocks = pull.running.pop(read)
             pull.releasing.append(read)
             if state is ReadState.FAILED:
                 reason = self._crew.reason(read)
+            elif pull.num_to_come:
+                self.num_early += num_blocks
         return reason
 
     def _start_batches(self, pull: _Pull) -> None:
         while pull.waiting and len(pull.running) < self._reads_in_flight:
             batch = pull.waiting.popleft()
-            pull.running.append(self._crew.read(pull.peer, batch.source_blocks, batch.blocks))
+            pull.running[self._crew.read(pull.peer, batch.source_blocks, batch.blocks)] = len(batch.blocks)

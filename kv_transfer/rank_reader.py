@@ -16,6 +16,7 @@ from msgspec import Meta
 from baton.engine.core.layout import KVRegion
 
 from .descriptors import Cut, block_ranges, cut, shares
+from .digests import DIGEST_BYTES, BlockBytes, digests_of, region_bytes
 from .errors import TransportError
 from .messages import decode_as
 from .transports import PeerHandle, PeerState, ReadHandle, ReadState, Transport
@@ -62,6 +63,9 @@ class _Source:
 
     peer: PeerHandle
     piece: Cut
+    rank: int
+    heads: range  # that we read from it
+    kept: range  # all that it keeps
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,12 +76,18 @@ class _Read:
 
 
 class RankReader:
-    """Reads blocks into `region` by means of `transport`, which knows the region."""
+    """Reads blocks into `region` by means of `transport`, which knows the region.
 
-    def __init__(self, rank: int, region: KVRegion, transport: Transport) -> None:
+    `block_bytes`: how to look at what the region holds, where its address is not to be used.
+    """
+
+    def __init__(
+        self, rank: int, region: KVRegion, transport: Transport, block_bytes: BlockBytes | None = None
+    ) -> None:
         self.rank = rank
         self.region = region
         self._transport = transport
+        self._block_bytes = block_bytes
         self._peers: dict[PeerHandle, list[_Source]] = {}
         self._reads: dict[ReadHandle, _Read] = {}
         self.num_bytes = 0  # asked of the transport since the start
@@ -102,7 +112,8 @@ class RankReader:
             for share in shares(self.rank, self.region.heads, [holder.heads for holder in holders]):
                 holder = holders[share.holder_rank]
                 piece = cut(share.heads, holder.heads, self.region.heads, self.region.layout.head_bytes)
-                sources.append(_Source(self._transport.add_peer(holder.transport), piece))
+                peer_rank = self._transport.add_peer(holder.transport)
+                sources.append(_Source(peer_rank, piece, share.holder_rank, share.heads, holder.heads))
         except Exception:
             for source in sources:
                 self._transport.remove_peer(source.peer)
@@ -150,6 +161,27 @@ class RankReader:
             return False
         del self._reads[read]
         return True
+
+    def digests(self, blocks: Sequence[int]) -> bytes:
+        """Of our heads of these blocks."""
+        if self._block_bytes is None:
+            self._block_bytes = region_bytes(self.region)
+        return digests_of(self._block_bytes, blocks, self.region.num_heads)
+
+    def objection(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> str:
+        """Where our blocks are not what that peer's ranks have, by their digests; nothing where all are."""
+        ours, num_heads = self.digests(blocks), self.region.num_heads
+        for source in self._peers[peer]:
+            theirs = by_rank[source.rank] if source.rank < len(by_rank) else b""
+            if len(theirs) != len(blocks) * len(source.kept) * DIGEST_BYTES:
+                return f"the holder's rank {source.rank} sent {len(theirs)} bytes of digests for {len(blocks)} blocks"
+            for number, block in enumerate(blocks):
+                for head in source.heads:
+                    mine = (number * num_heads + head - self.region.first_head) * DIGEST_BYTES
+                    other = (number * len(source.kept) + head - source.kept.start) * DIGEST_BYTES
+                    if ours[mine : mine + DIGEST_BYTES] != theirs[other : other + DIGEST_BYTES]:
+                        return f"block {block}, KV head {head} is not what the holder's rank {source.rank} has"
+        return ""
 
     def progress(self) -> None:
         """Serves peers that read our memory over lanes that need our CPU."""

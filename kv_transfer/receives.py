@@ -1,55 +1,46 @@
 """The reader's half of a hand-off: blocks that fill, and the rule by which their content counts.
 
-receive ──> RESERVED ──peer is ready──> PULLING ──grant came AND read finished in time──> COMMITTED
-               │                           │
-               │ fail, cancel              │ fail, cancel, refused, withdrawn, too late, peer lost
-               │                           v
-               └──────────────────────> QUARANTINED ──nothing can write any more──> FREED
+    receive ──> RESERVED ──peer is ready──> PULLING ──grant AND read in time (AND digests)──> COMMITTED
+                   │                           │
+                   │ fail, cancel              │ fail, cancel, refused, withdrawn, too late, peer lost, corrupt
+                   │                           v
+                   └──────────────────────> QUARANTINED ──nothing can write any more──> FREED
 
 In time: the read finished before `t0 + lease_s - margin_s` on our clock, where t0 is when we sent the claim (or the
 renewal) that the grant answers. The holder's own clock for the lease starts later, when that message reaches it.
+
+Of an offer that grows, blocks are read when the holder says that they are written; nothing counts before all are.
+
+`RECEIVE_TABLE` is all there is to know of what follows what; docs/handoff.md shows it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 from collections.abc import Iterable, Sequence
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed, TransferId
 
-from .actions import Action, Emit, SendToHolder, StartRead, StopRead
+from .actions import Action, Emit, Read, SendToHolder, StopRead, Verify
 from .messages import (
     Abort,
+    AskDigests,
     Claim,
+    DigestMode,
+    Digests,
     EngineKey,
     Finish,
     FromHolder,
     Granted,
+    Grown,
     ReaderKey,
     Refused,
     Renew,
     Ticket,
     Withdrawn,
 )
-
-
-class ReceiveState(enum.Enum):
-    RESERVED = enum.auto()
-    PULLING = enum.auto()
-    COMMITTED = enum.auto()
-    QUARANTINED = enum.auto()
-    FREED = enum.auto()
-
-
-TRANSITIONS = {
-    ReceiveState.RESERVED: {ReceiveState.PULLING, ReceiveState.QUARANTINED},
-    ReceiveState.PULLING: {ReceiveState.COMMITTED, ReceiveState.QUARANTINED},
-    ReceiveState.QUARANTINED: {ReceiveState.FREED},
-    ReceiveState.COMMITTED: set(),
-    ReceiveState.FREED: set(),
-}
+from .receive_table import RECEIVE_TABLE, ReceiveEvent, ReceiveOutcome, ReceiveState, Say
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,34 +57,44 @@ class Patience:
 class Receive:
     key: ReaderKey
     ticket: Ticket
+    first_block: int  # of the ticket's; those before it were here already
     source_blocks: list[int]  # at the holder
     block_ids: list[int]  # ours, of the same number
     deadline: float  # without progress it fails here
+    num_ready: int  # of the ticket's blocks, leading ones that may be read
     state: ReceiveState = ReceiveState.RESERVED
     sent_at: dict[int, float] = dataclasses.field(default_factory=dict)  # unanswered claims and renewals by number
     last_number: int = 0
     ask_at: float = 0.0  # when the next claim or renewal is due
     granted_until: float | None = None
+    num_ordered: int | None = None  # of our blocks, that a transfer was told to fill; None: no pull has begun
     read_finished_at: float | None = None
+    digests: tuple[bytes, ...] | None = None  # what the holder says it should be
+    proven: bool = False  # it is, or nobody wants to know
     writable: bool = False  # a transfer may write into the blocks
 
     @property
     def id(self) -> TransferId:
         return self.key.receive
 
-    def move(self, state: ReceiveState) -> None:
-        assert state in TRANSITIONS[self.state], f"receive {self.id} cannot go from {self.state} to {state}"
-        self.state = state
+    @property
+    def grows(self) -> bool:
+        return self.num_ready < self.ticket.num_blocks
+
+    @property
+    def lacks_digests(self) -> bool:
+        return self.read_finished_at is not None and not self.grows and self.digests is None and not self.proven
 
 
 class ReceiveTable:
     """All receives of one engine that are neither committed nor freed. Times are seconds on the caller's clock."""
 
-    def __init__(self, engine: EngineKey, patience: Patience) -> None:
+    def __init__(self, engine: EngineKey, patience: Patience, digest: DigestMode = DigestMode.OFF) -> None:
         self.engine = engine
         self.patience = patience
-        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.outcomes: collections.Counter[ReceiveOutcome] = collections.Counter()
         self.stale_messages = 0
+        self._verifies = digest is DigestMode.VERIFY
         self._receives: dict[TransferId, Receive] = {}
 
     def __len__(self) -> int:
@@ -113,155 +114,235 @@ class ReceiveTable:
     def waits_for(self, holder: EngineKey) -> bool:
         return any(receive.ticket.lease.holder == holder for receive in self._active())
 
+    # ------------------------------------------------------------------ the engine's calls
+
     def start(
         self, receive: TransferId, ticket: Ticket, first_block: int, block_ids: Sequence[int], now: float
     ) -> None:
         """Blocks are reserved; `peer_ready` sets the receive going."""
         source = ticket.block_ids[first_block:]
         assert len(source) == len(block_ids), "checked by the caller"
-        key = ReaderKey(self.engine, receive)
-        self._receives[receive] = Receive(key, ticket, source, list(block_ids), deadline=now + self.patience.connect_s)
+        self._receives[receive] = Receive(
+            ReaderKey(self.engine, receive),
+            ticket,
+            first_block,
+            source,
+            list(block_ids),
+            deadline=now + self.patience.connect_s,
+            num_ready=min(ticket.num_ready, ticket.num_blocks),
+            proven=not self._verifies,
+        )
+
+    def cancel(self, receive: TransferId) -> list[Action]:
+        known = self._receives.get(receive)
+        return [] if known is None else self._on(known, ReceiveEvent.CANCEL, "cancelled by the engine")
+
+    def abandon(self, reason: str) -> list[Action]:
+        """Fails all that are under way."""
+        return self._on_all(self._active(), ReceiveEvent.CLOSE, reason)
+
+    # ------------------------------------------------------------------ peers, messages, time
 
     def peer_ready(self, holder: EngineKey, now: float) -> list[Action]:
         """The holder's memory can be read: claim and read at once."""
         actions: list[Action] = []
         for receive in self._of(holder):
             if receive.state is ReceiveState.RESERVED:
-                receive.move(ReceiveState.PULLING)
                 receive.writable = True
                 receive.deadline = now + receive.ticket.lease_s
-                actions += [self._ask(receive, now), StartRead(receive.id)]
+            actions += self._on(receive, ReceiveEvent.PEER_READY, now=now)
         return actions
 
     def peer_lost(self, holder: EngineKey, reason: str) -> list[Action]:
-        return [action for receive in self._of(holder) for action in self._fail(receive, "lost", reason, tell=False)]
-
-    def cancel(self, receive: TransferId) -> list[Action]:
-        known = self._receives.get(receive)
-        if known is None or known.state is ReceiveState.QUARANTINED:
-            return []
-        return self._fail(known, "cancelled", "cancelled by the engine")
-
-    def abandon(self, reason: str) -> list[Action]:
-        """Fails all that are under way."""
-        return [action for receive in self._active() for action in self._fail(receive, "failed", reason)]
-
-    def fail(self, receive: TransferId, reason: str) -> list[Action]:
-        """Something about this one went wrong on our side."""
-        known = self._receives.get(receive)
-        if known is None or known.state is ReceiveState.QUARANTINED:
-            return []
-        return self._fail(known, "failed", reason)
+        return self._on_all(self._of(holder), ReceiveEvent.PEER_LOST, reason)
 
     def on_message(self, message: FromHolder, now: float) -> list[Action]:
         receive = self._named_by(message)
+        event, reason = self._take_in(message, receive, now)
         if receive is None:
-            self.stale_messages += 1
-            # Somebody still holds blocks for a receive that is over: let them go.
-            if isinstance(message, Granted | Withdrawn) and message.reader.engine == self.engine:
-                return [SendToHolder(message.lease.holder, Abort(message.lease, message.reader))]
-            return []
-        match message:
-            case Granted():
-                return self._granted(receive, message, now)
-            case Refused():
-                return self._fail(receive, "refused", f"the holder refused: {message.reason}", tell=False)
-            case Withdrawn():
-                return self._fail(receive, "withdrawn", "the holder withdrew the offer")
+            return self._on_message_too_late(message, event)
+        return self._on(receive, event, reason, now=now) + self._commit_if_all_is_there(receive)
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for receive in self._active():
+            if now >= receive.deadline:
+                actions += self._on(receive, ReceiveEvent.OVERDUE, self._what_took_too_long(receive))
+            elif receive.state is ReceiveState.PULLING and now >= receive.ask_at:
+                actions += self._on(receive, ReceiveEvent.ASK_DUE, now=now)
+        return actions
+
+    # ------------------------------------------------------------------ reads
 
     def read_finished(self, receive: TransferId, now: float) -> list[Action]:
         """All bytes are there and the transport can no longer write."""
         known = self._receives[receive]
         known.writable = False
         known.read_finished_at = now
-        if known.state is ReceiveState.QUARANTINED:
-            return self._free(known)
-        return self._commit_if_due(known)
+        if known.lacks_digests:
+            known.ask_at = min(known.ask_at, now + self.patience.retry_s)
+        actions = self._on(known, ReceiveEvent.READ_FINISHED, now=now)
+        return actions + self._commit_if_all_is_there(known)
 
     def read_failed(self, receive: TransferId, reason: str) -> list[Action]:
-        return self.fail(receive, f"the read failed: {reason}")
+        return self._on(self._receives[receive], ReceiveEvent.READ_FAILED, f"the read failed: {reason}")
 
     def read_released(self, receive: TransferId) -> list[Action]:
         """A read that was stopped or failed: the transport can no longer write."""
         known = self._receives[receive]
         known.writable = False
-        return self._free(known)
+        return self._on(known, ReceiveEvent.READ_RELEASED)
 
-    def tick(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for receive in self._active():
-            if now >= receive.deadline:
-                actions += self._fail(receive, "expired", self._what_took_too_long(receive))
-            elif receive.state is ReceiveState.PULLING and now >= receive.ask_at:
-                actions.append(self._ask(receive, now))
-        return actions
+    def matched(self, receive: TransferId) -> list[Action]:
+        """What was read is what the holder has."""
+        known = self._receives[receive]
+        known.proven = True
+        return self._on(known, ReceiveEvent.MATCHED) + self._commit_if_all_is_there(known)
+
+    def corrupt(self, receive: TransferId, reason: str) -> list[Action]:
+        return self._on(self._receives[receive], ReceiveEvent.CORRUPT, f"the digests differ: {reason}")
+
+    # ------------------------------------------------------------------ which receives
 
     def _active(self) -> list[Receive]:
         return [r for r in self._receives.values() if r.state in (ReceiveState.RESERVED, ReceiveState.PULLING)]
 
     def _of(self, holder: EngineKey) -> Iterable[Receive]:
-        return [receive for receive in self._active() if receive.ticket.lease.holder == holder]
+        return [receive for receive in self._receives.values() if receive.ticket.lease.holder == holder]
+
+    def _named_by(self, message: FromHolder) -> Receive | None:
+        """The receive that this message is about: of this process, and for exactly this offer."""
+        receive = self._receives.get(message.reader.receive)
+        if receive is None or receive.key != message.reader or receive.ticket.lease != message.lease:
+            return None
+        return receive
 
     def _due(self, receive: Receive) -> float:
         return min(receive.deadline, receive.ask_at) if receive.state is ReceiveState.PULLING else receive.deadline
 
-    def _named_by(self, message: FromHolder) -> Receive | None:
-        """The receive that this message is about: of this process, for exactly this offer, and under way."""
-        receive = self._receives.get(message.reader.receive)
-        if receive is None or receive.key != message.reader or receive.ticket.lease != message.lease:
-            return None
-        return receive if receive.state is ReceiveState.PULLING else None
+    # ------------------------------------------------------------------ events into the table
 
-    def _ask(self, receive: Receive, now: float) -> Action:
+    def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
+        """What a message means in the table, after what it says has been noted."""
+        pulling = receive is not None and receive.state is ReceiveState.PULLING
+        match message:
+            case Refused():
+                return ReceiveEvent.REFUSED, f"the holder refused: {message.reason}"
+            case Withdrawn():
+                return ReceiveEvent.WITHDRAWN, "the holder withdrew the offer"
+            case Grown():
+                if receive is not None and pulling:
+                    self._grow(receive, message.num_ready)
+                return ReceiveEvent.GROWN, ""
+            case Digests():
+                if receive is None or not pulling or not receive.lacks_digests:
+                    return ReceiveEvent.UNASKED, ""
+                receive.digests = message.by_rank
+                return ReceiveEvent.DIGESTS, ""
+            case Granted():
+                if receive is None or not pulling:
+                    return ReceiveEvent.GRANT, ""
+                return (ReceiveEvent.GRANT if self._granted(receive, message, now) else ReceiveEvent.UNASKED), ""
+
+    def _granted(self, receive: Receive, message: Granted, now: float) -> bool:
+        """False: it answers nothing that is open."""
+        sent_at = receive.sent_at.pop(message.number, None)
+        if sent_at is None:
+            return False
+        self._grow(receive, message.num_ready)
+        until = sent_at + message.lease_s - self.patience.margin_s
+        if receive.granted_until is None or until > receive.granted_until:
+            receive.granted_until = receive.deadline = until
+            receive.ask_at = max(now, sent_at + message.lease_s * self.patience.renew_at)
+        if receive.grows or receive.lacks_digests:  # what the holder tells by itself may be lost
+            receive.ask_at = min(receive.ask_at, now + self.patience.retry_s)
+        return True
+
+    def _grow(self, receive: Receive, num_ready: int) -> None:
+        receive.num_ready = max(receive.num_ready, min(num_ready, receive.ticket.num_blocks))
+
+    def _commit_if_all_is_there(self, receive: Receive) -> list[Action]:
+        if receive.state is not ReceiveState.PULLING or not self._all_is_there(receive):
+            return []
+        assert receive.read_finished_at is not None
+        assert receive.granted_until is not None
+        if self._in_time(receive.read_finished_at, receive.granted_until):
+            return self._on(receive, ReceiveEvent.COMPLETE)
+        return self._on(receive, ReceiveEvent.TOO_LATE, "the read finished after the lease had ended")
+
+    def _all_is_there(self, receive: Receive) -> bool:
+        has_read = receive.read_finished_at is not None and not receive.grows
+        return has_read and receive.granted_until is not None and receive.proven
+
+    def _in_time(self, read_finished_at: float, granted_until: float) -> bool:
+        return read_finished_at < granted_until
+
+    def _on_all(self, receives: Iterable[Receive], event: ReceiveEvent, reason: str) -> list[Action]:
+        return [action for receive in receives for action in self._on(receive, event, reason)]
+
+    def _on_message_too_late(self, message: FromHolder, event: ReceiveEvent) -> list[Action]:
+        """For a receive that is over, or was another process's."""
+        row = RECEIVE_TABLE[ReceiveState.FREED, event]
+        self.stale_messages += row.counted
+        if Say.ABORT not in row.says or message.reader.engine != self.engine:
+            return []
+        return [SendToHolder(message.lease.holder, Abort(message.lease, message.reader))]
+
+    def _on(self, receive: Receive, event: ReceiveEvent, reason: str = "", now: float = 0.0) -> list[Action]:
+        """What the table says. `reason`: why it failed, if it did."""
+        row = RECEIVE_TABLE[receive.state, event]
+        self.stale_messages += row.counted
+        receive.state = row.then
+        if row.outcome is not None:
+            self.outcomes[row.outcome] += 1
+        actions = [action for say in row.says for action in self._say(say, receive, reason, now)]
+        if row.then in (ReceiveState.COMMITTED, ReceiveState.FREED):
+            del self._receives[receive.id]
+        elif row.then is ReceiveState.QUARANTINED and not receive.writable:
+            return actions + self._on(receive, ReceiveEvent.READ_RELEASED)
+        return actions
+
+    # ------------------------------------------------------------------ actions out
+
+    def _say(self, say: Say, receive: Receive, reason: str, now: float) -> list[Action]:
+        lease, holder = receive.ticket.lease, receive.ticket.lease.holder
+        match say:
+            case Say.ASK:
+                return self._ask(receive, now)
+            case Say.READ:
+                return self._read_what_is_ready(receive)
+            case Say.ASK_DIGESTS:
+                return [SendToHolder(holder, AskDigests(lease, receive.key))] if receive.lacks_digests else []
+            case Say.VERIFY:
+                return [] if receive.digests is None else [Verify(receive.id, receive.digests)]
+            case Say.STOP:
+                return [StopRead(receive.id)] if receive.writable else []
+            case Say.FINISH:
+                return [SendToHolder(holder, Finish(lease, receive.key))]
+            case Say.ABORT:
+                return [SendToHolder(holder, Abort(lease, receive.key))]
+            case Say.RECEIVED:
+                return [Emit(Received(receive.id))]
+            case Say.FAILED:
+                return [Emit(ReceiveFailed(receive.id, reason))]
+            case Say.RELEASED:
+                return [Emit(BlocksReleased(receive.id))]
+
+    def _ask(self, receive: Receive, now: float) -> list[Action]:
         receive.last_number += 1
         receive.sent_at[receive.last_number] = now
         receive.ask_at = now + self.patience.retry_s
         kind = Claim if receive.granted_until is None else Renew
         lease = receive.ticket.lease
-        return SendToHolder(lease.holder, kind(lease, receive.key, receive.last_number))
+        return [SendToHolder(lease.holder, kind(lease, receive.key, receive.last_number))]
 
-    def _granted(self, receive: Receive, message: Granted, now: float) -> list[Action]:
-        sent_at = receive.sent_at.pop(message.number, None)
-        if sent_at is None:
-            self.stale_messages += 1
+    def _read_what_is_ready(self, receive: Receive) -> list[Action]:
+        """The first time also where nothing is: the pull begins."""
+        ordered, ready = receive.num_ordered, max(0, receive.num_ready - receive.first_block)
+        if ordered is not None and ordered >= ready:
             return []
-        until = sent_at + message.lease_s - self.patience.margin_s
-        if receive.granted_until is None or until > receive.granted_until:
-            receive.granted_until = receive.deadline = until
-            receive.ask_at = max(now, sent_at + message.lease_s * self.patience.renew_at)
-        return self._commit_if_due(receive)
-
-    def _commit_if_due(self, receive: Receive) -> list[Action]:
-        if receive.read_finished_at is None or receive.granted_until is None:
-            return []
-        if not self._in_time(receive.read_finished_at, receive.granted_until):
-            return self._fail(receive, "expired", "the read finished after the lease had ended")
-        receive.move(ReceiveState.COMMITTED)
-        del self._receives[receive.id]
-        self.outcomes["received"] += 1
-        lease = receive.ticket.lease
-        return [Emit(Received(receive.id)), SendToHolder(lease.holder, Finish(lease, receive.key))]
-
-    def _in_time(self, read_finished_at: float, granted_until: float) -> bool:
-        return read_finished_at < granted_until
-
-    def _fail(self, receive: Receive, outcome: str, reason: str, *, tell: bool = True) -> list[Action]:
-        """`tell`: the holder, which may keep blocks for us, learns that it need not."""
-        claimed = receive.state is ReceiveState.PULLING
-        receive.move(ReceiveState.QUARANTINED)
-        self.outcomes[outcome] += 1
-        actions: list[Action] = [Emit(ReceiveFailed(receive.id, reason))]
-        if tell and claimed:
-            lease = receive.ticket.lease
-            actions.append(SendToHolder(lease.holder, Abort(lease, receive.key)))
-        if receive.writable:
-            return [*actions, StopRead(receive.id)]
-        return actions + self._free(receive)
-
-    def _free(self, receive: Receive) -> list[Action]:
-        receive.move(ReceiveState.FREED)
-        del self._receives[receive.id]
-        return [Emit(BlocksReleased(receive.id))]
+        receive.num_ordered = ready
+        return [Read(receive.id, ordered or 0, ready)]
 
     def _what_took_too_long(self, receive: Receive) -> str:
         holder = f"{receive.ticket.lease.holder.engine_id} at {receive.ticket.kv_address}"
@@ -269,4 +350,6 @@ class ReceiveTable:
             return f"no connection to {holder} within {self.patience.connect_s:g} s"
         if receive.granted_until is None:
             return f"{holder} answered no claim within {receive.ticket.lease_s:g} s"
+        if receive.read_finished_at is not None:
+            return f"the lease at {holder} ended before it sent its digests"
         return f"the lease at {holder} ended before the read did"

@@ -36,6 +36,8 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._log: BlockLog | None = None
+        self.num_registered = 0  # blocks that became findable, ever; each has its number
+        self._news: dict[int, tuple[int, BlockHash]] | None = None  # of those not taken: number, and what they hold
         # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 0]
@@ -59,9 +61,7 @@ class BlockPool:
     def take(self, prefix: Sequence[int], num_blocks: int) -> list[int]:
         """References the cached blocks `prefix` and as many new ones as make it a table of `num_blocks`; see `fits`."""
         for block in prefix:
-            if self._refs[block] == 0:
-                self._unlink(block)
-            self._refs[block] += 1
+            self.lend(block)
         return [*prefix, *self.allocate(num_blocks - len(prefix), after=prefix[-1] if prefix else NO_BLOCK)]
 
     def allocate(self, count: int, after: int = NO_BLOCK) -> list[int]:
@@ -99,6 +99,30 @@ class BlockPool:
             self._hashes[block] = block_hash
             if self._log is not None:
                 self._log.stored(block_hash)
+            if self._news is not None:
+                self._news[block] = self.num_registered, block_hash
+            self.num_registered += 1
+
+    def keep_news(self) -> None:
+        """From now on, `take_news` knows what becomes findable."""
+        if self._news is None:
+            self._news = {}
+
+    def take_news(self, before: int) -> tuple[int, BlockHash] | None:
+        """The oldest block that is findable since a number less than `before`, and was not taken yet."""
+        if not self._news:
+            return None
+        block, (number, block_hash) = next(iter(self._news.items()))
+        if number >= before:
+            return None
+        del self._news[block]
+        return block, block_hash
+
+    def lend(self, block: int) -> None:
+        """References a cached block, or one that is in use, once more: it stays what it is until it is released."""
+        if self._refs[block] == 0:
+            self._unlink(block)
+        self._refs[block] += 1
 
     def log(self) -> BlockLog:
         """Keeps account of what is stored and evicted, from the first call on; always the same log."""
@@ -164,6 +188,8 @@ class BlockPool:
             self._hashes[block] = None
             if self._log is not None:
                 self._log.evicted(block_hash)
+            if self._news is not None:
+                self._news.pop(block, None)
 
     def _link(self, block: int, before: int) -> None:
         previous = self._previous[before]

@@ -13,6 +13,7 @@ none of this, only that `Received` can then no longer come.
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections.abc import Sequence
 from typing import Protocol
@@ -81,3 +82,20 @@ class KVConnector(Protocol):
     def poll(self) -> list[ConnectorEvent]:
         """What happened since the last call, in order."""
         ...
+
+
+class GrowingConnector(abc.ABC):
+    """A `KVConnector` that can offer blocks before they are written: they are read while the prompt still runs."""
+
+    offers_early: bool  # whether it shall
+
+    @abc.abstractmethod
+    def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        """As `offer`, of blocks of which none is written yet; `advance` tells of them.
+
+        Until the offer ends no block may be used for anything else, also where the prompt is given up: `withdraw` it.
+        """
+
+    @abc.abstractmethod
+    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
+        """So many leading blocks are written now, on all ranks. Unknown and ended ids are ignored."""

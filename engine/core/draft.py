@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .request import Request
-from .step import Chunk, RowStart, StepPlan
+from .step import Chunk, RowStart, StepPlan, TokenMask
 
 
 class StepDraft:
@@ -43,7 +43,16 @@ class StepDraft:
         request.num_tokens += samples
         request.last_step = self.step
 
-    def seal(self, freed_rows: list[int]) -> tuple[StepPlan, Sequence[Request]]:
-        """The plan, and the request of each of its chunks."""
-        plan = StepPlan(self.step, freed_rows, self.started, self.singles + self._longer)
-        return plan, self.singles_requests + self._longer_requests
+    def seal(self, freed_rows: list[int], *, constrained: bool) -> tuple[StepPlan, Sequence[Request]]:
+        """The plan, and the request of each of its chunks. `constrained`: some of them may have a grammar."""
+        chunks, requests = self.singles + self._longer, self.singles_requests + self._longer_requests
+        masks = _masks(chunks, requests) if constrained else []
+        return StepPlan(self.step, freed_rows, self.started, chunks, masks=masks), requests
+
+
+def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMask]:
+    return [
+        TokenMask(chunk.row, request.take_mask())
+        for chunk, request in zip(chunks, requests, strict=True)
+        if chunk.samples and request.is_constrained
+    ]

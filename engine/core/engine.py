@@ -22,10 +22,12 @@ import msgspec
 from .block_log import BlockLog
 from .config import EngineCoreConfig, InvalidEngineCoreConfig
 from .connector import KVConnector
+from .grammar import GrammarSource
 from .lockstep import EMPTY_STEP, Lockstep
 from .messages import EngineOutput, EngineRequest, EngineStats, ExpertReview
 from .scheduler import Scheduler
 from .step import PendingStep, Runner
+from .tiers import KVTiers
 
 __all__ = ["EngineCore", "EngineCoreConfig", "EngineFailed", "InvalidEngineCoreConfig"]
 
@@ -48,6 +50,8 @@ class EngineCore:
         late_compilations: Callable[[], int] | None = None,
         expert_review: Callable[[], ExpertReview] | None = None,
         lockstep: Lockstep | None = None,
+        tiers: KVTiers | None = None,
+        grammars: GrammarSource | None = None,
     ) -> None:
         """With a `lockstep` the engine is one of several that step together.
 
@@ -59,7 +63,7 @@ class EngineCore:
         self._runner = runner
         self._late_compilations = late_compilations
         self._expert_review = expert_review
-        self._scheduler = Scheduler(config, connector)
+        self._scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
 
@@ -70,6 +74,10 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """Ends a request, which is answered with ABORT, or withdraws its offer. Unknown ids are ignored."""
         self._scheduler.abort(request_id)
+
+    def begin(self, request_id: str, generation: int, token_id: int) -> None:
+        """The token that a request with `awaits_first_token` goes on from. One that waits for none ignores it."""
+        self._scheduler.begin(request_id, generation, token_id)
 
     def when_woken(self, call: Callable[[], None]) -> None:
         """`call` tells whoever drives the loop, from another thread, that other ranks wait for this one to step."""

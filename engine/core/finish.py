@@ -12,7 +12,7 @@ class FinishRule:
     A stop token counts once `min_tokens` outputs exist before it. Lengths count prompt and output together.
     """
 
-    __slots__ = ("_length_limit", "_min_length", "limit", "stop_token_ids")
+    __slots__ = ("_length_limit", "_min_length", "hands_off", "limit", "stop_token_ids")
 
     def __init__(self, request: EngineRequest, config: EngineCoreConfig) -> None:
         sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
@@ -26,6 +26,7 @@ class FinishRule:
         self.limit = self._length_limit
         if request.keep_kv:
             self.limit = min(self.limit, num_prompt + len(request.output_token_ids) + 1)
+        self.hands_off = self.limit < self._length_limit  # after one token, unless that is a stop token
 
     def reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
         """Whether the request is over, now that `token_id` has become its token number `num_tokens`."""

@@ -1,6 +1,7 @@
 """Blocks that requests no longer own because a transfer does, and requests that wait for one.
 
     held            offer ──────────────────────────────────────── OfferEnded ──> released
+    growing         the request's and the offer's: both hold a reference, and the last one lets go
     pulling         receive ── Received ──> the request's again
                             └─ ReceiveFailed, abort ──> quarantined ── BlocksReleased ──> released
 
@@ -14,7 +15,16 @@ from collections import Counter
 from typing import NamedTuple
 
 from .blocks import BlockPool
-from .connector import BlocksReleased, ConnectorEvent, KVConnector, OfferEnded, Received, ReceiveFailed, TransferId
+from .connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    GrowingConnector,
+    KVConnector,
+    OfferEnded,
+    Received,
+    ReceiveFailed,
+    TransferId,
+)
 from .messages import KVSource
 from .request import Request
 
@@ -28,8 +38,15 @@ class Arrival(NamedTuple):
     failure: str | None
 
 
+class GrowingOffer(NamedTuple):
+    """A prompt that is on offer while it is being read."""
+
+    transfer_id: TransferId
+    source: KVSource
+
+
 class HeldBlocks:
-    """Blocks of finished prefills, kept for their readers."""
+    """Blocks on offer, kept for their readers."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -96,16 +113,64 @@ class Handoffs:
         self.quarantine = Quarantine(pool)
         self._pulling: dict[TransferId, tuple[Request, int]] = {}  # with the number of blocks that were there already
         self._transfer_of: dict[Request, TransferId] = {}
+        self._early = connector if isinstance(connector, GrowingConnector) and connector.offers_early else None
+        self._growing: dict[Request, GrowingOffer] = {}
+        self._asked_back: set[TransferId] = set()  # growing offers that were given up and have not ended
 
     @property
     def num_pulling(self) -> int:
         return len(self._pulling)
 
-    def offer(self, request: Request, blocks: list[int], num_tokens: int) -> KVSource:
-        """Takes over blocks that hold the KV of `num_tokens` tokens, and says where a decode engine finds them."""
+    @property
+    def any_asked_back(self) -> bool:
+        """Blocks of a request that gave them up come back when their reader lets go."""
+        return bool(self._asked_back)
+
+    def grows(self, request: Request) -> bool:
+        return request in self._growing
+
+    def offer_early(self, request: Request) -> KVSource | None:
+        """Puts a prompt on offer that is still to be read; None where that is not done.
+
+        The offer holds a reference of its own to each block, so whatever becomes of the request, none is used anew
+        before the reader has let go.
+        """
+        if self._early is None or request.is_constrained or request in self._growing:
+            return None
+        blocks, num_tokens = list(request.block_ids), len(request.token_ids)
+        offer = self._early.offer_growing(request.request_id, request.generation, blocks, num_tokens)
+        for block in blocks:
+            self._pool.lend(block)
+        self.held.hold(offer.transfer_id, request.request_id, blocks)
+        source = KVSource(offer.ticket, num_tokens)
+        self._growing[request] = GrowingOffer(offer.transfer_id, source)
+        return source
+
+    def advance(self, request: Request, num_tokens: int) -> None:
+        """The KV of so many leading tokens is written: the step that wrote the last of it has given its result."""
+        growing = self._growing.get(request)
+        if growing is not None and self._early is not None:
+            self._early.advance(growing.transfer_id, num_tokens // self._block_size)
+
+    def give_up_early(self, request: Request) -> None:
+        """The request gives up its blocks before its prompt is read."""
+        growing = self._growing.pop(request, None)
+        if growing is not None:
+            assert self._connector is not None
+            self._asked_back.add(growing.transfer_id)
+            self._connector.withdraw(growing.transfer_id)
+
+    def offer(self, request: Request) -> KVSource:
+        """The prompt is read: its blocks are its reader's. Says where a decode engine finds them."""
         assert self._connector is not None
+        growing = self._growing.pop(request, None)
+        if growing is not None and self._early is not None:
+            self._early.advance(growing.transfer_id, -(-growing.source.num_tokens // self._block_size))
+            return growing.source
+        blocks, num_tokens = request.block_ids, request.num_computed
         offer = self._connector.offer(request.request_id, request.generation, blocks, num_tokens)
         self.held.hold(offer.transfer_id, request.request_id, blocks)
+        request.block_ids = []  # the offer's now
         return KVSource(offer.ticket, num_tokens)
 
     def withdraw(self, request_id: str) -> None:
@@ -161,6 +226,8 @@ class Handoffs:
             case Received() | BlocksReleased() if self.quarantine.release(transfer_id):
                 return None  # a Received that crossed with the cancel: nothing can be written any more
             case OfferEnded() if self.held.release(transfer_id):
+                self._asked_back.discard(transfer_id)
+                self._growing = {of: offer for of, offer in self._growing.items() if offer.transfer_id != transfer_id}
                 return None
         logger.warning("ignored %s: no transfer of this engine is in that state", event)
         return None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .blocks import BlockPool
-from .prefix import extend_block_hashes
+from .prefix import BlockHash, extend_block_hashes
 from .request import Request
 
 
@@ -24,7 +24,7 @@ class RequestMemory:
         given_back = Counter(block for other in without for block in other.block_ids)
         num_freed = sum(self._pool.references(block) == count for block, count in given_back.items())
         num_freed -= sum(self._pool.references(block) == given_back[block] for block in prefix if block in given_back)
-        return self._pool.fits(prefix, self._blocks_for(len(request.token_ids)) - num_freed)
+        return self._pool.fits(prefix, self._blocks_for(request.num_to_hold) - num_freed)
 
     def reserve(self, request: Request) -> bool:
         """Gives a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
@@ -32,7 +32,7 @@ class RequestMemory:
         All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
         """
         prefix = self._cached_prefix(request)
-        num_blocks = self._blocks_for(len(request.token_ids))
+        num_blocks = self._blocks_for(request.num_to_hold)
         if not self._pool.fits(prefix, num_blocks):
             return False
         request.block_ids = self._pool.take(prefix, num_blocks)
@@ -66,6 +66,13 @@ class RequestMemory:
         for index in range(request.num_registered, num_full):
             self._pool.register(request.block_ids[index], request.block_hashes[index])
         self._set_registered(request, num_full)
+
+    def missing(self, request: Request) -> list[BlockHash]:
+        """The names of the full blocks behind its prefix hits that it could skip if they were there."""
+        num_present = len(self._cached_prefix(request))
+        if not self._caching or not request.may_skip_computed_prefix:
+            return []
+        return request.block_hashes[num_present : (len(request.token_ids) - 1) // self._block_size]
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Never everything: the last token has to be computed for the next to be drawn."""

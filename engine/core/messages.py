@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from .sampling import SamplingParams
+from .tiers import TierStats
 
 
 class FinishReason(enum.StrEnum):
@@ -23,8 +24,10 @@ class ErrorKind(enum.StrEnum):
     INVALID = "invalid"  # the request itself can never be served: do not retry (400)
     TOO_LONG = "too_long"  # more tokens than the engine's blocks or the model's length can ever hold (413)
     KV_LOST = "kv_lost"  # the hand-off failed (expired, peer gone, transfer failed): prefill again elsewhere
-    OVERLOADED = "overloaded"  # no capacity within the deadline (503)
+    OVERLOADED = "overloaded"  # no room for it now, and no time was spent on it: try another engine (503)
+    TIMED_OUT = "timed_out"  # the request's own time is over: nobody waits for the rest (408)
     ENGINE_DEAD = "engine_dead"  # said by the gateway when the process is gone
+    LEAVING = "leaving"  # the engine ends in order and hands back what it has not finished: go on elsewhere
     INTERNAL = "internal"  # a bug on our side (500)
 
 
@@ -57,10 +60,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     generation: int = 0  # counts re-submissions of the same request; answers to older ones are dropped
     priority: int = 0  # lower is served sooner
     arrival_s: float = 0.0  # wall clock at the ingress
+    timeout_s: float = 0.0  # from when the engine gets it: then it ends, wherever it is; 0: never
     cache_salt: str = ""  # prefixes are shared only between equal salts
     adapter_id: str = ""
     keep_kv: bool = False  # prefill only: stop after the first token, keep the blocks, answer with a ticket
     kv_source: KVSource | None = None  # decode after a hand-off
+    # Decode during prefill: the KV of all tokens is on its way, and the token to go on from comes later (`begin`).
+    awaits_first_token: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -81,10 +87,12 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token; entry 0 is None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it (the eos token counts, and is in token_ids)
-    kv_source: KVSource | None = None  # with HANDOFF
+    # With HANDOFF; and before any token, where the prompt is on offer while it is still being read.
+    kv_source: KVSource | None = None
     error: EngineError | None = None  # with ERROR
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache (or received), with the first output
-    scheduled_s: float = 0.0  # wall clock of the first step that ran this request, with the first output
+    # Wall clock of the first step that ran this request: with the first output, and where it was ended from outside.
+    scheduled_s: float = 0.0
 
 
 class ExpertReview(msgspec.Struct, frozen=True):
@@ -100,9 +108,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_requests_running: int
     num_requests_waiting: int
     num_requests_waiting_for_kv: int
+    num_waiting_tokens: int  # of prompts that nobody has read yet, whether they are cached or not
     num_blocks: int
     num_blocks_free: int  # including those that hold reusable prefixes
-    num_blocks_held: int  # kept for readers of finished prefills
+    num_blocks_held: int  # on offer to readers of prompts
     num_blocks_quarantined: int  # a failed transfer may still write into them
     num_preemptions: int
     num_steps: int
@@ -110,5 +119,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
+    num_grammars_compiled: int = 0
+    num_grammars_refused: int = 0
+    num_grammar_hits: int = 0  # grammars, and refusals, that were known already
+    grammar_compile_s: float = 0.0
     num_late_compilations: int = 0  # kernels that were compiled although the engine was ready
     experts: ExpertReview | None = None  # None: every rank has all of them
+    tiers: TierStats | None = None  # None: there are none

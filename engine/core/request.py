@@ -7,8 +7,8 @@ whose KV is in the request's blocks once those steps are done. Scheduling lets t
 
     add ──> WAITING ──────────────────> RUNNING ──> FINISHED_STOPPED | _LENGTH | _HANDOFF
               │   ^                      │   ^
-              v   │ received             v   │ computed anew
-          WAITING_FOR_KV               PREEMPTED         from everywhere: FINISHED_ABORTED | FINISHED_ERROR
+              v   │ filled               v   │ computed anew
+          WAITING_FOR_KV <── restored ── PREEMPTED         from everywhere: FINISHED_ABORTED | FINISHED_ERROR
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import enum
 import sys
 
 from .finish import FinishRule
+from .grammar import Grammar
 from .messages import EngineRequest, FinishReason, TokenLogprobs
 from .prefix import BlockHash, prefix_root
 from .step import RowStart
@@ -26,8 +27,9 @@ NEVER = -1  # the number of no step
 
 
 class RequestStatus(enum.Enum):
-    WAITING = "waiting"  # in the queue; after a hand-off's arrival with its KV, otherwise without any block
-    WAITING_FOR_KV = "waiting for KV"  # blocks are reserved, a transfer fills them
+    WAITING = "waiting"  # in the queue; with its KV where a transfer or a tier has brought it, else without any block
+    WAITING_FOR_GRAMMAR = "waiting for grammar"  # in no queue: comes back to WAITING once its first mask is there
+    WAITING_FOR_KV = "waiting for KV"  # blocks are reserved, a transfer or a tier fills them
     RUNNING = "running"  # owns a row and blocks
     PREEMPTED = "preempted"  # gave up row and blocks; in the queue again
     FINISHED_STOPPED = "stopped"
@@ -42,10 +44,12 @@ _GIVEN_UP = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
 _COMPLETED = frozenset({_S.FINISHED_STOPPED, _S.FINISHED_LENGTH})
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _S.WAITING: _GIVEN_UP | {_S.RUNNING, _S.WAITING_FOR_KV},
+    _S.WAITING: _GIVEN_UP | {_S.RUNNING, _S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_KV},
+    _S.WAITING_FOR_GRAMMAR: _GIVEN_UP | {_S.WAITING},
     _S.WAITING_FOR_KV: _GIVEN_UP | {_S.WAITING},
     _S.RUNNING: _GIVEN_UP | _COMPLETED | {_S.PREEMPTED, _S.FINISHED_HANDOFF},
-    _S.PREEMPTED: _GIVEN_UP | _COMPLETED | {_S.RUNNING},  # a step that was in flight may still bring the last token
+    # A step that was in flight may still bring the last token.
+    _S.PREEMPTED: _GIVEN_UP | _COMPLETED | {_S.RUNNING, _S.WAITING_FOR_KV},
     **{status: frozenset() for status in _GIVEN_UP | _COMPLETED | {_S.FINISHED_HANDOFF}},
 }
 
@@ -84,13 +88,19 @@ class PromptLogprobs:
 class Request:
     __slots__ = (
         "answered",
+        "awaits_token",
         "block_hashes",
         "block_ids",
         "capacity",
+        "drawn_from",
         "finish_rule",
         "generation",
+        "grammar",
+        "horizon",
+        "is_constrained",
         "last_step",
         "limit",
+        "mask",
         "message",
         "next_registration",
         "num_cached_tokens",
@@ -121,6 +131,12 @@ class Request:
         self.num_prompt = len(message.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.is_constrained = message.sampling.structured_outputs is not None
+        # Decodes may reach one token less. A grammar must know a token before the next is drawn.
+        self.horizon = self.num_tokens if self.is_constrained else self.limit
+        self.grammar: Grammar | None = None  # has taken in all tokens of the output, once it is there
+        self.mask: bytes | None = None  # of what it lets follow; gone with the step that draws
+        self.drawn_from = b""  # the mask of the newest step that draws
         self.last_step = NEVER  # the newest step that touches its row and blocks
 
         self.row = NO_ROW
@@ -138,11 +154,16 @@ class Request:
         self.num_cached_tokens = 0
         self.scheduled_s = 0.0  # wall clock; 0: never yet
         self.answered = False  # an output went out
+        self.awaits_token = message.awaits_first_token  # the one to go on from is not known yet
 
     def move_to(self, status: RequestStatus) -> None:
         if status not in TRANSITIONS[self.status]:
             raise IllegalTransition(f"request {self.request_id}: {self.status.value} -> {status.value}")
         self.status = status
+
+    @property
+    def is_over(self) -> bool:
+        return not TRANSITIONS[self.status]
 
     @property
     def priority(self) -> int:
@@ -154,6 +175,17 @@ class Request:
         return self.message.kv_source is not None and self.status is RequestStatus.WAITING and not self.block_ids
 
     @property
+    def num_to_hold(self) -> int:
+        """Tokens that it needs blocks for before it can run."""
+        return len(self.token_ids) + self.awaits_token
+
+    def begin(self, token_id: int) -> None:
+        """What it waited for is known."""
+        self.awaits_token = False
+        self.token_ids.append(token_id)
+        self.num_tokens = len(self.token_ids)
+
+    @property
     def may_skip_computed_prefix(self) -> bool:
         """Prompt logprobs need every position of the prompt to run through the model."""
         return self.prompt_logprobs is None or self.answered
@@ -162,6 +194,26 @@ class Request:
     def has_unplanned_tokens(self) -> bool:
         """False once its last token is on the way: it gives its blocks back without being asked."""
         return self.num_computed + 1 < self.limit
+
+    @property
+    def may_draw(self) -> bool:
+        return self.mask is not None or not self.is_constrained
+
+    def allow(self, mask: bytes) -> None:
+        """Its grammar knows all of its tokens: one more may be drawn, out of the mask."""
+        self.mask = mask
+        self.horizon = min(self.limit, len(self.token_ids) + 1)
+
+    def take_mask(self) -> bytes:
+        """For the one step that draws out of it."""
+        mask, self.mask = self.mask, None
+        assert mask is not None, "a grammar's request was planned without a mask"
+        self.drawn_from = mask
+        return mask
+
+    def could_draw(self, token_id: int) -> bool:
+        """Whether its grammar lets the newest token follow. Where other wishes leave none, a row draws token 0."""
+        return not self.is_constrained or bool(self.drawn_from[token_id // 8] >> token_id % 8 & 1)
 
     def give_up_memory(self) -> tuple[int, list[int]]:
         """Row and blocks, which are the caller's now. What was computed is forgotten, what was drawn is not."""

@@ -42,12 +42,19 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     )
 
 
+class TokenMask(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that one row may draw in this step; others draw from the whole vocabulary."""
+
+    row: int
+    words: bytes  # int32, little-endian: token t may be drawn where bit t % 32 of word t // 32 is set
+
+
 class StepSize(msgspec.Struct, frozen=True, array_like=True):
     """How much one data-parallel rank runs in a step that all ranks run together."""
 
     num_tokens: int
     num_seqs: int
-    num_wanted: int  # tokens whose hidden states are read behind the last layer: to sample, or for logprobs of a prompt
+    num_wanted: int  # tokens that go through all of the last layer: to sample, for logprobs of a prompt; at least one
     all_hidden: bool = False  # a chunk asks for logprobs of its prompt
 
 
@@ -73,6 +80,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     started_rows: list[RowStart]
     chunks: list[Chunk]
     group: GroupStep | None = None  # None: this rank runs by itself
+    masks: list[TokenMask] = []  # of rows with a grammar that draw
 
     @property
     def num_tokens(self) -> int:
@@ -81,10 +89,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def size(self) -> StepSize:
         """Of the chunks."""
+        wanted = sum(chunk.num_tokens if chunk.prompt_logprobs else int(chunk.samples) for chunk in self.chunks)
         return StepSize(
             num_tokens=self.num_tokens,
             num_seqs=len(self.chunks),
-            num_wanted=sum(chunk.num_tokens if chunk.prompt_logprobs else int(chunk.samples) for chunk in self.chunks),
+            num_wanted=max(1, wanted),
             all_hidden=any(chunk.prompt_logprobs for chunk in self.chunks),
         )
 

@@ -7,9 +7,11 @@ from .messages import EngineError, EngineRequest, ErrorKind
 from .sampling import SEED_BITS, InvalidSamplingParams
 
 
-def refusal(request: EngineRequest, config: EngineCoreConfig, *, can_transfer: bool) -> EngineError | None:
+def refusal(
+    request: EngineRequest, config: EngineCoreConfig, *, can_transfer: bool, can_constrain: bool = False
+) -> EngineError | None:
     """Why this engine can never serve the request; None where it can."""
-    message = _invalid(request, config, can_transfer)
+    message = _invalid(request, config, can_transfer) or _unconstrainable(request, config, can_constrain)
     if message is not None:
         return EngineError(ErrorKind.INVALID, message)
     message = _too_long(request, config)
@@ -34,12 +36,26 @@ def _invalid(request: EngineRequest, config: EngineCoreConfig, can_transfer: boo
     if (request.keep_kv or request.kv_source is not None) and not can_transfer:
         return "this engine has no KV connector: it can neither offer nor receive KV blocks"
     if request.kv_source is not None:
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.awaits_first_token
         if not 0 < request.kv_source.num_tokens < num_tokens:
             return (
                 f"kv_source.num_tokens is {request.kv_source.num_tokens}, it must be from 1 to {num_tokens - 1}: "
                 f"at least one of the {num_tokens} tokens must be left to compute"
             )
+    if request.awaits_first_token and (request.kv_source is None or request.sampling.structured_outputs is not None):
+        return (
+            "awaits_first_token: only a request with a kv_source and without structured outputs can wait for its token"
+        )
+    return None
+
+
+def _unconstrainable(request: EngineRequest, config: EngineCoreConfig, can_constrain: bool) -> str | None:
+    if request.sampling.structured_outputs is None:
+        return None
+    if not can_constrain:
+        return "structured_outputs or response_format: this engine has no tokenizer, so it knows tokens but no text"
+    if not config.eos_token_ids:
+        return "structured_outputs or response_format: this model has no end-of-sequence token, so no output could end"
     return None
 
 

@@ -72,3 +72,27 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class FileTransport(Protocol):
+    """Reads and writes byte ranges of one file, as a `Transport` does with a peer's memory.
+
+    `remote` of a range counts from the start of the file, `local` from the start of the memory that was registered when
+    the transport was made.
+    """
+
+    def read(self, ranges: Sequence[ByteRange]) -> ReadHandle:
+        """Raises `TransportError` where nothing was started."""
+        ...
+
+    def write(self, ranges: Sequence[ByteRange]) -> ReadHandle:
+        """Raises `TransportError` where nothing was started."""
+        ...
+
+    def poll(self, handle: ReadHandle) -> ReadState: ...
+
+    def release(self, handle: ReadHandle) -> bool:
+        """For what is DONE or FAILED. True: gone."""
+        ...
+
+    def close(self) -> None: ...

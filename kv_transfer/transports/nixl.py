@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
 
-from ..errors import TransportError
+from ..errors import NotRegistrable, TransportError
 from ..messages import decode_as
 from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
@@ -80,10 +80,8 @@ class NixlTransport:
 
     def __init__(self, region: KVRegion, agent_name: str, backends: Sequence[str] = ("UCX",)) -> None:
         with _ucx_log.capturing():
-            bindings, api = _import_nixl()
-            self._errors: tuple[type[Exception], ...] = tuple(
-                kind for name, kind in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")
-            )
+            bindings, api = import_nixl()
+            self._errors = errors_of(bindings)
             gpu = use_device(region.device)
             self._memory: _Memory = "DRAM" if gpu is None else "VRAM"
             self._device = gpu or 0
@@ -214,7 +212,10 @@ class NixlTransport:
     def _register(self, address: int, num_bytes: int) -> Any:
         regions = [(address, num_bytes, self._device, "")]
         what = f"cannot register {num_bytes} bytes of {self._memory} memory"
-        return self._asking(what, self._agent.register_memory, regions, self._memory, self._backends)
+        try:
+            return self._asking(what, self._agent.register_memory, regions, self._memory, self._backends)
+        except TransportError as error:
+            raise NotRegistrable(str(error)) from error
 
     def _initialize(self, peer: _Peer, local: _Descriptors, remote: _Descriptors) -> Any:
         ours = self._agent.get_xfer_descs(local, self._memory)
@@ -274,7 +275,12 @@ class NixlTransport:
 _abandoned: list[NixlTransport] = []
 
 
-def _import_nixl() -> tuple[Any, Any]:
+def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
+    """What NIXL raises; its exceptions have no base of their own."""
+    return tuple(kind for name, kind in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error"))
+
+
+def import_nixl() -> tuple[Any, Any]:
     """Late, so that everything else works without NIXL, and so that UCX is loaded while its log is caught."""
     try:
         from nixl import _api, _bindings

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 
-from ..errors import TransportError
+from ..errors import NotRegistrable, TransportError
 
 Handle = int
 
@@ -98,7 +98,8 @@ class Ucp:
         )
         memory = c_void_p()
         status = self._ucp.ucp_mem_map(context, byref(params), byref(memory))
-        self._check(status, f"cannot register {num_bytes} bytes of {kind} memory")
+        if status != OK:
+            raise NotRegistrable(f"cannot register {num_bytes} bytes of {kind} memory: {self.reason(status)}")
         assert memory.value, "registered memory has a handle"
         return memory.value
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from baton.engine.core.connector import ConnectorEvent, Offer
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
+from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
 from baton.kv_transfer.crew import CrewSocket
 from baton.kv_transfer.crew_member import CrewMember
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.errors import TransferThreadDied
+from baton.kv_transfer.host_buffer import open_connector
 
 START_S = 60.0
 SPAWNING = multiprocessing.get_context("spawn")
@@ -73,6 +74,14 @@ class Memory:
         self._array.copy_(torch.from_numpy(np.ascontiguousarray(values)))
         torch.cuda.synchronize(self.device)  # others read past the streams of this process
 
+    def spoil(self, block: int) -> None:
+        """Another value in one byte of the last head."""
+        self._array[block, -1, 0] ^= 0xFF
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
     def read(self, blocks: Sequence[int]) -> np.ndarray:
         found = self._array[list(blocks)]
         return found if self.device == "cpu" else found.cpu().numpy()
@@ -107,7 +116,7 @@ class Child:
             crew = CrewSocket(seat.size, "127.0.0.1", seat.key)
             pipe.send(crew.address)
         self.news = threading.Event()
-        self.connector = TransferConnector(
+        self.connector = open_connector(
             region,
             engine_id=seat.name,
             epoch=seat.epoch,
@@ -129,8 +138,17 @@ class Child:
         """This rank's heads, and what the blocks hold of them: [block, head, byte]."""
         return self.heads, self.memory.read(blocks)
 
+    def spoil(self, block: int) -> None:
+        self.memory.spoil(block)
+
     def offer(self, request_id: str, blocks: Sequence[int]) -> Offer:
         return self.connector.offer(request_id, 0, blocks, len(blocks) * self.layout.block_size)
+
+    def offer_growing(self, request_id: str, blocks: Sequence[int]) -> Offer:
+        return self.connector.offer_growing(request_id, 0, blocks, len(blocks) * self.layout.block_size)
+
+    def advance(self, transfer_id: int, num_ready: int) -> None:
+        self.connector.advance(transfer_id, num_ready)
 
     def receive(self, ticket: bytes, first_block: int, blocks: Sequence[int]) -> int:
         return self.connector.receive("any", 0, ticket, first_block, blocks)

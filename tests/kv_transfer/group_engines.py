@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine_process import FORKING
+from engine_process import DEFAULT_SETTINGS, FORKING
 
 from baton.engine.build import build_engine, follow
 from baton.engine.config import EngineConfig
@@ -16,10 +16,11 @@ from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.parallel.member import Member
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
-from baton.kv_transfer.connector import PeerInfo, TransferConnector
+from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.crew import CrewSocket
 from baton.kv_transfer.crew_member import CrewMember
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.host_buffer import HostBuffer, open_connector
 
 START_S = 90.0
 ANSWER_S = 60.0
@@ -29,14 +30,18 @@ _CREW = "kv-crew"
 class _Leader:
     """Rank 0. Every public method is an order."""
 
-    def __init__(self, config: EngineConfig, member: Member, name: str, key: ClusterKey) -> None:
+    def __init__(
+        self, config: EngineConfig, member: Member, name: str, key: ClusterKey, settings: TransferSettings
+    ) -> None:
         crew = None
         if member.tensor_parallel_size > 1:
             crew = CrewSocket(member.tensor_parallel_size, member.host, key)
             Meeting(member.rendezvous, member.rank, timeout_s=START_S).put(_CREW, crew.address)
 
-        def connect(region: KVRegion) -> TransferConnector:
-            self._connector = TransferConnector(region, engine_id=name, epoch=1, host=member.host, key=key, crew=crew)
+        def connect(region: KVRegion) -> TransferConnector | HostBuffer:
+            self._connector = open_connector(
+                region, engine_id=name, epoch=1, host=member.host, key=key, settings=settings, crew=crew
+            )
             return self._connector
 
         self._engine = build_engine(config, connect, member)
@@ -60,6 +65,19 @@ class _Leader:
             if not news:
                 time.sleep(1e-3)  # it waits for blocks, and others need the core
         return outputs
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            self._engine.core.add(request)
+
+    def begin(self, request_id: str, token_id: int) -> None:
+        self._engine.core.begin(request_id, 0, token_id)
+
+    def step(self) -> list[EngineOutput]:
+        return self._engine.core.step()
+
+    def transfers(self) -> TransferStats:
+        return self._connector.stats()
 
     def stats(self) -> EngineStats:
         self._engine.core.step()
@@ -85,7 +103,14 @@ def _follow(config: EngineConfig, member: Member, name: str, key: ClusterKey) ->
 class GroupEngine:
     """Orders by name: `engine.run(requests)`. Its processes start at once and are killed by `kill`."""
 
-    def __init__(self, name: str, key: ClusterKey, size: int, engine_args: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        key: ClusterKey,
+        size: int,
+        engine_args: dict[str, Any],
+        settings: TransferSettings = DEFAULT_SETTINGS,
+    ) -> None:
         self._rendezvous = Rendezvous()
         config = EngineConfig.from_args({**engine_args, "tensor_parallel_size": size})
         self._pipe, theirs = FORKING.Pipe()
@@ -101,7 +126,7 @@ class GroupEngine:
             for rank in range(size)
         ]
         self._processes = [
-            FORKING.Process(target=_lead, args=(theirs, config, members[0], name, key), daemon=True),
+            FORKING.Process(target=_lead, args=(theirs, config, members[0], name, key, settings), daemon=True),
             *(FORKING.Process(target=_follow, args=(config, member, name, key), daemon=True) for member in members[1:]),
         ]
         for process in self._processes:

@@ -1,273 +1,40 @@
-"""A small cluster in virtual time: real state machines, fake network and memory, and an oracle that sees everything.
-
-Every offer fills each KV head of its blocks with a stamp of its own, on whichever ranks keep that head, and a block
-that is freed is scribbled over at once. So whoever commits what was freed too early, reads into what is no longer
-theirs, or takes one head for another, is found out.
-"""
+"""A small cluster in virtual time: real state machines, a gateway, a fake network and memory with all their faults."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
-from collections.abc import Callable
+from collections import Counter
 
-import msgspec
+from simulated_engine import HEAD_BYTES, LEASE_S, NUM_BLOCKS, Engine, a_layout, require
+from simulated_gateway import Gateway
 
-from baton.engine.core.blocks import BlockPool
-from baton.engine.core.connector import (
-    BlocksReleased,
-    ConnectorEvent,
-    OfferEnded,
-    OfferOutcome,
-    Received,
-    ReceiveFailed,
-)
-from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer import messages
-from baton.kv_transfer.crew import gather
-from baton.kv_transfer.crew_member import Follower
 from baton.kv_transfer.errors import RankLost
 from baton.kv_transfer.fake_channel import FakeNetwork, NetworkFaults
-from baton.kv_transfer.handoff import Handoff
-from baton.kv_transfer.messages import EngineKey, Granted, LeaseKey, ReaderKey, Ticket
-from baton.kv_transfer.rank_reader import RankReader
-from baton.kv_transfer.settings import PeerInfo, TransferSettings
+from baton.kv_transfer.messages import DigestMode, Granted, LeaseKey, ReaderKey
 from baton.kv_transfer.transports.fake import FakeFabric, TransportFaults
 from baton.kv_transfer.virtual import VirtualClock
 
-HEAD_BYTES = 8
-NUM_BLOCKS = 24
-LEASE_S = 6.0
-SETTINGS = TransferSettings(
-    transport="fake",
-    lease_s=LEASE_S,
-    margin_s=0.5,
-    retry_s=0.5,
-    connect_s=3.0,
-)
-SCRIBBLE = b"\xee" * HEAD_BYTES
-
-
-def a_layout(num_heads: int) -> KVLayout:
-    layout = KVLayout(model="stamps", num_layers=1, num_kv_heads=num_heads, head_dim=1, dtype="float32", block_size=1)
-    assert layout.head_bytes == HEAD_BYTES
-    return layout
-
-
-class Violation(AssertionError):
-    """Something that must never happen."""
-
-
-def require(condition: object, what: str) -> None:
-    if not condition:
-        raise Violation(what)
-
-
-@dataclasses.dataclass
-class Offering:
-    ticket: bytes
-    key: LeaseKey
-    blocks: list[int]
-    content: list[list[bytes]]  # by block and head
-    offered_at: float
-    withdrawn: bool = False
-    given_up: bool = False  # a reader of it failed, or was told to stop
-    received: bool = False
-
-
-@dataclasses.dataclass
-class Receiving:
-    offering: Offering
-    blocks: list[int]
-    first_block: int
-    writable: bool = True  # not yet committed or released
-    failed: bool = False
-
-
-class Rank:
-    """One process of an engine: its share of the blocks, and who reads into it."""
-
-    def __init__(self, world: World, engine: EngineKey, rank: int, size: int) -> None:
-        self.agent = f"{engine.engine_id}:{engine.epoch}:{rank}"
-        self.heads = world.layout.heads_of(rank, size)
-        self.memory = bytearray(SCRIBBLE * len(self.heads) * NUM_BLOCKS)
-        self.region = KVRegion(0, NUM_BLOCKS, "cpu", world.layout, self.heads.start, len(self.heads))
-        self.reader = RankReader(rank, self.region, world.fabric.attach(self.agent, self.memory))
-        self.follower: Follower | None = None  # rank 0 has none
-        if rank > 0:
-            self.channel = world.wires.bind(f"{self.agent}")
-            leader = self.channel.connect(f"{engine.engine_id}:{engine.epoch}:0")
-            self.follower = Follower(self.reader, self.channel, leader, world.clock)
-
-    def die(self, world: World) -> None:
-        world.fabric.kill(self.agent)
-        if self.follower is not None:
-            self.channel.close()
-        self.follower = None
-
-    def pump(self) -> None:
-        if self.follower is not None:
-            self.follower.pump()
-
-    def content(self, block: int) -> list[bytes]:
-        """By head."""
-        place = block * len(self.heads) * HEAD_BYTES
-        return [bytes(self.memory[at : at + HEAD_BYTES]) for at in range(place, place + self.share, HEAD_BYTES)]
-
-    def fill(self, block: int, stamps: list[bytes]) -> None:
-        """`stamps`: of all the model's heads."""
-        self.memory[block * self.share : (block + 1) * self.share] = b"".join(stamps[head] for head in self.heads)
-
-    @property
-    def share(self) -> int:
-        """Bytes of one block."""
-        return self.region.block_bytes
-
-
-class Engine:
-    """One group: its ranks' memory, its block pool, and what the core would do with the connector's events."""
-
-    def __init__(self, world: World, name: str, epoch: int, size: int) -> None:
-        self.world = world
-        self.key = EngineKey(name, epoch)
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.offers: dict[int, Offering] = {}
-        self.receives: dict[int, Receiving] = {}
-        self.committed: list[list[int]] = []
-        self.ids = itertools.count(1)
-        self.channel = world.network.bind(f"tcp://{name}")
-        self.wire = world.wires.bind(f"{name}:{epoch}:0")
-        self.ranks = [Rank(world, self.key, rank, size) for rank in range(size)]
-        crew = gather(self.ranks[0].reader, size, self.wire, clock=world.clock, wait=lambda _: world.clock.advance(0.1))
-        settings = msgspec.structs.replace(SETTINGS, batch_bytes=2 * crew.block_bytes)
-        self.handoff = Handoff(self.key, self.channel, crew, settings, world.clock, self.on_event)
-
-    @property
-    def info(self) -> PeerInfo:
-        return PeerInfo(self.key.engine_id, self.key.epoch, self.channel.address, self.world.layout.fingerprint)
-
-    def pump(self, stalled_rank: int | None = None) -> None:
-        for number, rank in enumerate(self.ranks):
-            if number != stalled_rank:
-                rank.pump()
-        self.handoff.pump()
-
-    def die(self) -> None:
-        self.channel.close()
-        self.wire.close()
-        for rank in self.ranks:
-            rank.die(self.world)
-
-    def holds(self, block: int, stamps: list[bytes]) -> bool:
-        return all(rank.content(block) == [stamps[head] for head in rank.heads] for rank in self.ranks)
-
-    def offer(self, num_blocks: int) -> Offering | None:
-        if num_blocks > self.pool.num_free:
-            return None
-        blocks = self.pool.allocate(num_blocks)
-        content = [self.world.stamps() for _ in blocks]
-        for block, stamps in zip(blocks, content, strict=True):
-            for rank in self.ranks:
-                rank.fill(block, stamps)
-        number = next(self.ids)
-        key = LeaseKey(self.key, f"request-{number}", 0, number)
-        runs = messages.runs_of(blocks)
-        ticket = Ticket(1, key, self.channel.address, self.info.fingerprint, "fake", num_blocks, LEASE_S, runs)
-        offering = Offering(ticket.encode(), key, blocks, content, self.world.clock())
-        self.offers[number] = offering
-        self.handoff.offer(key, num_blocks)
-        return offering
-
-    def withdraw(self, number: int) -> None:
-        self.offers[number].withdrawn = True
-        self.handoff.withdraw(number)
-
-    def abandon(self, reason: str) -> None:
-        for offering in self.offers.values():
-            offering.withdrawn = True
-        self.handoff.abandon(reason)
-
-    def receive(self, offering: Offering, first_block: int) -> None:
-        first_block = min(first_block, len(offering.blocks))
-        count = len(offering.blocks) - first_block
-        if count > self.pool.num_free:
-            return
-        number = next(self.ids)
-        blocks = self.pool.allocate(count)
-        self.receives[number] = Receiving(offering, blocks, first_block)
-        self.handoff.receive(number, offering.ticket, first_block, blocks)
-
-    def cancel(self, number: int) -> None:
-        self.receives[number].offering.given_up = True
-        self.handoff.cancel(number)
-
-    def on_event(self, event: ConnectorEvent) -> None:
-        match event:
-            case OfferEnded():
-                self._offer_ended(event)
-            case Received():
-                self._received(event.transfer_id)
-            case ReceiveFailed():
-                receiving = self._receiving(event.transfer_id)
-                require(not receiving.failed, "a receive failed twice")
-                receiving.failed = receiving.offering.given_up = True
-            case BlocksReleased():
-                receiving = self._receiving(event.transfer_id)
-                require(receiving.failed, "blocks were released of a receive that had not failed")
-                receiving.writable = False
-                del self.receives[event.transfer_id]
-                self.free(receiving.blocks)
-
-    def free(self, blocks: list[int]) -> None:
-        for rank in self.ranks:
-            for block in blocks:
-                rank.fill(block, [SCRIBBLE] * self.world.layout.num_kv_heads)
-        self.pool.release(blocks)
-
-    def may_be_written(self, block: int) -> bool:
-        return any(block in receiving.blocks for receiving in self.receives.values() if receiving.writable)
-
-    def _receiving(self, number: int) -> Receiving:
-        require(number in self.receives, f"receive {number} had already ended")
-        return self.receives[number]
-
-    def _offer_ended(self, event: OfferEnded) -> None:
-        require(event.transfer_id in self.offers, f"offer {event.transfer_id} ended twice")
-        offering = self.offers.pop(event.transfer_id)
-        now = self.world.clock()
-        match event.outcome:
-            case OfferOutcome.FINISHED:
-                require(offering.received, "an offer finished that nobody received")
-            case OfferOutcome.WITHDRAWN:
-                require(offering.withdrawn or offering.given_up or offering.received, "an offer ended for no reason")
-            case OfferOutcome.EXPIRED:
-                require(now >= offering.offered_at + LEASE_S, "an offer expired early")
-        self.free(offering.blocks)
-
-    def _received(self, number: int) -> None:
-        receiving = self._receiving(number)
-        require(not receiving.failed, "a failed receive was committed")
-        reader = ReaderKey(self.key, number)
-        require((receiving.offering.key, reader) in self.world.grants, "committed without a grant of its own")
-        wanted = receiving.offering.content[receiving.first_block :]
-        intact = all(self.holds(block, stamps) for block, stamps in zip(receiving.blocks, wanted, strict=True))
-        require(intact, "committed blocks hold something else")
-        receiving.offering.received = True
-        del self.receives[number]
-        self.committed.append(receiving.blocks)
-
 
 class World:
-    """Prefill engines P0, P1 and decode engines D0, D1; `step` does something at random.
+    """A gateway, prefill engines P0, P1 and decode engines D0, D1.
 
-    `sizes`: the ranks of each. Messages between the ranks of one engine take their time, but none is lost.
+    `sizes`: the ranks of each. Messages between the ranks of one engine take their time, but none is lost. Reads are
+    corrupt now and then where digests would find it.
     """
 
-    def __init__(self, seed: int, sizes: tuple[int, int, int, int] = (1, 1, 1, 1), num_heads: int = 1) -> None:
+    def __init__(
+        self,
+        seed: int,
+        sizes: tuple[int, int, int, int] = (1, 1, 1, 1),
+        num_heads: int = 1,
+        digest: DigestMode = DigestMode.OFF,
+    ) -> None:
         self.rng = random.Random(seed)
         self.clock = VirtualClock()
         self.layout = a_layout(num_heads)
+        self.digest = digest
         self.sizes = dict(zip(("P0", "P1", "D0", "D1"), sizes, strict=True))
         delay_s = self.rng.choice((0.0, 0.05, 0.3))
         self.wires = FakeNetwork(self.clock, self.rng, NetworkFaults(delay_s=(delay_s, delay_s)))
@@ -283,6 +50,7 @@ class World:
                 slow_s=(2.0, 9.0),
                 fail=0.1,
                 late_s=(0.0, 5.0),
+                corrupt=0.1 if digest is DigestMode.VERIFY else 0.0,
                 refuse=0.03,
                 break_peer=0.1,
             ),
@@ -293,10 +61,10 @@ class World:
         self._stamps = itertools.count(1)
         self._epochs = itertools.count(1)
         self.engines: dict[str, Engine] = {}
-        self.ranks_missed = 0
+        self.gateway = Gateway(self)
+        self.ends: Counter[str] = Counter()  # of offers and receives, by outcome, of engines that are gone
         for name in self.sizes:
             self.start(name)
-        self.tickets: list[Offering] = []
         self.tell_everyone()
 
     def start(self, name: str) -> None:
@@ -304,8 +72,15 @@ class World:
 
     def restart(self, name: str) -> None:
         """Killed and back at the same address. Its transfer ids begin at 1 again, as a new process's do."""
+        self.count_ends(self.engines[name])
         self.engines[name].die()
         self.start(name)
+
+    def count_ends(self, engine: Engine) -> None:
+        stats = engine.handoff.stats()
+        self.ends.update({f"offer {outcome}": count for outcome, count in stats.offers.items()})
+        self.ends.update({f"receive {outcome}": count for outcome, count in stats.receives.items()})
+        self.ends["block read early"] += stats.blocks_read_early
 
     def tell_everyone(self) -> None:
         for engine in self.engines.values():
@@ -336,7 +111,7 @@ class World:
         try:
             engine.pump(stalled_rank)
         except RankLost as error:
-            self.ranks_missed += 1
+            self.ends["rank missed"] += 1
             engine.abandon(str(error))
             self.restart(engine.key.engine_id)
 
@@ -348,6 +123,11 @@ class World:
             require(engine.pool.num_free + referenced == NUM_BLOCKS, f"{engine.key.engine_id} has lost blocks")
             engine.pool.check()
 
+    def finish_decoding(self) -> None:
+        for engine in self.engines.values():
+            if engine.committed:
+                engine.free(engine.committed.pop(0))
+
     def come_to_rest(self) -> None:
         """Without faults and with some patience everything ends, exactly once."""
         self.network.faults, self.fabric.faults = NetworkFaults(), TransportFaults()
@@ -355,7 +135,10 @@ class World:
             if any(rank.follower is None for rank in engine.ranks[1:]):
                 self.restart(name)  # whoever watches its processes has noticed by now
         self.tell_everyone()
-        self.pass_time(3 * LEASE_S, tick_s=0.5)
+        for engine in self.engines.values():
+            for number, offering in list(engine.offers.items()):
+                engine.write(number, len(offering.blocks))  # whatever was begun is read to its end
+        self.pass_time(4 * LEASE_S, tick_s=0.5)
         for engine in self.engines.values():
             require(not engine.offers, f"offers of {engine.key.engine_id} never ended: {list(engine.offers)}")
             require(not engine.receives, f"receives of {engine.key.engine_id} never ended: {list(engine.receives)}")
@@ -364,84 +147,21 @@ class World:
             engine.committed.clear()
             require(engine.pool.num_free == NUM_BLOCKS, f"{engine.key.engine_id} has lost blocks")
             require(len(engine.handoff.leases) == len(engine.handoff.receives) == 0, "a state machine still holds on")
+            require(not engine.handoff.any_access, "a read is never let go")
+            self.count_ends(engine)
         self.check_books()
 
-    def step(self) -> None:
-        actions: list[Callable[[], object]] = [self.hand_off] * 4 + [self.wait] * 3
-        actions += [
-            self.cancel,
-            self.withdraw,
-            self.stall,
-            self.stall_a_reader,
-            self.stall_a_reader,
-            self.give_ticket_again,
-            self.finish_decoding,
-            self.crash,
-        ]
-        if max(self.sizes.values()) > 1:
-            actions += [*actions, self.lose_a_rank, self.stall_a_rank]
-        self.rng.choice(actions)()
-        self.check_books()
-
-    def hand_off(self) -> Engine:
-        offering = self.engines[self.rng.choice(("P0", "P1"))].offer(self.rng.randint(1, 6))
-        reader = self.engines[self.rng.choice(("D0", "D1"))]
-        if offering is not None:
-            self.tickets.append(offering)
-            reader.receive(offering, self.rng.choice((0, 0, 1, 6)))
-        return reader
-
-    def stall_a_reader(self) -> None:
-        """It has just claimed; by the time it looks again the lease is over."""
-        reader = self.hand_off()
-        self.pump(reader)
-        self.pass_time(1.5 * LEASE_S, stalled=reader)
-
-    def give_ticket_again(self) -> None:
-        if self.tickets:
-            self.engines[self.rng.choice(("D0", "D1"))].receive(self.rng.choice(self.tickets), 0)
-
-    def cancel(self) -> None:
-        engine = self.engines[self.rng.choice(("D0", "D1"))]
-        if engine.receives:
-            engine.cancel(self.rng.choice(list(engine.receives)))
-
-    def withdraw(self) -> None:
-        engine = self.engines[self.rng.choice(("P0", "P1"))]
-        if engine.offers:
-            engine.withdraw(self.rng.choice(list(engine.offers)))
-
-    def wait(self) -> None:
-        self.pass_time(self.rng.choice((0.2, 0.6, 2.0, LEASE_S / 2)))
-
-    def stall(self) -> None:
-        self.pass_time(self.rng.choice((2.0, 1.5 * LEASE_S)), stalled=self.rng.choice(list(self.engines.values())))
-
-    def stall_a_rank(self) -> None:
-        engine, rank = self._any_rank()
-        self.pass_time(self.rng.choice((2.0, 1.5 * LEASE_S)), stalled=engine, rank=rank)
-
-    def lose_a_rank(self) -> None:
-        """The rest of its engine is not told."""
-        engine, rank = self._any_rank()
-        engine.ranks[rank].die(self)
-
-    def _any_rank(self) -> tuple[Engine, int]:
-        """One that is not rank 0."""
-        engine = self.rng.choice([engine for engine in self.engines.values() if len(engine.ranks) > 1])
-        return engine, self.rng.randrange(1, len(engine.ranks))
-
-    def finish_decoding(self) -> None:
-        for engine in self.engines.values():
-            if engine.committed:
-                engine.free(engine.committed.pop(0))
-
-    def crash(self) -> None:
-        name = self.rng.choice(list(self.engines))
-        self.restart(name)
-        for engine in self.engines.values():
-            if self.rng.random() < 0.5:  # the others may hear of it late
-                self.tell(engine)
+    def prove_all_can_still_hand_off(self) -> None:
+        """After all that has happened, every pair of engines works."""
+        for prefill in ("P0", "P1"):
+            for decode in ("D0", "D1"):
+                offering = self.engines[prefill].offer(3, 1, f"proof {prefill} {decode}", 0)
+                assert offering is not None
+                self.engines[decode].receive(offering, 1)
+                self.pass_time(1.0)
+                self.engines[prefill].write(offering.key.offer, 2)
+                self.pass_time(3.0)
+                require(offering.received, f"a hand-off from {prefill} to {decode} fails though nothing is wrong")
 
     def _on_write(self, agent: str, offset: int, num_bytes: int) -> None:
         for engine in self.engines.values():

@@ -27,7 +27,7 @@ from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSet
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
 from baton.kv_transfer.handoff import Handoff
-from baton.kv_transfer.messages import EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -139,6 +139,37 @@ def test_a_prefix_that_is_cached_whole_still_ends_the_offer(pair: Pair) -> None:
     offer = prefill.offer("request", [3, 4])
     assert decode.receive(offer.ticket, 2, []) == decode.events(1, 10.0)[0].transfer_id
     assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+
+
+def test_blocks_are_read_as_they_are_written_and_received_when_all_are(pair: Pair) -> None:
+    prefill, decode = pair
+    source, target = list(range(40, 52)), list(range(60, 72))
+    before = decode.stats()
+    offer = prefill.offer_growing("request", source)
+    transfer = decode.receive(offer.ticket, 0, target)
+    for num_ready in (4, 9):
+        prefill.advance(offer.transfer_id, num_ready)
+        wait_until(lambda: decode.stats().blocks_read_early - before.blocks_read_early == num_ready)  # noqa: B023
+        assert decode.content(target[:num_ready]) == prefill.content(source[:num_ready])
+    assert decode.events(1, 0.1) == prefill.events(1, 0.1) == []
+    prefill.advance(offer.transfer_id, len(source))
+    assert decode.events(1, 10.0) == [Received(transfer)]
+    assert decode.content(target) == prefill.content(source)
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+
+
+def test_a_prompt_that_is_given_up_in_mid_growth_comes_back_when_its_reader_let_go(pair: Pair) -> None:
+    prefill, decode = pair
+    offer = prefill.offer_growing("request", [40, 41, 42])
+    before = decode.stats().blocks_read_early
+    transfer = decode.receive(offer.ticket, 0, [60, 61, 62])
+    prefill.advance(offer.transfer_id, 2)
+    wait_until(lambda: decode.stats().blocks_read_early - before == 2)
+    prefill.withdraw(offer.transfer_id)
+    failed, released = decode.events(2, 10.0)
+    assert "the holder withdrew the offer" in failed.reason
+    assert released == BlocksReleased(transfer)
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
 
 
 def test_a_ticket_works_before_the_directory_has_named_its_holder(start: Start) -> None:
@@ -310,7 +341,18 @@ def test_a_ticket_for_more_blocks_than_are_to_be_filled_fails_the_receive(connec
 
 def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl/UCX", 16, 30.0, runs_of([1]))
+    ticket = Ticket(
+        TICKET_VERSION,
+        lease,
+        "tcp://127.0.0.1:9",
+        SMALL.fingerprint,
+        "nixl/UCX",
+        16,
+        30.0,
+        DigestMode.OFF,
+        1,
+        runs_of([1]),
+    )
     connector.receive("request", 0, ticket.encode(), 0, [1])
     failed, _ = events_of(connector, 2)
     assert "no connection to nobody at tcp://127.0.0.1:9 within 2 s" in failed.reason
@@ -319,7 +361,9 @@ def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConne
 @pytest.mark.parametrize("address", ["nonsense", "tcp://nonsense", "ipc:///tmp/elsewhere"])
 def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(1, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, runs_of([1]))
+    ticket = Ticket(
+        TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, runs_of([1])
+    )
     for _ in range(2):
         connector.peers_changed([PeerInfo("nobody", 7, address, SMALL.fingerprint)])
         connector.receive("request", 0, ticket.encode(), 0, [1])
@@ -356,7 +400,18 @@ def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
     connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(1, lease, "tcp://127.0.0.1:9", SMALL.fingerprint, "nixl/UCX", 16, 30.0, runs_of([1]))
+    ticket = Ticket(
+        TICKET_VERSION,
+        lease,
+        "tcp://127.0.0.1:9",
+        SMALL.fingerprint,
+        "nixl/UCX",
+        16,
+        30.0,
+        DigestMode.OFF,
+        1,
+        runs_of([1]),
+    )
     transfer = connector.receive("request", 0, ticket.encode(), 0, [1])
     wait_until(lambda: connector.stats().receives_active == 1)
     monkeypatch.setattr(Handoff, "pump", lambda self: 1 / 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -94,3 +94,45 @@ def test_tokens_do_not_depend_on_who_read_the_prompt_and_who_goes_on(engines: li
     for engine in engines:
         stats = engine.stats()
         assert (stats.num_blocks_free, stats.num_blocks_held, stats.num_blocks_quarantined) == (64, 0, 0)
+
+
+def hand_off_early(prefill: GroupEngine, decode: GroupEngine, request: EngineRequest) -> tuple[list[int], int]:
+    """The decode engine fetches each chunk before prefill runs the next. Tokens; blocks that came before the last."""
+    chunk, blocks_before = ENGINE_ARGS["max_num_batched_tokens"], decode.transfers().blocks_read_early
+    prefill.add([msgspec.structs.replace(request, keep_kv=True)])
+    (early,) = prefill.step()
+    assert early.finish_reason is None
+    decode.add([msgspec.structs.replace(request, kv_source=early.kv_source, awaits_first_token=True)])
+    steps, num_read = [], chunk  # by that first step
+    while not steps:
+        expected = blocks_before + num_read // 16
+        wait_until(lambda: decode.step() == [] and decode.transfers().blocks_read_early >= expected)  # noqa: B023
+        steps, num_read = prefill.step(), num_read + chunk
+    (last,) = steps
+    assert (last.finish_reason, last.kv_source) == (FinishReason.HANDOFF, early.kv_source)
+    decode.begin(request.request_id, last.token_ids[0])
+    rest: list[int] = []
+    while len(rest) < SAMPLING.max_tokens - 1:
+        rest += [token for step in decode.step() for token in step.token_ids]
+    return [*last.token_ids, *rest], decode.transfers().blocks_read_early - blocks_before
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_most_of_a_long_prompt_has_arrived_when_prefill_ends_and_the_tokens_are_the_same(
+    engines: list[GroupEngine],
+) -> None:
+    request = a_batch()[-1]
+    (expected,) = tokens_of(engines[0], [request])
+    num_chunks = -(-len(request.prompt_token_ids) // ENGINE_ARGS["max_num_batched_tokens"])
+    before_the_last = (num_chunks - 1) * ENGINE_ARGS["max_num_batched_tokens"] // 16
+    for prefill, decode in itertools.permutations(engines, 2):
+        assert hand_off_early(prefill, decode, request) == (expected, before_the_last)
+    for engine in engines:
+        wait_until(lambda engine=engine: engine.stats().num_blocks_free == 64)
+        assert engine.stats().num_blocks_held == engine.stats().num_blocks_quarantined == 0

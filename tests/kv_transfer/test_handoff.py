@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, ConnectorEvent, OfferEnded, OfferOutcome, ReceiveFailed
@@ -11,7 +12,7 @@ from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.crew import Crew
 from baton.kv_transfer.fake_channel import FakeNetwork
 from baton.kv_transfer.handoff import Handoff
-from baton.kv_transfer.messages import EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
 from baton.kv_transfer.pacing import POLL_SERVING_S
 from baton.kv_transfer.peers import MAX_GREET_PAUSE_S
 from baton.kv_transfer.rank_reader import RankReader
@@ -25,20 +26,24 @@ THEIRS = KVLayout(model="theirs", num_layers=1, num_kv_heads=1, head_dim=1, dtyp
 
 
 class Engines:
-    def __init__(self, holder_layout: KVLayout) -> None:
+    def __init__(
+        self, holder_layout: KVLayout = OURS, transport: str = "fake", settings: TransferSettings = SETTINGS
+    ) -> None:
+        """What the holder is like."""
         self.clock = VirtualClock()
         self.network = FakeNetwork(self.clock, random.Random(0))
         self.fabric = FakeFabric(self.clock, random.Random(0))
         self.events: list[ConnectorEvent] = []
-        self.holder = self.engine("holder", holder_layout)
-        self.reader = self.engine("reader", OURS)
+        self.holder = self.engine("holder", holder_layout, transport, settings)
+        self.reader = self.engine("reader", OURS, "fake", SETTINGS)
 
-    def engine(self, name: str, layout: KVLayout) -> Handoff:
+    def engine(self, name: str, layout: KVLayout, transport_name: str, settings: TransferSettings) -> Handoff:
         transport = self.fabric.attach(name, bytearray(4 * layout.block_bytes))
+        transport.name = transport_name
         channel = self.network.bind(f"tcp://{name}")
         region = KVRegion(0, 4, "cpu", layout, 0, layout.num_kv_heads)
         crew = Crew(RankReader(0, region, transport))
-        return Handoff(EngineKey(name, 1), channel, crew, SETTINGS, self.clock, self.events.append)
+        return Handoff(EngineKey(name, 1), channel, crew, settings, self.clock, self.events.append)
 
     def pass_time(self, rounds: int = 20) -> None:
         for _ in range(rounds):
@@ -54,13 +59,24 @@ class Engines:
     def hand_over(self) -> None:
         """Begins to read block 1."""
         self.meet()
-        self.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), 1)
+        self.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], 1)
         self.receive(EngineKey("holder", 1))
         self.pass_time(3)
 
     def receive(self, holder: EngineKey, block: int = 1) -> None:
         lease = LeaseKey(holder, "request", 0, 1)
-        ticket = Ticket(1, lease, "tcp://holder", OURS.fingerprint, "fake", 16, 30.0, runs_of([block]))
+        ticket = Ticket(
+            TICKET_VERSION,
+            lease,
+            "tcp://holder",
+            OURS.fingerprint,
+            "fake",
+            16,
+            30.0,
+            DigestMode.OFF,
+            1,
+            runs_of([block]),
+        )
         self.reader.receive(1, ticket.encode(), 0, [1])
 
 
@@ -89,15 +105,25 @@ def test_a_holder_refuses_whom_it_does_not_match(holder_layout: KVLayout, epoch:
     assert isinstance(engines.events[2], ReceiveFailed)
 
 
-def test_a_holder_refuses_another_transport_or_other_backends_and_names_both() -> None:
-    engines = Engines(OURS)
-    engines.holder._crew.transport_name = "nixl/POSIX+UCX"
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"transport": "nixl/POSIX+UCX"}, "its transport is nixl/POSIX+UCX, the reader's is fake"),
+        (
+            {"settings": msgspec.structs.replace(SETTINGS, digest=DigestMode.VERIFY)},
+            "its transfer.digest is 'verify', the reader's is 'off'",
+        ),
+    ],
+    ids=["transport or backends", "digests"],
+)
+def test_a_holder_that_is_set_up_otherwise_refuses_and_names_both(other: dict, reason: str) -> None:
+    engines = Engines(**other)
     engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
     engines.receive(EngineKey("holder", 1))
     engines.pass_time()
     failed, _ = engines.events
     assert isinstance(failed, ReceiveFailed)
-    assert "holder refuses to pair: its transport is nixl/POSIX+UCX, the reader's is fake" in failed.reason
+    assert f"holder refuses to pair: {reason}" in failed.reason
 
 
 def test_a_ticket_for_blocks_that_the_holder_lacks_costs_nobody_else_the_connection() -> None:

@@ -10,10 +10,13 @@ from baton.kv_transfer.actions import Emit, SendToReader
 from baton.kv_transfer.leases import LeaseTable
 from baton.kv_transfer.messages import (
     Abort,
+    AskDigests,
     Claim,
+    Digests,
     EngineKey,
     Finish,
     Granted,
+    Grown,
     LeaseKey,
     ReaderKey,
     Refused,
@@ -34,6 +37,14 @@ def table() -> LeaseTable:
     return table
 
 
+@pytest.fixture
+def growing() -> LeaseTable:
+    """The same, of which one block is written."""
+    table = LeaseTable(HOLDER, lease_s=10.0)
+    table.offer(LEASE, num_blocks=3, now=0.0, num_ready=1)
+    return table
+
+
 def ended(outcome: OfferOutcome) -> list[Emit]:
     return [Emit(OfferEnded(1, outcome))]
 
@@ -43,7 +54,7 @@ def to_reader(message) -> list[SendToReader]:
 
 
 def test_a_claim_is_granted_from_when_it_came(table: LeaseTable) -> None:
-    assert table.on_message(Claim(LEASE, READER, 7), now=4.0) == to_reader(Granted(LEASE, READER, 7, 10.0))
+    assert table.on_message(Claim(LEASE, READER, 7), now=4.0) == to_reader(Granted(LEASE, READER, 7, 10.0, 3))
     assert table.expire(now=13.9) == []
     assert table.expire(now=14.0) == ended(OfferOutcome.EXPIRED)
 
@@ -122,3 +133,36 @@ def test_a_message_about_another_lease_changes_nothing_and_is_counted(stale: Lea
         assert isinstance(table.on_message(kind(stale, READER, 1), now=1.0)[0].message, Refused)
     assert table.stale_messages == 4
     assert (len(table), table.any_granted, table.next_expiry) == (1, False, 10.0)
+
+
+def test_a_reader_hears_at_once_how_far_an_offer_has_grown(growing: LeaseTable) -> None:
+    assert growing.on_message(Claim(LEASE, READER, 1), now=1.0) == to_reader(Granted(LEASE, READER, 1, 10.0, 1))
+    assert growing.advance(1, 2, now=2.0) == to_reader(Grown(LEASE, READER, 2))
+    assert growing.on_message(Renew(LEASE, READER, 2), now=3.0) == to_reader(Granted(LEASE, READER, 2, 10.0, 2))
+
+
+def test_while_nobody_has_claimed_it_an_offer_grows_silently_and_stays_alive(growing: LeaseTable) -> None:
+    assert growing.advance(1, 2, now=8.0) == []
+    assert growing.expire(now=17.9) == []
+    assert growing.expire(now=18.0) == ended(OfferOutcome.EXPIRED)
+
+
+def test_nothing_can_be_finished_before_all_of_it_is_written(growing: LeaseTable) -> None:
+    growing.on_message(Claim(LEASE, READER, 1), now=1.0)
+    assert growing.on_message(Finish(LEASE, READER), now=2.0) == []
+    growing.advance(1, 3, now=3.0)
+    assert growing.on_message(Finish(LEASE, READER), now=4.0) == ended(OfferOutcome.FINISHED)
+
+
+def test_an_offer_that_was_asked_back_grows_no_more_and_lives_no_longer(growing: LeaseTable) -> None:
+    growing.on_message(Claim(LEASE, READER, 1), now=1.0)
+    growing.withdraw(1)
+    assert growing.advance(1, 2, now=9.0) == []
+    assert growing.expire(now=11.0) == ended(OfferOutcome.WITHDRAWN)
+
+
+def test_digests_are_told_to_the_reader_once_they_are_known(table: LeaseTable) -> None:
+    table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    assert table.on_message(AskDigests(LEASE, READER), now=2.0) == []
+    table.know_digests(1, (b"12345678",))
+    assert table.on_message(AskDigests(LEASE, READER), now=3.0) == to_reader(Digests(LEASE, READER, (b"12345678",)))

@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from baton.kv_transfer.errors import MalformedMessage
 from baton.kv_transfer.messages import (
     MAX_BLOCKS,
+    TICKET_VERSION,
     Abort,
+    AskDigests,
     Claim,
+    DigestMode,
+    Digests,
     EngineKey,
     Finish,
     Granted,
+    Grown,
     Hello,
     LeaseKey,
     ReaderKey,
@@ -35,12 +40,15 @@ from baton.kv_transfer.messages import (
 PREFILL, DECODE = EngineKey("prefill-0", 2**62), EngineKey("decode-0", 7)
 LEASE, READER = LeaseKey(PREFILL, "request", 3, 12), ReaderKey(DECODE, 5)
 MESSAGES = [
-    Hello(DECODE, PREFILL, "fingerprint", "nixl"),
+    Hello(DECODE, PREFILL, "fingerprint", "nixl", DigestMode.OFF),
     Welcome(PREFILL, DECODE, b"metadata"),
     Unwelcome(PREFILL, DECODE, "because"),
     Claim(LEASE, READER, 1),
     Renew(LEASE, READER, 2),
-    Granted(LEASE, READER, 2, 30.0),
+    Granted(LEASE, READER, 2, 30.0, 3),
+    Grown(LEASE, READER, 4),
+    AskDigests(LEASE, READER),
+    Digests(LEASE, READER, (b"", b"8 bytes.")),
     Refused(LEASE, READER, "because"),
     Withdrawn(LEASE, READER),
     Finish(LEASE, READER),
@@ -49,7 +57,18 @@ MESSAGES = [
 
 
 def a_ticket(**changes: object) -> Ticket:
-    ticket = Ticket(1, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 40, 30.0, runs_of([4, 5, 9]))
+    ticket = Ticket(
+        TICKET_VERSION,
+        LEASE,
+        "tcp://10.0.0.1:5",
+        "fingerprint",
+        "nixl",
+        40,
+        30.0,
+        DigestMode.OFF,
+        3,
+        runs_of([4, 5, 9]),
+    )
     return msgspec.structs.replace(ticket, **changes)
 
 
@@ -84,9 +103,9 @@ def test_deep_nesting_behind_a_message_is_malformed() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Granted(LEASE, READER, 1, float("inf")),
-        Granted(LEASE, READER, 1, float("nan")),
-        Granted(LEASE, READER, 1, -1.0),
+        Granted(LEASE, READER, 1, float("inf"), 3),
+        Granted(LEASE, READER, 1, float("nan"), 3),
+        Granted(LEASE, READER, 1, -1.0, 3),
         Claim(LEASE, READER, -1),
         Claim(LeaseKey(PREFILL, "", 0, 0), READER, 1),
         Claim(LeaseKey(EngineKey("p", 2**63), "r", 0, 0), READER, 1),
@@ -114,8 +133,8 @@ def test_a_ticket_survives_the_wire() -> None:
 
 
 def test_a_ticket_of_another_version_says_so() -> None:
-    with pytest.raises(MalformedMessage, match="has version 2, this engine reads version 1"):
-        Ticket.decode(a_ticket(version=2).encode())
+    with pytest.raises(MalformedMessage, match="has version 3, this engine reads version 2"):
+        Ticket.decode(a_ticket(version=3).encode())
 
 
 def test_a_ticket_cannot_make_its_reader_expand_more_blocks_than_any_engine_has() -> None:

@@ -6,13 +6,18 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed
-from baton.kv_transfer.actions import Action, Emit, SendToHolder, StartRead, StopRead
+from baton.kv_transfer.actions import Action, Emit, Read, SendToHolder, StopRead, Verify
 from baton.kv_transfer.messages import (
+    TICKET_VERSION,
     Abort,
+    AskDigests,
     Claim,
+    DigestMode,
+    Digests,
     EngineKey,
     Finish,
     Granted,
+    Grown,
     LeaseKey,
     ReaderKey,
     Refused,
@@ -25,7 +30,10 @@ from baton.kv_transfer.receives import Patience, ReceiveState, ReceiveTable
 
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)
 LEASE, READER = LeaseKey(HOLDER, "request", 0, 5), ReaderKey(ME, 1)
-TICKET = Ticket(1, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 48, 10.0, runs_of([7, 8, 9]))
+TICKET = Ticket(
+    *(TICKET_VERSION, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 48, 10.0),
+    *(DigestMode.OFF, 3, runs_of([7, 8, 9])),
+)
 PATIENCE = Patience(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5)
 CLAIM = SendToHolder(HOLDER, Claim(LEASE, READER, 1))
 ABORT, FINISH = SendToHolder(HOLDER, Abort(LEASE, READER)), SendToHolder(HOLDER, Finish(LEASE, READER))
@@ -42,7 +50,7 @@ def table() -> ReceiveTable:
 @pytest.fixture
 def pulling(table: ReceiveTable) -> ReceiveTable:
     """Claimed at time 1, so that a grant of ten seconds counts until 10.5."""
-    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, StartRead(1)]
+    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, Read(1, 0, 2)]
     return table
 
 
@@ -52,7 +60,7 @@ def failed(actions: list[Action]) -> str:
 
 
 def grant(number: int = 1, lease_s: float = 10.0) -> Granted:
-    return Granted(LEASE, READER, number, lease_s)
+    return Granted(LEASE, READER, number, lease_s, 3)
 
 
 def test_only_the_blocks_behind_the_cached_prefix_are_read(table: ReceiveTable) -> None:
@@ -174,7 +182,7 @@ def test_a_failed_read_stays_in_quarantine_until_it_is_released(pulling: Receive
 def test_a_message_about_something_else_changes_nothing(
     lease: LeaseKey, reader: ReaderKey, pulling: ReceiveTable
 ) -> None:
-    for message in (Granted(lease, reader, 1, 10.0), Refused(lease, reader, "no"), Withdrawn(lease, reader)):
+    for message in (Granted(lease, reader, 1, 10.0, 3), Refused(lease, reader, "no"), Withdrawn(lease, reader)):
         assert not [action for action in pulling.on_message(message, now=1.5) if isinstance(action, Emit)]
     assert pulling[1].granted_until is None
     assert pulling.stale_messages == 3
@@ -184,3 +192,81 @@ def test_a_grant_for_a_receive_that_is_over_lets_the_holder_go(pulling: ReceiveT
     pulling.cancel(1)
     pulling.read_released(1)
     assert pulling.on_message(grant(), now=2.0) == [ABORT]
+
+
+# ---------------------------------------------------------------------- offers that grow
+
+
+@pytest.fixture
+def growing() -> ReceiveTable:
+    """Of three blocks the first was here already; when the ticket was sent, two were written."""
+    table = ReceiveTable(ME, PATIENCE)
+    table.start(1, msgspec.structs.replace(TICKET, num_ready=2), first_block=1, block_ids=[20, 21], now=0.0)
+    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, Read(1, 0, 1)]
+    return table
+
+
+def test_blocks_are_read_when_they_are_written_and_count_when_all_are(growing: ReceiveTable) -> None:
+    growing.on_message(Granted(LEASE, READER, 1, 10.0, 2), now=1.2)
+    assert growing.on_message(Grown(LEASE, READER, 3), now=2.0) == [Read(1, 1, 2)]
+    assert growing.read_finished(1, now=3.0) == [RECEIVED, FINISH]
+
+
+def test_news_of_growth_that_come_twice_or_late_read_nothing_twice(growing: ReceiveTable) -> None:
+    assert growing.on_message(Grown(LEASE, READER, 3), now=2.0) == [Read(1, 1, 2)]
+    assert growing.on_message(Grown(LEASE, READER, 3), now=2.1) == []
+    assert growing.on_message(Grown(LEASE, READER, 2), now=2.2) == []
+    assert growing.on_message(Grown(LEASE, READER, 1 << 40), now=2.3) == []
+
+
+def test_while_it_grows_the_reader_asks_again_and_again_for_what_may_have_been_lost(growing: ReceiveTable) -> None:
+    growing.on_message(Granted(LEASE, READER, 1, 10.0, 2), now=1.2)
+    assert growing.tick(now=2.1) == []
+    assert growing.tick(now=2.2) == [SendToHolder(HOLDER, Renew(LEASE, READER, 2))]
+    assert growing.on_message(Granted(LEASE, READER, 2, 10.0, 3), now=2.3) == [Read(1, 1, 2)]
+
+
+def test_what_needs_no_read_still_waits_for_the_end_of_the_prompt() -> None:
+    table = ReceiveTable(ME, PATIENCE)
+    table.start(1, msgspec.structs.replace(TICKET, num_ready=0), first_block=3, block_ids=[], now=0.0)
+    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, Read(1, 0, 0)]
+    table.on_message(Granted(LEASE, READER, 1, 10.0, 0), now=1.2)
+    assert table.read_finished(1, now=1.3) == []
+    assert table.on_message(Grown(LEASE, READER, 3), now=2.0) == [RECEIVED, FINISH]
+
+
+# ---------------------------------------------------------------------- digests
+
+
+@pytest.fixture
+def verifying() -> ReceiveTable:
+    """All is read, and granted until 10.5."""
+    table = ReceiveTable(ME, PATIENCE, DigestMode.VERIFY)
+    table.start(1, TICKET, first_block=1, block_ids=[20, 21], now=0.0)
+    table.peer_ready(HOLDER, now=1.0)
+    table.on_message(grant(), now=1.2)
+    assert table.read_finished(1, now=2.0) == [SendToHolder(HOLDER, AskDigests(LEASE, READER))]
+    return table
+
+
+def test_digests_that_match_commit(verifying: ReceiveTable) -> None:
+    assert verifying.on_message(Digests(LEASE, READER, (b"8 bytes.",)), now=2.5) == [Verify(1, (b"8 bytes.",))]
+    assert verifying.matched(1) == [RECEIVED, FINISH]
+
+
+def test_digests_that_differ_fail_the_receive_and_the_blocks_are_free(verifying: ReceiveTable) -> None:
+    verifying.on_message(Digests(LEASE, READER, (b"8 bytes.",)), now=2.5)
+    actions = verifying.corrupt(1, "block 20")
+    assert failed(actions) == "the digests differ: block 20"
+    assert actions[1:] == [ABORT, RELEASED]
+    assert verifying.outcomes == {"corrupt": 1}
+
+
+def test_digests_that_do_not_come_are_asked_for_again(verifying: ReceiveTable) -> None:
+    assert SendToHolder(HOLDER, AskDigests(LEASE, READER)) in verifying.tick(now=3.0)
+    assert "before it sent its digests" in failed(verifying.tick(now=10.5))
+
+
+def test_digests_that_nobody_asked_for_prove_nothing(pulling: ReceiveTable) -> None:
+    assert pulling.on_message(Digests(LEASE, READER, (b"8 bytes.",)), now=1.5) == []
+    assert pulling.stale_messages == 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
-from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings
+from baton.kv_transfer.messages import DigestMode
+from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
 
 
 def test_the_defaults_are_valid() -> None:
@@ -35,3 +37,24 @@ def test_the_name_that_both_ends_compare_has_nixls_backends_in_any_order() -> No
     assert TransferSettings(backends=("UCX", "POSIX")).transport_name == "nixl/POSIX+UCX"
     assert TransferSettings(backends=("POSIX", "UCX", "UCX")).transport_name == "nixl/POSIX+UCX"
     assert TransferSettings(transport="ucx", backends=("POSIX",)).transport_name == "ucx"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"digest": "sha"}, "digest is 'sha'; it must be one of 'off', 'verify'"),
+        ({"buffer": "gpu"}, "buffer is 'gpu'; it must be one of 'device', 'host', 'auto'"),
+        ({"progressive": "sometimes"}, "Expected `bool`, got `str` - at `$.progressive`"),
+        ({"lease_s": -1}, "lease_s is -1.0; it must be a positive number"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_is_told_what_can(values: dict, reason: str) -> None:
+    with pytest.raises(InvalidTransferSettings) as refused:
+        parse_settings(values)
+    assert reason in str(refused.value)
+
+
+def test_off_may_be_written_without_quotes_in_yaml() -> None:
+    written = yaml.safe_load("{digest: off, progressive: off}")
+    assert parse_settings(written) == TransferSettings(progressive=False)
+    assert parse_settings({"digest": "verify"}).digest is DigestMode.VERIFY

@@ -17,6 +17,7 @@ from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
+    GrowingConnector,
     Offer,
     OfferEnded,
     OfferOutcome,
@@ -113,6 +114,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.fail_at_launch: Exception | None = None
         self.fail_at_result: Exception | None = None
+        self.draws_0 = False  # as where a request excludes every token
         self._queue: deque[FakePendingStep] = deque()
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
@@ -169,7 +171,7 @@ class FakeRunner:
             prompt = [logprob_of(row.kv[position - 1], row.tokens[position]) for position in positions]
         if not chunk.samples:
             return ChunkResult(None, None, prompt)
-        token = next_token(row.kv[-1], row.seed, self.config.vocab_size)
+        token = 0 if self.draws_0 else next_token(row.kv[-1], row.seed, self.config.vocab_size)
         logprobs = logprob_of(row.kv[-1], token)
         row.append(token)
         return ChunkResult(token, logprobs, prompt)
@@ -197,7 +199,8 @@ class FakePendingStep:
 class OpenOffer:
     request_id: str
     blocks: list[int]
-    content: list[int]
+    content: list[int]  # of what is written
+    num_tokens: int
     withdrawn: bool = False
 
 
@@ -211,14 +214,17 @@ class Pull:
     failed: bool = False
 
 
-class FakeConnector:
+class FakeConnector(GrowingConnector):
     """A `KVConnector` whose transfers move when the test says so, in any order, well or badly.
 
     `fetch` gives the KV values that a ticket stands for. Between a failure and the release of the blocks, `scribble`
     writes into them as a late transfer would.
     """
 
-    def __init__(self, memory: KVMemory, fetch: Callable[[bytes], Sequence[int]]) -> None:
+    def __init__(
+        self, memory: KVMemory, fetch: Callable[[bytes], Sequence[int]], *, offers_early: bool = False
+    ) -> None:
+        self.offers_early = offers_early
         self._memory = memory
         self._fetch = fetch
         self._next_id = 0
@@ -232,8 +238,25 @@ class FakeConnector:
         transfer_id = self._new_id()
         content = self._memory.read(block_ids, num_tokens)
         assert GARBAGE not in content, "an offer of blocks that were not written"
-        self.offers[transfer_id] = OpenOffer(request_id, list(block_ids), content)
+        self.offers[transfer_id] = OpenOffer(request_id, list(block_ids), content, num_tokens)
         return Offer(transfer_id, str(transfer_id).encode())
+
+    def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        transfer_id = self._new_id()
+        assert len(block_ids) == -(-num_tokens // self._memory.block_size), "exactly the prompt's blocks are offered"
+        self.offers[transfer_id] = OpenOffer(request_id, list(block_ids), [], num_tokens)
+        return Offer(transfer_id, str(transfer_id).encode())
+
+    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
+        offer = self.offers.get(transfer_id)
+        if offer is None:
+            return
+        assert not offer.withdrawn, "what was given up grows no more"
+        num_tokens = min(num_ready * self._memory.block_size, offer.num_tokens)
+        content = self._memory.read(offer.blocks, num_tokens)
+        assert GARBAGE not in content, "blocks that were not written are said to be"
+        assert content[: len(offer.content)] == offer.content, "what was written before is something else now"
+        offer.content = content
 
     def withdraw(self, transfer_id: TransferId) -> None:
         if transfer_id in self.offers:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 from core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
+from core_tiers import FakeTiers
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.engine import EngineCore
+from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
@@ -41,11 +44,24 @@ def request(request_id: str, prompt: int | list[int], **changes: object) -> Engi
 
 
 class Harness:
-    def __init__(self, engine_config: EngineCoreConfig, *, lazy: bool = True) -> None:
+    def __init__(
+        self,
+        engine_config: EngineCoreConfig,
+        *,
+        lazy: bool = True,
+        min_restored_tokens: int | None = None,
+        grammars: GrammarSource | None = None,
+        offers_early: bool = False,
+    ) -> None:
+        """With tiers where `min_restored_tokens` is given."""
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
-        self.connector = FakeConnector(self.runner.memory, fetch_from_ticket)
-        self.core = EngineCore(engine_config, self.runner, self.connector)
+        self.connector = FakeConnector(self.runner.memory, fetch_from_ticket, offers_early=offers_early)
+        self.unbegun: dict[tuple[str, int], int] = {}  # the first tokens that nobody has told yet
+        self.tiers = None
+        if min_restored_tokens is not None:
+            self.tiers = FakeTiers(self.runner.memory, min_restored_tokens)
+        self.core = EngineCore(engine_config, self.runner, self.connector, tiers=self.tiers, grammars=grammars)
         self.asked: dict[tuple[str, int], EngineRequest] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
         self._expected: dict[tuple[str, int], tuple[list[int], FinishReason]] = {}
@@ -58,6 +74,16 @@ class Harness:
         for each in requests:
             self.asked[each.request_id, each.generation] = each
             self.core.add(each)
+
+    def add_during_prefill(self, asked: EngineRequest, first_token: int) -> None:
+        """Its blocks are on their way, and its first token becomes known only with `begin`."""
+        key = asked.request_id, asked.generation
+        self.asked[key] = msgspec.structs.replace(asked, output_token_ids=[first_token])
+        self.unbegun[key] = first_token
+        self.core.add(msgspec.structs.replace(asked, awaits_first_token=True))
+
+    def begin(self, request_id: str, generation: int = 0) -> None:
+        self.core.begin(request_id, generation, self.unbegun.pop((request_id, generation)))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -94,6 +120,8 @@ class Harness:
 
     def finish_transfers(self) -> None:
         """The outside world does everything that it still owes."""
+        for key in list(self.unbegun):
+            self.begin(*key)
         for transfer_id, pull in list(self.connector.pulls.items()):
             if not pull.failed and not pull.cancelled:
                 self.connector.complete(transfer_id)
@@ -103,20 +131,30 @@ class Harness:
             self.connector.release(transfer_id)
         for transfer_id in list(self.connector.offers):
             self.connector.end_offer(transfer_id, OfferOutcome.EXPIRED)
+        if self.tiers is not None:
+            self.tiers.finish_all()
 
     def run_to_the_end(self) -> None:
         self.step()  # takes in the last events
-        while self.core.has_work() or self.connector.pulls or self.connector.offers:
+        while self.core.has_work() or self.unbegun or self._any_transfer() or self._any_copies():
             self.run()
             self.finish_transfers()
             self.step()
         self.check_all_given_back()
+
+    def _any_transfer(self) -> bool:
+        return bool(self.connector.pulls or self.connector.offers)
+
+    def _any_copies(self) -> bool:
+        return self.tiers is not None and bool(self.tiers.stores or self.tiers.restores)
 
     # ---- rules
 
     def check(self) -> None:
         self.scheduler.pool.check()
         self.connector.check_offers()
+        if self.tiers is not None:
+            self.tiers.check_lent()
         check_references(self.scheduler)
         check_rows(self.scheduler)
         check_places(self.scheduler)
@@ -124,6 +162,9 @@ class Harness:
     def check_answer(self, key: tuple[str, int]) -> None:
         """Right so far: exactly the tokens that this request draws alone, and no finish but its own or a cut."""
         asked, answer = self.asked[key], self.answers[key]
+        early = [output for output in answer.outputs if output.kv_source and output.finish_reason is None]
+        assert early == answer.outputs[: len(early)], "an early offer behind a token"
+        assert len({output.kv_source.ticket for output in early}) == len(early)
         if answer.outputs[0].error is not None or not answer.token_ids:
             return
         if key not in self._expected:
@@ -134,10 +175,11 @@ class Harness:
             assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
         computed_here = not asked.output_token_ids and asked.kv_source is None
         wants_prompt = asked.sampling.prompt_logprobs is not None and computed_here
-        if wants_prompt and answer.outputs[0].token_ids:
+        first = next(output for output in answer.outputs if output.token_ids)
+        if wants_prompt:
             prompt = asked.prompt_token_ids
             expected = [logprob_of(kv, token) for kv, token in zip(kv_of(prompt), prompt[1:], strict=False)]
-            assert answer.outputs[0].prompt_logprobs == [None, *expected]
+            assert first.prompt_logprobs == [None, *expected]
 
     def check_all_given_back(self) -> None:
         stats = self.core.stats()
@@ -158,13 +200,15 @@ def check_references(scheduler: Scheduler) -> None:
     tables += [blocks for retired in scheduler.fence._retired.values() for _, blocks in retired]
     tables += [blocks for _, blocks in handoffs.held._offers.values()]
     tables += list(handoffs.quarantine._blocks.values())
+    tables += [*scheduler.tiering.quarantine._blocks.values(), *scheduler.tiering._lent.values()]
     owners = Counter(block for table in tables for block in table)
     for block in range(scheduler.pool.num_blocks):
         assert scheduler.pool.references(block) == owners[block], f"block {block}"
     for request in scheduler.requests.values():
         assert len(set(request.block_ids)) == len(request.block_ids)
         for block in request.block_ids[request.num_computed // size :]:
-            assert owners[block] == 1, f"{request.request_id} may write to block {block}, which others have, too"
+            own = 1 + handoffs.grows(request)  # the offer of what it is about to write is its own
+            assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
     held = {block for _, blocks in handoffs.held._offers.values() for block in blocks}
     assert handoffs.held.num_blocks == len(held)
     assert handoffs.quarantine.num_blocks == sum(len(blocks) for blocks in handoffs.quarantine._blocks.values())
@@ -178,18 +222,22 @@ def check_rows(scheduler: Scheduler) -> None:
 
 def check_places(scheduler: Scheduler) -> None:
     """Each live request is in exactly the one place that fits its status, and its counts are in order."""
-    pulling = {request for request, _ in scheduler.handoffs._pulling.values()}
+    pulling = {request for request, _ in scheduler.handoffs._pulling.values()} | set(scheduler.tiering._copy_of)
     assert scheduler.running == sorted(scheduler.running, key=lambda each: each.rank)
     for request in scheduler.requests.values():
         places = {
             RequestStatus.RUNNING: request in scheduler.running,
             RequestStatus.WAITING_FOR_KV: request in pulling,
             RequestStatus.PREEMPTED: request in scheduler.waiting._members,
-            RequestStatus.WAITING: request in scheduler.waiting._members or request in scheduler.received,
+            RequestStatus.WAITING_FOR_GRAMMAR: request in scheduler.constraints._tasks,
+            RequestStatus.WAITING: request in scheduler.waiting._members or request in scheduler.filled,
         }
         assert places[request.status], f"{request.request_id} is {request.status}"
-        assert 0 <= request.num_computed < request.num_tokens <= request.limit
+        assert 0 <= request.num_computed < request.num_tokens + request.awaits_token
+        assert request.num_tokens <= request.limit
         assert len(request.token_ids) <= request.num_tokens
         assert request.num_computed <= request.capacity
-    count = len(scheduler.running) + len(pulling) + len(scheduler.waiting) + len(scheduler.received)
+    filled = len(scheduler.filled)
+    queued = len(scheduler.waiting) + filled + scheduler.constraints.num_opening
+    count = len(scheduler.running) + len(pulling) + queued
     assert count == len(scheduler.requests), "somebody is in two places, or over and still somewhere"

@@ -50,13 +50,29 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(4, 24),
         caching=st.sampled_from([True, True, False]),
+        min_restored=st.sampled_from([None, 1, 1, 12]),
+        offers_early=st.booleans(),
     )
-    def start(self, depth: int, lazy: bool, num_blocks: int, max_num_seqs: int, budget: int, caching: bool) -> None:
+    def start(
+        self,
+        depth: int,
+        lazy: bool,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool,
+        min_restored: int | None,
+        offers_early: bool,
+    ) -> None:
         sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
         self.engine = Harness(
             config(depth=depth, enable_prefix_caching=caching, eos_token_ids=[1, 2], max_model_len=70, **sizes),
             lazy=lazy,
+            min_restored_tokens=min_restored,
+            offers_early=offers_early,
         )
+        self.now = 0.0
+        self.engine.scheduler.tiering._clock = lambda: self.now
 
     def new_id(self) -> str:
         self.count += 1
@@ -111,6 +127,17 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
 
+    @rule(prompt=prompts(), sampling=samplings(), first=st.integers(0, VOCAB_SIZE - 1))
+    def add_during_prefill(self, prompt: list[int], sampling: SamplingParams, first: int) -> None:
+        source = KVSource(ticket_for(prompt), len(prompt))
+        asked = EngineRequest(request_id=self.new_id(), prompt_token_ids=prompt, sampling=sampling, kv_source=source)
+        self.engine.add_during_prefill(asked, first)
+
+    @precondition(lambda self: self.engine.unbegun)
+    @rule(data=st.data())
+    def prefill_ends(self, data: st.DataObject) -> None:
+        self.engine.begin(*data.draw(st.sampled_from(sorted(self.engine.unbegun))))
+
     @precondition(lambda self: self.live_ids())
     @rule(data=st.data())
     def resubmit(self, data: st.DataObject) -> None:
@@ -155,6 +182,31 @@ class EngineMachine(RuleBasedStateMachine):
         elif way == "release" and pull.failed:
             connector.release(transfer_id)
 
+    @precondition(lambda self: self.engine.tiers is not None)
+    @rule()
+    def wait_longer_than_a_tier_may_take(self) -> None:
+        self.now += 11.0
+
+    @precondition(lambda self: self.engine.tiers is not None)
+    @rule(
+        data=st.data(),
+        way=st.sampled_from(["store", "store", "lose", "restore", "restore", "corrupt", "scribble", "forget"]),
+    )
+    def move_between_tiers(self, data: st.DataObject, way: str) -> None:
+        tiers = self.engine.tiers
+        copies = tiers.stores if way in ("store", "lose") else tiers.restores
+        if way == "forget":
+            for name in list(tiers.kept)[:: data.draw(st.integers(1, 3))]:
+                del tiers.kept[name]
+        elif copies:
+            copy_id = data.draw(st.sampled_from(sorted(copies)))
+            if way == "scribble":
+                tiers.scribble(copy_id)
+            elif way in ("store", "lose"):
+                tiers.finish_store(copy_id, kept=way == "store")
+            else:
+                tiers.finish_restore(copy_id, data.draw(st.integers(0, 2)) if way == "corrupt" else None)
+
     @precondition(lambda self: self.engine.connector.offers)
     @rule(data=st.data(), outcome=st.sampled_from(OfferOutcome))
     def end_an_offer(self, data: st.DataObject, outcome: OfferOutcome) -> None:
@@ -167,7 +219,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.run()
         self.engine.step()  # takes in the last events
         self.engine.run()
-        if not self.engine.connector.offers and not self.engine.connector.pulls:
+        tiers = self.engine.tiers
+        waits_for_copies = tiers is not None and (tiers.stores or tiers.restores)
+        outside = self.engine.connector.offers or self.engine.unbegun
+        if not outside and not self.engine.connector.pulls and not waits_for_copies:
             assert not self.live_ids()
         statuses = {request.status for request in self.engine.scheduler.requests.values()}
         assert RequestStatus.RUNNING not in statuses

@@ -1,0 +1,210 @@
+"""What an engine keeps in its tiers, and the requests that wait for blocks out of them.
+
+    down     a block is full ── its step is settled ──> stored: the pool lends it, so nobody overwrites it ── Stored
+    up       restore ── Restored ──> the request's again, filled as far as it went
+                    └─ abort, PATIENCE_S ──> quarantined ── Restored ──> released
+
+A block goes down as soon as it is full, not when it is evicted: so eviction never has to wait for a copy, and a process
+that is killed leaves behind what it had. Few blocks are on loan at a time (`LENT_SHARE`); what has to wait for its turn
+may be evicted meanwhile, and is then not stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from .blocks import BlockPool
+from .handoff import Quarantine
+from .prefix import BlockHash
+from .request import Request
+from .tiers import CopyId, KVTiers, Restored, Stored, TierStats
+
+logger = logging.getLogger(__name__)
+
+LENT_SHARE = 16  # one block in so many may be on loan
+BATCH_BLOCKS = 32  # of one store: a restore waits for no longer than that
+PATIENCE_S = 10.0  # a request computes what takes longer; nothing is asked of the tiers until they answer
+
+
+class Restoration(NamedTuple):
+    """A restore is over: behind what the request had already, so many blocks are filled.
+
+    One that took too long has cost the request all of its blocks.
+    """
+
+    request: Request
+    num_blocks: int
+
+
+class _Restore(NamedTuple):
+    request: Request
+    hashes: list[BlockHash]
+    since: float
+
+
+class Tiering:
+    """Works without tiers, too: then nothing is stored and nothing found."""
+
+    def __init__(
+        self,
+        tiers: KVTiers | None,
+        pool: BlockPool,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers = tiers
+        self._pool = pool
+        self._block_size = block_size
+        self.quarantine = Quarantine(pool)
+        self._unsettled: deque[tuple[int, int]] = deque()  # step, and how many blocks were full when it was the newest
+        self._num_written = 0  # blocks with lower numbers are no longer written by any step
+        self._lent: dict[CopyId, list[int]] = {}
+        self._num_lent = 0
+        self._restores: dict[CopyId, _Restore] = {}
+        self._copy_of: dict[Request, CopyId] = {}
+        self._coming: set[BlockHash] = set()
+        self._clock = clock
+        self._answers = True  # the tiers do, in time
+        self._hits = self._misses = self._restored = self._given_up = 0  # blocks
+        if tiers is not None:
+            pool.keep_news()
+
+    @property
+    def exists(self) -> bool:
+        return self._tiers is not None
+
+    @property
+    def num_restoring(self) -> int:
+        return len(self._restores)
+
+    @property
+    def any_lent(self) -> bool:
+        """Copies read blocks that may have no other owner."""
+        return self._num_lent > 0
+
+    # ------------------------------------------------------------------ down
+
+    def settled(self, step: int, newest_planned: int) -> None:
+        """Step `step` is over: stores what is full. Steps up to `newest_planned` may still write."""
+        if self._tiers is None:
+            return
+        self._unsettled.append((newest_planned, self._pool.num_registered))
+        while self._unsettled and self._unsettled[0][0] <= step:
+            _, self._num_written = self._unsettled.popleft()
+        self._store()
+
+    def _store(self) -> None:
+        assert self._tiers is not None
+        most = max(1, self._pool.num_blocks // LENT_SHARE)
+        while (room := min(BATCH_BLOCKS, most - self._num_lent)) > 0 and (batch := self._next_batch(room)):
+            blocks = [block for block, _ in batch]
+            self._lent[self._tiers.store([block_hash for _, block_hash in batch], blocks)] = blocks
+            self._num_lent += len(blocks)
+
+    def _next_batch(self, most: int) -> list[tuple[int, BlockHash]]:
+        """Full blocks that are in no tier, lent by the pool."""
+        assert self._tiers is not None
+        batch: list[tuple[int, BlockHash]] = []
+        while len(batch) < most and (news := self._pool.take_news(before=self._num_written)):
+            block, block_hash = news
+            if not self._tiers.knows(block_hash):
+                self._pool.lend(block)
+                batch.append(news)
+        return batch
+
+    # ------------------------------------------------------------------ up
+
+    def pays(self, missing: Sequence[BlockHash]) -> bool:
+        """Whether enough of the blocks that a request lacks, in order, can be restored."""
+        assert self._tiers is not None
+        return self._answers and self._tiers.find(missing) * self._block_size >= self._tiers.min_tokens
+
+    def is_coming(self, block_hash: BlockHash) -> bool:
+        """Another request has it restored: whoever waits finds it in the pool."""
+        return block_hash in self._coming
+
+    def restore(self, request: Request, missing: Sequence[BlockHash]) -> None:
+        """Starts to fill the request's blocks behind its prefix hits; see `pays`."""
+        assert self._tiers is not None
+        hashes = list(missing[: self._tiers.find(missing)])
+        first = request.num_computed // self._block_size
+        copy_id = self._tiers.restore(hashes, request.block_ids[first : first + len(hashes)])
+        self._restores[copy_id] = _Restore(request, hashes, self._clock())
+        self._copy_of[request] = copy_id
+        self._coming.update(hashes)
+        self._hits += len(hashes)
+
+    def restores(self, request: Request) -> bool:
+        return request in self._copy_of
+
+    def cancel(self, request: Request) -> None:
+        """Parts a request from its blocks, of which some may still be written; nothing more is heard of it."""
+        copy_id = self._copy_of.pop(request)
+        first = request.num_computed // self._block_size
+        _, blocks = request.give_up_memory()
+        self._pool.release(blocks[:first])
+        self.quarantine.admit(copy_id, blocks[first:])
+
+    def started(self, request: Request) -> None:
+        """Counts a new request, whose prefix was found or not."""
+        if self._tiers is not None:
+            num_present = request.num_computed // self._block_size
+            self._misses += max(0, (request.num_prompt - 1) // self._block_size - num_present)
+            self._tiers.touch(request.block_hashes[:num_present])
+
+    # ------------------------------------------------------------------ events
+
+    def poll(self) -> list[Restoration]:
+        if self._tiers is None:
+            return []
+        over = []
+        for event in self._tiers.poll():
+            self._answers = True
+            match event:
+                case Stored():
+                    blocks = self._lent.pop(event.copy_id)
+                    self._num_lent -= len(blocks)
+                    self._pool.release(blocks)
+                case Restored():
+                    request, hashes, _ = self._restores.pop(event.copy_id)
+                    self._coming.difference_update(hashes)
+                    if self.quarantine.release(event.copy_id):
+                        continue
+                    del self._copy_of[request]
+                    self._restored += event.num_blocks
+                    over.append(Restoration(request, event.num_blocks))
+        self._store()
+        return over + self._give_up_overdue()
+
+    def _give_up_overdue(self) -> list[Restoration]:
+        """A disk that hangs must not hold up everyone who waits behind one request."""
+        if not self._copy_of or self._clock() - min(each.since for each in self._restores.values()) < PATIENCE_S:
+            return []
+        self._answers = False
+        late = list(self._copy_of)
+        logger.warning("the KV tiers have not answered for %g s: %d requests are computed", PATIENCE_S, len(late))
+        for request in late:
+            hashes = self._restores[self._copy_of[request]].hashes
+            self._given_up += len(hashes)
+            self._coming.difference_update(hashes)
+            self.cancel(request)
+        return [Restoration(request, 0) for request in late]
+
+    def stats(self) -> TierStats | None:
+        """None without tiers."""
+        if self._tiers is None:
+            return None
+        stats = self._tiers.stats()
+        return msgspec.structs.replace(
+            stats,
+            hits=self._hits,
+            misses=self._misses,
+            restored_tokens=self._restored * self._block_size,
+            failures={**stats.failures, "slow": self._given_up} if self._given_up else stats.failures,
+        )

@@ -1,0 +1,143 @@
+"""Which block lies in which tier, and what has to move when one more comes. No I/O.
+
+    store      pool ──> host                                 where there is a host tier
+                        host ──> disk                        first, for the block that had the slot
+               pool ──> disk                                 where there is none
+    restore    host | disk ──> pool                          the block stays where it is, as the last to go
+
+A block lies in one tier. Moves are carried out in the order in which they were asked for, except that restores may
+overtake: their slots are pinned.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from baton.engine.core.prefix import BlockHash
+
+from .shelf import Shelf
+
+
+class Tier(enum.StrEnum):
+    POOL = "pool"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Loss(enum.StrEnum):
+    """Why a block is not where it was to be."""
+
+    BUSY = "busy"  # every slot was being read or written
+    CORRUPT = "corrupt"  # the digest is another
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+    DISK_FULL = "disk_full"
+
+
+class Move(NamedTuple):
+    block_hash: BlockHash
+    source: Tier
+    source_slot: int  # or block of the pool
+    target: Tier
+    target_slot: int
+
+
+class TierBooks:
+    def __init__(self, num_host_slots: int, num_disk_slots: int, on_disk: Iterable[tuple[BlockHash, int]] = ()) -> None:
+        """`on_disk`: blocks and slots of an earlier process, the oldest first."""
+        self._shelves = {Tier.HOST: Shelf(num_host_slots), Tier.DISK: Shelf(num_disk_slots, on_disk)}
+        self.evictions = 0
+        self.losses: Counter[Loss] = Counter()
+
+    def num_kept(self) -> dict[str, int]:
+        return {tier.value: shelf.num_kept for tier, shelf in self._shelves.items() if shelf.num_slots}
+
+    def knows(self, block_hash: BlockHash) -> bool:
+        return any(block_hash in shelf for shelf in self._shelves.values())
+
+    def find(self, hashes: Sequence[BlockHash]) -> int:
+        for number, block_hash in enumerate(hashes):
+            if self._tier_of(block_hash) is None:
+                return number
+        return len(hashes)
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        for block_hash in reversed(hashes):
+            for shelf in self._shelves.values():
+                shelf.touch(block_hash)
+
+    # ------------------------------------------------------------------ down
+
+    def store(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[Move]:
+        """What to move, in this order."""
+        demotions: list[Move] = []
+        moves: list[Move] = []
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            if self.knows(block_hash):
+                continue
+            tier = Tier.HOST if self._shelves[Tier.HOST].is_open else Tier.DISK
+            if self._make_room(tier, demotions):
+                moves.append(Move(block_hash, Tier.POOL, block, tier, self._shelves[tier].put(block_hash)))
+        return [*demotions, *moves]
+
+    def _make_room(self, tier: Tier, demotions: list[Move]) -> bool:
+        """Whether the tier has a free slot now. The block that had to go moves on, or is lost."""
+        shelf = self._shelves[tier]
+        if not shelf.is_open:
+            return False
+        if shelf.has_free_slot:
+            return True
+        victim = shelf.victim()
+        if victim is None:
+            self.losses[Loss.BUSY] += 1
+            return False
+        slot = shelf.drop(victim)
+        if tier is Tier.HOST and self._make_room(Tier.DISK, demotions):
+            disk_slot = self._shelves[Tier.DISK].put(victim)
+            demotions.append(Move(victim, Tier.HOST, slot, Tier.DISK, disk_slot))
+        else:
+            self.evictions += 1
+        return True
+
+    def stored(self, move: Move, loss: Loss | None) -> None:
+        shelf = self._shelves[move.target]
+        if loss is None and shelf.is_open:
+            shelf.written(move.block_hash)
+        else:
+            shelf.drop(move.block_hash)
+        if loss is not None:
+            self.losses[loss] += 1
+
+    # ------------------------------------------------------------------ up
+
+    def restore(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[Move]:
+        """For blocks that `find` has just found. Each move ends with `restored`."""
+        moves: list[Move] = []
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            tier = self._tier_of(block_hash)
+            assert tier is not None, "find comes first"
+            moves.append(Move(block_hash, tier, self._shelves[tier].pin(block_hash), Tier.POOL, block))
+        self.touch(hashes)
+        return moves
+
+    def restored(self, move: Move, loss: Loss | None) -> None:
+        shelf = self._shelves[move.source]
+        if loss is not None:
+            self.losses[loss] += 1
+            shelf.spoil(move.block_hash)
+        shelf.unpin(move.block_hash)
+
+    def close_disk(self) -> None:
+        """The disk cannot be relied on: what is there is forgotten, and nothing comes to it any more."""
+        self._shelves[Tier.DISK].close()
+
+    def check(self) -> None:
+        """Proves the books; for tests."""
+        for shelf in self._shelves.values():
+            shelf.check()
+
+    def _tier_of(self, block_hash: BlockHash) -> Tier | None:
+        return next((tier for tier, shelf in self._shelves.items() if shelf.keeps(block_hash)), None)

@@ -1,0 +1,27 @@
+"""How much of which memory an engine may use behind its pool."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class TierSettings(BaseModel):
+    """Of one engine. Raises `pydantic.ValidationError` for what cannot work."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host_bytes: int = Field(0, ge=0)  # of the host's memory; 0: no such tier
+    disk_path: str = ""  # a folder that only engines of this application use; each takes files of its own in it
+    disk_bytes: int = Field(0, ge=0)  # of these files; 0: no such tier
+    min_tokens: int = Field(256, ge=1)  # a prefix that is shorter is computed rather than restored
+
+    @model_validator(mode="after")
+    def _something_is_kept_somewhere(self) -> Self:
+        if bool(self.disk_path) != bool(self.disk_bytes):
+            missing = "disk_bytes" if self.disk_path else "disk_path"
+            raise ValueError(f"a disk tier needs disk_path and disk_bytes: {missing} is missing")
+        if not self.host_bytes and not self.disk_bytes:
+            raise ValueError("kv_tiers without a tier: give host_bytes, or disk_path and disk_bytes")
+        return self

@@ -1,0 +1,51 @@
+"""Blocks to the host's memory and back, on each kind of device, beside the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tier_memory import LAYOUT
+
+from baton.engine.core.layout import KVRegion
+from baton.kv_transfer.errors import TransportError
+from baton.kv_transfer.host_memory import HostMemory, open_copies
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+def blocks_on(device: str) -> tuple[torch.Tensor, KVRegion]:
+    blocks = torch.arange(10, dtype=torch.uint8)[:, None].repeat(1, LAYOUT.block_bytes).to(device)  # there on return
+    return blocks, KVRegion(blocks.data_ptr(), len(blocks), device, LAYOUT, 0, LAYOUT.num_kv_heads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_go_down_and_come_up_in_any_order(device: str) -> None:
+    blocks, region = blocks_on(device)
+    memory = HostMemory(4, region.block_bytes, device)
+    copies = open_copies(region, memory)
+    copies.down([(7, 0), (2, 3), (9, 1)])
+    assert [bytes(memory.view(slot)[-2:]) for slot in (0, 3, 1)] == [b"\7\7", b"\2\2", b"\x09\x09"]
+    copies.up([(0, 3), (5, 0)])
+    assert blocks[:, -1].tolist() == [2, 1, 2, 3, 4, 7, 6, 7, 8, 9]
+    assert blocks[:, 0].tolist() == [2, 1, 2, 3, 4, 7, 6, 7, 8, 9]
+
+
+@pytest.mark.gpu
+def test_a_copy_does_not_wait_for_the_stream_of_the_steps() -> None:
+    _blocks, region = blocks_on("cuda:0")
+    copies = open_copies(region, memory := HostMemory(1, region.block_bytes, "cuda:0"))
+    steps: Any = torch.cuda.Stream("cuda:0")
+    with torch.cuda.stream(steps):
+        torch.cuda._sleep(2_000_000_000)
+    copies.down([(3, 0)])
+    assert not steps.query(), "the step still runs"
+    assert bytes(memory.view(0)[:1]) == b"\3"
+    steps.synchronize()
+
+
+def test_memory_starts_on_a_page_and_a_device_that_is_unknown_is_refused() -> None:
+    assert HostMemory(3, LAYOUT.block_bytes, "cpu").address % 4096 == 0
+    with pytest.raises(TransportError, match="'odd:0'"):
+        HostMemory(3, LAYOUT.block_bytes, "odd:0")

@@ -1,0 +1,225 @@
+"""What lies in which tier: moves that are carried out late, restores that overtake, losses at any time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from baton.kv_transfer.tiers.books import Loss, Move, Tier, TierBooks
+from baton.kv_transfer.tiers.shelf import Shelf
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def names(*numbers: int) -> list[bytes]:
+    return [name(number) for number in numbers]
+
+
+def store(books: TierBooks, *numbers: int, loss: Loss | None = None) -> list[Move]:
+    """At once; block n of the pool holds n."""
+    moves = books.store(names(*numbers), numbers)
+    for move in moves:
+        books.stored(move, loss)
+    return moves
+
+
+class TestOrder:
+    def test_the_host_is_filled_first_and_its_oldest_go_on_to_the_disk(self) -> None:
+        books = TierBooks(2, 2)
+        store(books, 1, 2)
+        demotion, move = store(books, 3)
+        assert demotion == Move(name(1), Tier.HOST, move.target_slot, Tier.DISK, demotion.target_slot)
+        assert move[:4] == (name(3), Tier.POOL, 3, Tier.HOST)
+        assert books.num_kept() == {"host": 2, "disk": 1}
+        assert books.evictions == 0
+
+    def test_what_the_last_tier_has_no_room_for_is_gone_and_counted(self) -> None:
+        books = TierBooks(1, 1)
+        store(books, 1)
+        store(books, 2)
+        store(books, 3)
+        assert [books.knows(name(n)) for n in (1, 2, 3)] == [False, True, True]
+        assert books.evictions == 1
+
+    def test_without_a_host_tier_blocks_go_to_the_disk(self) -> None:
+        books = TierBooks(0, 2)
+        (move,) = store(books, 1)
+        assert (move.source, move.target) == (Tier.POOL, Tier.DISK)
+        assert books.num_kept() == {"disk": 1}
+
+    def test_what_was_used_last_stays_longest_and_the_start_of_a_prefix_longer_than_its_end(self) -> None:
+        books = TierBooks(3, 0)
+        store(books, 1, 2, 3)
+        books.touch(names(1, 2))
+        store(books, 4)
+        store(books, 5)
+        assert [books.knows(name(n)) for n in (1, 2, 3)] == [True, False, False]
+
+    def test_what_an_earlier_process_left_is_found_and_evicted_oldest_first(self) -> None:
+        books = TierBooks(0, 3, [(name(7), 2), (name(8), 0)])
+        assert books.find(names(7, 8, 9)) == 2
+        store(books, 1)
+        store(books, 2)
+        assert [books.knows(name(n)) for n in (7, 8)] == [False, True]
+
+    def test_what_is_known_is_not_stored_again(self) -> None:
+        books = TierBooks(2, 2)
+        store(books, 1)
+        assert store(books, 1) == []
+
+
+class TestUse:
+    def test_a_block_that_is_on_its_way_cannot_be_restored_yet(self) -> None:
+        books = TierBooks(2, 0)
+        (move,) = books.store(names(1), [1])
+        assert books.knows(name(1))
+        assert books.find(names(1)) == 0
+        books.stored(move, None)
+        assert books.find(names(1)) == 1
+
+    def test_a_chain_is_found_up_to_its_first_gap(self) -> None:
+        books = TierBooks(4, 0)
+        store(books, 1, 2, 4)
+        assert books.find(names(1, 2, 3, 4)) == 2
+
+    def test_where_every_slot_is_in_use_a_block_is_not_stored_and_that_is_counted(self) -> None:
+        books = TierBooks(1, 0)
+        store(books, 1)
+        (fetch,) = books.restore(names(1), [0])
+        assert books.store(names(2), [2]) == []
+        assert books.losses == {Loss.BUSY: 1}
+        books.restored(fetch, None)
+        assert len(store(books, 2)) == 1
+
+    def test_a_block_that_could_not_be_written_is_not_found(self) -> None:
+        books = TierBooks(0, 1)
+        store(books, 1, loss=Loss.DISK_WRITE)
+        assert not books.knows(name(1))
+        assert books.losses == {Loss.DISK_WRITE: 1}
+        assert len(store(books, 2)) == 1, "its slot is free again"
+
+    def test_a_corrupt_block_is_forgotten_when_its_last_reader_is_done(self) -> None:
+        books = TierBooks(0, 1)
+        store(books, 1)
+        first, second = (books.restore(names(1), [block])[0] for block in (0, 1))
+        books.restored(first, Loss.CORRUPT)
+        assert books.find(names(1)) == 0
+        assert books.store(names(2), [2]) == [], "the other reader still reads the slot"
+        books.restored(second, Loss.CORRUPT)
+        assert len(store(books, 2)) == 1
+        books.check()
+
+    def test_a_disk_that_failed_is_empty_for_good_and_the_host_goes_on(self) -> None:
+        books = TierBooks(1, 2)
+        store(books, 1)
+        store(books, 2)
+        (fetch,) = books.restore(names(1), [0])
+        books.close_disk()
+        assert books.find(names(1)) == 0
+        books.restored(fetch, Loss.DISK_READ)
+        store(books, 3)
+        assert books.num_kept() == {"host": 1, "disk": 0}
+        assert books.evictions == 1
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """Books over memory in which a misplaced or early move shows: every slot holds the name of what is in it."""
+
+    @initialize(host=st.integers(0, 4), disk=st.integers(0, 5))
+    def start(self, host: int, disk: int) -> None:
+        self.books = TierBooks(host, disk)
+        self.slots: dict[tuple[Tier, int], bytes] = {}
+        self.stores: deque[list[Move]] = deque()
+        self.restores: deque[list[Move]] = deque()
+
+    @rule(first=st.integers(0, 12), count=st.integers(1, 4))
+    def store(self, first: int, count: int) -> None:
+        numbers = range(first, first + count)
+        for number in numbers:
+            self.slots[Tier.POOL, number] = name(number)
+        self.stores.append(self.books.store(names(*numbers), numbers))
+
+    @rule(first=st.integers(0, 12), count=st.integers(1, 4))
+    def restore(self, first: int, count: int) -> None:
+        chain = names(*range(first, first + count))
+        found = self.books.find(chain)
+        self.restores.append(self.books.restore(chain[:found], range(100, 100 + found)))
+
+    @rule(fails=st.booleans())
+    def carry_out_a_store(self, fails: bool) -> None:
+        for move in self.stores.popleft() if self.stores else ():
+            if not fails:
+                self.slots[move.target, move.target_slot] = self.slots[move.source, move.source_slot]
+            elif move.target is Tier.DISK:
+                self.slots[move.target, move.target_slot] = b"torn"
+            else:
+                self.slots[move.target, move.target_slot] = self.slots[move.source, move.source_slot]
+            lost = Loss.DISK_WRITE if fails and move.target is Tier.DISK else None
+            if lost is None:
+                assert self.slots[move.target, move.target_slot] == move.block_hash, "the wrong block went down"
+            self.books.stored(move, lost)
+
+    @rule(corrupt=st.booleans())
+    def carry_out_a_restore(self, corrupt: bool) -> None:
+        for move in self.restores.popleft() if self.restores else ():
+            assert self.slots[move.source, move.source_slot] == move.block_hash, "the wrong block came up"
+            self.books.restored(move, Loss.CORRUPT if corrupt and move.source is Tier.DISK else None)
+
+    @rule(number=st.integers(0, 12))
+    def touch(self, number: int) -> None:
+        self.books.touch(names(number, number + 1))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "books"):
+            return
+        while self.stores:
+            self.carry_out_a_store(False)
+        while self.restores:
+            self.carry_out_a_restore(False)
+        self.books.check()
+
+
+SETTINGS = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+TO_THE_FIRST_FAULT = settings(SETTINGS, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+def test_no_restore_ever_brings_another_block_than_the_one_that_was_asked_for() -> None:
+    run_state_machine_as_test(BooksMachine, settings=SETTINGS)
+
+
+def _first_of_all(shelf: Shelf) -> Iterator[bytes]:
+    return (block_hash for block_hash, entry in shelf._entries.items() if entry.presence.value == "kept")
+
+
+class TestPlantedBugs:
+    """The machine above is able to fail."""
+
+    def test_evicting_what_is_being_read_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Shelf, "victim", lambda shelf: next(_first_of_all(shelf), None))
+        with pytest.raises((AssertionError, KeyError)):
+            run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)
+
+    def test_finding_what_is_still_being_written_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Shelf, "keeps", lambda shelf, block_hash: block_hash in shelf)
+        with pytest.raises((AssertionError, KeyError)):
+            run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)
+
+    def test_a_demotion_behind_the_block_that_takes_its_slot_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        in_order = TierBooks.store
+        monkeypatch.setattr(TierBooks, "store", lambda *arguments: in_order(*arguments)[::-1])
+        with pytest.raises(AssertionError):
+            run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)

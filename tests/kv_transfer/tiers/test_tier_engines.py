@@ -1,0 +1,212 @@
+"""Whole engines with a tiny model and few blocks: what comes out of a tier gives the tokens that computing gives."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_checkpoint
+
+from baton.engine.build import Engine, build_engine
+from baton.engine.config import EngineConfig, InvalidEngineConfig
+from baton.engine.core.layout import KVRegion
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.tiers import TierStats
+from baton.engine.parallel.member import Member
+from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.tiers.store import TierStore
+
+pytestmark = pytest.mark.timeout(120)
+
+ENGINE_ARGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,  # long prompts run in chunks
+}
+FEW_BLOCKS, MANY_BLOCKS = 18, 400
+SAMPLING = SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True)
+Tokens = dict[str, list[int]]
+_names = itertools.count(1)
+
+
+def a_batch() -> list[EngineRequest]:
+    """Prompts that share beginnings, more than the few blocks can hold."""
+    rng = random.Random(1)
+    stems = [[rng.randrange(3, 256) for _ in range(70)] for _ in range(5)]
+    return [
+        EngineRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=[*stems[number % 5][: 30 + 5 * (number % 9)], number + 3],
+            sampling=SAMPLING,
+            seed=number,
+            cache_salt="mine" if number % 7 == 0 else "",
+        )
+        for number in range(15)
+    ]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), request.param, num_hidden_layers=2)
+
+
+class TieredEngine:
+    def __init__(self, model: Path, settings: TierSettings | None, **arguments: Any) -> None:
+        config = EngineConfig.from_args({"model": str(model), **ENGINE_ARGS, **arguments})
+        self.store: TierStore | None = None
+        self._news = threading.Event()
+
+        def open_tiers(region: KVRegion) -> TierStore:
+            assert settings is not None
+            self.block_bytes = region.block_bytes
+            self.store = TierStore(
+                region, settings, name=f"engine-{next(_names)}", cpu_affinity="any", wake=self._news.set
+            )
+            return self.store
+
+        self.engine: Engine = build_engine(config, open_tiers=open_tiers if settings else None)
+
+    def run(self, requests: Sequence[EngineRequest]) -> Tokens:
+        core = self.engine.core
+        tokens: Tokens = {request.request_id: [] for request in requests}
+        for request in requests:
+            core.add(request)
+        unfinished = len(requests)
+        while unfinished:
+            for output in core.step():
+                assert output.error is None
+                tokens[output.request_id] += output.token_ids
+                unfinished -= output.finish_reason is not None
+            if not core.has_work() and unfinished:
+                assert self._news.wait(30), "nothing happens any more"
+                self._news.clear()
+        return tokens
+
+    def quiet(self) -> TierStats:
+        """When all that can be stored is stored."""
+        while self.engine.core._scheduler.tiering.any_lent or self.engine.core.has_work():
+            self.engine.core.step()
+        stats = self.engine.core.stats()
+        assert stats.num_blocks_free == stats.num_blocks
+        assert stats.tiers is not None
+        return stats.tiers
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        self.engine.close()
+
+
+@contextlib.contextmanager
+def engine(model: Path, settings: TierSettings | None, **arguments: Any) -> Iterator[TieredEngine]:
+    it = TieredEngine(model, settings, num_gpu_blocks_override=FEW_BLOCKS if settings else MANY_BLOCKS, **arguments)
+    try:
+        yield it
+    finally:
+        it.close()
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Tokens:
+    with engine(model, None, enable_prefix_caching=False) as alone:
+        return alone.run(a_batch())
+
+
+Where = Callable[[Path], TierSettings]
+HOST: Where = lambda folder: TierSettings(host_bytes=8 << 20, min_tokens=16)  # noqa: E731
+DISK: Where = lambda folder: TierSettings(disk_path=str(folder), disk_bytes=8 << 20, min_tokens=16)  # noqa: E731
+BOTH: Where = lambda folder: TierSettings(  # noqa: E731
+    host_bytes=60_000, disk_path=str(folder), disk_bytes=8 << 20, min_tokens=16
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "overlap"),
+    [(HOST, True), (DISK, False), (BOTH, True)],
+    ids=["host, two steps", "disk, one step", "both, two steps"],
+)
+def test_tokens_are_those_of_an_engine_that_computes_everything(
+    model: Path, expected: Tokens, tmp_path: Path, where: Where, overlap: bool
+) -> None:
+    with engine(model, where(tmp_path), async_scheduling=overlap) as tiered:
+        for _ in range(3):
+            assert tiered.run(a_batch()) == expected
+            stats = tiered.quiet()
+        assert stats.restored_tokens > 0
+        assert stats.hits * 16 == stats.restored_tokens
+        assert stats.failures == {}
+        assert all(stats.blocks.values()), "every tier was used"
+
+
+def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expected: Tokens, tmp_path: Path) -> None:
+    with engine(model, DISK(tmp_path)) as first:
+        first.run(a_batch())
+        first.quiet()
+    with engine(model, DISK(tmp_path)) as second:
+        assert second.run(a_batch()) == expected
+        stats = second.quiet()
+        assert stats.restored_tokens > 500, "the prompts have 800 tokens in full blocks"
+        assert stats.failures == {}
+
+
+def test_blocks_with_other_bytes_are_computed_again_and_counted(model: Path, expected: Tokens, tmp_path: Path) -> None:
+    with engine(model, DISK(tmp_path)) as first:
+        first.run(a_batch())
+        first.quiet()
+    (path,) = tmp_path.glob("*.kv")
+    with path.open("r+b") as file:
+        for place in range(first.block_bytes // 3, path.stat().st_size, 2 * first.block_bytes):
+            file.seek(place)
+            file.write(b"\x17\x2a")  # in every second slot
+    with engine(model, DISK(tmp_path)) as second:
+        assert second.run(a_batch()) == expected
+        stats = second.quiet()
+        assert stats.failures["corrupt"] > 0
+        assert stats.restored_tokens > 0
+
+
+def test_ranks_that_share_blocks_are_refused_by_name() -> None:
+    config = EngineConfig.from_args({"model": "any", "tensor_parallel_size": 2})
+    member = Member(rank=0, tensor_parallel_size=2, rendezvous="127.0.0.1:1")
+    with pytest.raises(InvalidEngineConfig, match="tensor_parallel_size: is 2, but tiers keep the blocks of one rank"):
+        build_engine(config, member=member, open_tiers=lambda region: pytest.fail("it was opened"))
+
+
+def _serve_for_ever(pipe: multiprocessing.connection.Connection, model: Path, settings: TierSettings) -> None:
+    with engine(model, settings) as it:
+        for number in itertools.count():
+            it.run(a_batch())
+            pipe.send(number)
+
+
+def test_an_engine_that_is_killed_leaves_blocks_that_the_next_one_restores(
+    model: Path, expected: Tokens, tmp_path: Path
+) -> None:
+    forking = multiprocessing.get_context("forkserver")
+    ours, theirs = forking.Pipe()
+    small = TierSettings(disk_path=str(tmp_path), disk_bytes=150_000, min_tokens=16)  # is written over and over
+    process = forking.Process(target=_serve_for_ever, args=(theirs, model, small), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        for _ in range(2):
+            assert ours.poll(60)
+            ours.recv()
+    finally:
+        process.kill()
+        process.join(10)
+    with engine(model, small) as second:
+        assert second.run(a_batch()) == expected
+        assert second.quiet().restored_tokens > 0
