@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -13,7 +14,9 @@ from starlette.types import ASGIApp
 
 from baton.cluster.contracts import EngineClient
 
+from .admission import Admission
 from .body import parse_object, read_body
+from .breaker import Breakers
 from .chat import ChatRenderer
 from .completions import CompletionRenderer
 from .dispatcher import Dispatcher
@@ -41,23 +44,32 @@ HEALTH_RETRY_S = 1.0
 
 
 def create_app(
-    client: EngineClient, model: ServedModel, settings: GatewaySettings, drain: Drain | None = None
+    client: EngineClient,
+    model: ServedModel,
+    settings: GatewaySettings,
+    drain: Drain | None = None,
+    metrics: GatewayMetrics | None = None,
+    *,
+    scales_from_zero: bool = False,
 ) -> FastAPI:
     """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it.
 
-    Whoever has `drain` can make it say that it leaves.
+    Whoever has `drain` can make it say that it leaves, and whoever has `metrics` reads them without HTTP. With
+    `scales_from_zero` it is ready without engines: they come with the first request.
     """
     drain = drain or Drain()
-    metrics = GatewayMetrics(model.model_id, client.engines)
+    metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.listed)
     router = Router(
         settings.gateway_id,
         rates=settings.cost,
         session_patience_s=settings.session_patience_s,
         local_prefill_max_tokens=settings.local_prefill_max_tokens,
     )
-    dispatcher = Dispatcher(client, router, settings, metrics)
+    admission = Admission(settings, time.monotonic)
+    breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
+    dispatcher = Dispatcher(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
     preparer = Preparer(model, settings)
-    gateway = Gateway(model, settings, metrics, dispatcher)
+    gateway = Gateway(model, settings, metrics, admission, dispatcher)
 
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     completions = GenerationApi(CompletionRequest, preparer.completion, CompletionRenderer)
@@ -148,7 +160,7 @@ def _add_operator_routes(
 
     @app.get("/v1/cluster/ranks")
     async def ranks() -> Response:
-        return _json(rank_table(gateway_id, dispatcher.client))
+        return _json(rank_table(gateway_id, dispatcher.client, dispatcher.breakers))
 
 
 def _json(value: object) -> Response:

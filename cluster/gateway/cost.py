@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.cluster.contracts import EngineView, Role
 
-ASSUMED_PROMPT = 512  # tokens of another gateway's request, about which we only know that it exists
+# Tokens of another gateway's request: engines tell how many tokens wait, but not how many of these are cached.
+ASSUMED_PROMPT = 512
 
 
 class CostRates(BaseModel):

@@ -1,8 +1,9 @@
 """One sequence on its way through the engines, and what happens when one of them fails.
 
     route ──> prefill (keep_kv) ── first token, HANDOFF ──> decode (kv_source) ── tokens ──> done
+      │         └── long prompts: on offer ──> decode (awaits_first_token), fetches meanwhile ──^
       ^  └──> unified or decode engine, does it all ─────────────────────────── tokens ──> done
-      └────── engine gone, KV lost, overloaded: all tokens so far, generation + 1, same seed
+      └────── a failure (ladder.py): all tokens so far, generation + 1, same seed
 
 Random draws depend on seed and position only, so whoever continues draws what the lost engine would have drawn: the
 stream has no gap and no repetition.
@@ -12,31 +13,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from baton.cluster.contracts import EngineClient, EngineGone, EngineRecord, OutputStream
+from baton.cluster.contracts import EngineClient, EngineGone, EngineRecord, EngineView, OutputStream
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 
-from .errors import from_engine, internal, no_capacity
-from .ledger import EngineKey, Placement, engine_key
+from .admission import Admission
+from .breaker import Breakers, Peer
+from .errors import ApiError, engines_full, from_engine, internal, no_capacity, no_retries_left
+from .ladder import LADDER, Attempts, Blame, Failure, Rung, on_rung
+from .ledger import Placement, engine_key
 from .metrics import GatewayMetrics
-from .ranks import only_with
-from .router import Path, Route, Router, num_tokens
+from .ranks import reachable
+from .retries import RetryBudget
+from .router import NO_PREFILL_ENGINE, Path, Route, Router, Wanted, num_tokens
 from .settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
+MIN_TIMEOUT_S = 0.001  # 0 would be none
 POLL_S = 0.02  # between looks for an engine that can take a request, while there is none
 
-RETRIED = {
-    ErrorKind.ENGINE_DEAD: "engine-gone",
-    ErrorKind.KV_LOST: "kv-lost",
-    ErrorKind.OVERLOADED: "overloaded",
-    ErrorKind.INTERNAL: "engine-failed",  # once: most of those that share a batch with the culprit are innocent
-}
+REFUSALS = (ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG)  # no time was spent on these
 
 
 @dataclass
@@ -45,7 +48,29 @@ class _Leg:
 
     placement: Placement
     stream: OutputStream
+    holder: EngineRecord | None = None  # whose KV it reads
     is_read: bool = False  # the engine has read the prompt
+    has_run: bool = True  # as far as anyone knows here
+
+    @property
+    def engine(self) -> Peer:
+        return (engine_key(self.placement.engine),)
+
+    @property
+    def pair(self) -> Peer | None:
+        return None if self.holder is None else (engine_key(self.holder), *self.engine)
+
+    @property
+    def peers(self) -> list[Peer]:
+        return [self.engine] if self.pair is None else [self.engine, self.pair]
+
+
+@dataclass(frozen=True)
+class _EarlyLeg:
+    """In a decode engine that fetches a prompt's blocks while they are written, and will go on from the first token."""
+
+    leg: _Leg
+    source: KVSource
 
 
 @dataclass(frozen=True)
@@ -60,33 +85,72 @@ class Dispatcher:
     """Sends sequences to engines."""
 
     def __init__(
-        self, client: EngineClient, router: Router, settings: GatewaySettings, metrics: GatewayMetrics
+        self,
+        client: EngineClient,
+        router: Router,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        admission: Admission,
+        breakers: Breakers,
+        *,
+        scales_from_zero: bool = False,
     ) -> None:
+        """`scales_from_zero`: an autoscaler brings engines where requests wait for them."""
+        self.scales_from_zero = scales_from_zero
         self.client = client
         self.router = router
         self.settings = settings
         self.metrics = metrics
+        self.admission = admission
+        self.breakers = breakers
+        self.retries = RetryBudget(settings.retry_budget, settings.retry_budget_min, time.monotonic)
 
-    def dispatch(self, request: EngineRequest, *, rank: int | None = None, session_id: str | None = None) -> Dispatch:
-        """`rank`: an engine that must take part, whatever happens. `session_id`: requests that had best meet."""
-        return Dispatch(self, request, rank, session_id)
+    def dispatch(
+        self,
+        request: EngineRequest,
+        *,
+        rank: int | None = None,
+        session_id: str | None = None,
+        deadline_s: float | None = None,
+    ) -> Dispatch:
+        """`rank`: an engine that must take part, whatever happens. `session_id`: requests that had best meet.
+        `deadline_s`: the event loop's time from which on nobody waits for it.
+        """
+        self.metrics.requests.inc()
+        return Dispatch(self, request, rank, session_id, deadline_s)
+
+    def retry_after_s(self) -> float:
+        """When it may be worth to come again: where somebody serves, behind its queue."""
+        return self.admission.retry_after_s(self.client.engines())
 
     def is_ready(self) -> bool:
-        """Whether some path through the engines exists now."""
-        return any(view.record.role.writes_answers for view in self.client.engines())
+        """Whether some path through the engines exists now, or comes with the first request."""
+        return self.scales_from_zero or any(view.record.role.writes_answers for view in self.client.engines())
 
 
 class Dispatch:
-    """One sequence. `path` and `reason` are final once the first output is there.
+    """One sequence. What `way` says is final once the first output is there.
 
-    At any time it has at most one leg, and at most one offer, which ends with the decode engine's first word.
+    At any time it has at most one leg, one early leg beside a prefill, and one offer, which ends with the decode
+    engine's first word.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, request: EngineRequest, rank: int | None, session_id: str | None
+        self,
+        dispatcher: Dispatcher,
+        request: EngineRequest,
+        rank: int | None,
+        session_id: str | None,
+        deadline_s: float | None,
     ) -> None:
         self.path = Path.UNIFIED
         self.reason = ""
+        self.rung = Rung.ANY
+        self.gpu_time_spent = False  # or may have been
+        self._dispatcher = dispatcher
+        self._breakers = dispatcher.breakers
+        self._retries = dispatcher.retries
+        self._deadline_s = deadline_s
         self._client = dispatcher.client
         self._router = dispatcher.router
         self._settings = dispatcher.settings
@@ -97,16 +161,24 @@ class Dispatch:
         self._tokens = list(request.output_token_ids)  # so far, by whichever engine
         self._generation = request.generation
         self._leg: _Leg | None = None
+        self._early: _EarlyLeg | None = None
         self._offer: _Offer | None = None
-        self._failures: list[EngineError] = []
-        self._lost: set[EngineKey] = set()  # engines that died or whose KV could not be fetched: rather others
-        self._full: set[EngineKey] = set()  # engines that refused for lack of room: not again
+        self._attempts = Attempts(self._settings.max_attempts)
+        self._failure: Failure | None = None  # that decides where to go on
+        self._owes = False  # the next attempt is to be taken from the retry budget
+
+    @property
+    def way(self) -> str:
+        """For people: `x-baton-path`."""
+        rung = "" if self.rung is Rung.ANY else f"; rung={self.rung}"
+        return f"{self.path}; reason={self.reason}{rung}"
 
     async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
         """Outputs of whichever engines serve the sequence, as if they were one. Closing it ends every leg.
 
         Raises `ApiError` for what no engine could make good.
         """
+        self._retries.began()
         try:
             while True:
                 leg = self._leg or await self._wait_for_leg()
@@ -119,21 +191,30 @@ class Dispatch:
                 if output.generation != self._generation:
                     continue  # a late word of an attempt that was given up
                 if (error := _error_in(output)) is not None:
+                    late = error.kind is ErrorKind.TIMED_OUT and not output.scheduled_s
+                    leg.has_run = leg.is_read or not (late or error.kind in REFUSALS)
                     await self._fail(leg, error)
+                    continue
+                if output.kv_source is not None and output.finish_reason is None:
+                    self._start_early_leg(leg, output.kv_source)
                     continue
                 output = await self._accept(leg, output)
                 yield output
                 if output.finish_reason is not None:
                     return
         finally:
-            await self._end_leg()
+            self._retries.ended()
+            if self._leg is not None and self._left_s <= MIN_TIMEOUT_S:
+                self._judge(self._leg, Failure.TIMED_OUT)
             self._end_offer()
+            await self._end_leg()
 
     async def _accept(self, leg: _Leg, output: EngineOutput) -> EngineOutput:
         """Keeps what another engine would need to go on from here; starts the decode leg when prefill is done."""
         if not leg.is_read:
             leg.is_read = True
             self._router.ledger.read(leg.placement)
+            self._breakers.succeeded(leg.peers)
         if self._offer is not None:
             self._offer = None  # the decode engine speaks: it has the KV, and told the prefill engine so
         if self._tokens and output.num_cached_tokens:  # what this engine found or received is no news to the client
@@ -146,93 +227,203 @@ class Dispatch:
             return output
         if output.kv_source is None:
             raise internal("A prefill engine handed over without saying where its KV is.")
-        self._offer = _Offer(leg.placement.engine, output.kv_source)
+        self._offer, self._failure = _Offer(leg.placement.engine, output.kv_source), Failure.NO_READER
+        early, self._early = self._early, None
         await self._end_leg()
-        self._leg = self._start_leg()  # before the client sees the token: the transfer runs meanwhile
+        self._leg = (
+            await self._begin(early, output.kv_source) or self._start_leg()
+        )  # before the client sees the token: the transfer runs meanwhile
         return msgspec.structs.replace(output, finish_reason=None, kv_source=None)
+
+    def _start_early_leg(self, prefill: _Leg, source: KVSource) -> None:
+        """Lets a decode engine fetch the prompt while it is read; none at hand: that begins with the first token."""
+        request = self._resumed()
+        wanted = self._wanted.with_tokens(num_tokens(request))
+        mate = self._reader(self._reachable(), wanted, prefill.placement.engine)
+        if mate is not None and self._early is None:
+            request = msgspec.structs.replace(request, kv_source=source, awaits_first_token=True)
+            self._early = _EarlyLeg(self._submit(mate, request, prefill.placement.engine), source)
+
+    async def _begin(self, early: _EarlyLeg | None, source: KVSource) -> _Leg | None:
+        """The first token is there: the early leg goes on from it, unless the prompt is on offer anew since."""
+        if early is None:
+            return None
+        if early.source.ticket == source.ticket:
+            engine = early.leg.placement.engine
+            self._client.begin(engine, self._request.request_id, self._generation, self._tokens[-1])
+            return early.leg
+        await self._close(early.leg)
+        self._generation += 1  # the engine's last word about it may still come
+        return None
 
     async def _fail(self, leg: _Leg, error: EngineError) -> None:
         """Clears away a failed attempt. Raises `ApiError` where another one is of no use."""
-        self._failures.append(error)
+        holder = None if leg.holder is None else engine_key(leg.holder)
         engine = engine_key(leg.placement.engine)
-        if error.kind is ErrorKind.OVERLOADED:
-            self._full.add(engine)
-        elif error.kind is ErrorKind.KV_LOST and self._offer is not None:
-            self._lost.add(engine_key(self._offer.engine))
-        else:
-            self._lost.add(engine)
+        failure = self._failure = self._attempts.failed(error, engine, holder, brought_tokens=leg.is_read)
+        self._judge(leg, failure)
         await self._end_leg()
-        self._end_offer()
-        # A request that kills engines must not kill all of them.
-        bugs = sum(failure.kind is ErrorKind.INTERNAL for failure in self._failures)
-        if error.kind not in RETRIED or len(self._failures) >= self._settings.max_attempts or bugs > 1:
-            raise from_engine(error, self._settings.capacity_timeout_s)
+        if LADDER[failure].blame is not Blame.FULL:  # who refuses has not touched what is on offer
+            self._end_offer()
+        if not self._attempts.may_go_on:
+            raise from_engine(error, self._dispatcher.retry_after_s())
+        self._owes = self._attempts.must_pay
         self._generation += 1
-        self._metrics.retries.labels(RETRIED[error.kind]).inc()
+        self._metrics.retries.labels(failure).inc()
         logger.warning(
             "request %s, attempt %d after %d tokens: %s at %s: %s",
             self._request.request_id,
-            len(self._failures),
+            len(self._attempts.failures),
             len(self._tokens),
-            error.kind,
+            failure,
             leg.placement.engine.engine_id,
             error.message,
         )
 
+    def _judge(self, leg: _Leg, failure: Failure) -> None:
+        """What a failed attempt says of its engine, or of the pair that was to hand over."""
+        if not LADDER[failure].breaks or (failure is Failure.TIMED_OUT and leg.is_read):
+            return
+        pair = leg.pair if failure in (Failure.KV_LOST, Failure.TIMED_OUT) else None
+        self._breakers.failed(pair or leg.engine)
+
     async def _wait_for_leg(self) -> _Leg:
         """Raises `ApiError` (503) when no engine can take the sequence in time."""
-        deadline = asyncio.get_running_loop().time() + self._settings.capacity_timeout_s
-        while (leg := self._start_leg()) is None:
-            if self._full or asyncio.get_running_loop().time() >= deadline:
-                detail = f" The last attempt: {self._failures[-1].message}" if self._failures else ""
-                raise no_capacity(f"No engine can take the request now.{detail}", self._settings.capacity_timeout_s)
-            await asyncio.sleep(POLL_S)
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._settings.capacity_timeout_s
+        with self._metrics.unplaced.track_inprogress():
+            while (leg := self._start_leg() if self._may_try else None) is None:
+                if self._are_full or loop.time() >= give_up_s:
+                    raise self._nobody()
+                await asyncio.sleep(POLL_S)
+        if self._owes:
+            self._owes = False
+            self._retries.spend()
         self._leg = leg
         return leg
 
+    @property
+    def _may_try(self) -> bool:
+        return not self._owes or self._retries.left > 0
+
+    @property
+    def _are_full(self) -> bool:
+        """It was refused for lack of room, and nobody is left to ask: to wait is the client's part."""
+        full = self._attempts.full
+        asked_all = all(engine_key(view.record) in full for view in self._reachable())
+        return self._failure is Failure.OVERLOADED and (self._may_try or asked_all)
+
+    def _nobody(self) -> ApiError:
+        retry_after_s = self._dispatcher.retry_after_s()
+        last = self._attempts.last_error
+        detail = "" if last is None else f" The last attempt: {last.message}"
+        if not self._may_try and not self._are_full:
+            return no_retries_left(f"Too many attempts of other requests fail, too.{detail}", retry_after_s)
+        if self._attempts.full:
+            return engines_full(retry_after_s, detail)
+        return no_capacity(f"No engine can take the request now.{detail}", retry_after_s)
+
     def _start_leg(self) -> _Leg | None:
-        """Submits to the best engine there is now, if any: for decoding where KV is on offer, else for all tokens."""
-        engines = self._client.engines()
-        if self._pinned_rank is not None:
-            engines = only_with(engines, self._pinned_rank)
-        request = msgspec.structs.replace(
-            self._request, output_token_ids=list(self._tokens), generation=self._generation
-        )
+        """Submits to the best engine there is now, if any, on the first rung that has one."""
+        engines, request = self._reachable(), self._resumed()
         wanted = self._wanted.with_tokens(num_tokens(request))
-        if self._offer is not None:
-            mate = self._router.decode_placement(engines, wanted, self._offer.engine, self._full)
-            if mate is not None:
-                return self._submit(mate, msgspec.structs.replace(request, kv_source=self._offer.source))
-        route = self._router.route(engines, wanted, self._lost | self._full)
-        route = route or self._router.route(engines, wanted, self._full)
-        if route is None or (self._offer is not None and route.hands_off):
+        for rung in (Rung.ANY,) if self._failure is None else LADDER[self._failure].rungs:
+            if rung is Rung.OTHER_DECODE:
+                leg = self._go_on_from_offer(engines, wanted, request)
+            else:
+                leg = self._compute(rung, engines, wanted, request)
+            if leg is not None:
+                return leg
+        return None
+
+    def _go_on_from_offer(self, engines: Sequence[EngineView], wanted: Wanted, request: EngineRequest) -> _Leg | None:
+        if self._offer is None:
+            return None
+        mate = self._reader(engines, wanted, self._offer.engine)
+        if mate is None:
+            return None
+        if self._failure is not Failure.NO_READER:  # which is how every hand-off begins
+            self._note_path(self.path, Rung.OTHER_DECODE)
+        return self._submit(mate, msgspec.structs.replace(request, kv_source=self._offer.source), self._offer.engine)
+
+    def _reader(self, engines: Sequence[EngineView], wanted: Wanted, holder: EngineRecord) -> Placement | None:
+        """A decode engine for the KV of `holder`."""
+        full, lost = self._attempts.full, self._attempts.lost
+        avoid = full | lost | self._breakers.closed_to(engines) | self._breakers.closed_from(holder)
+        choose = self._router.decode_placement
+        return choose(engines, wanted, holder, avoid) or choose(engines, wanted, holder, full)
+
+    def _compute(
+        self, rung: Rung, engines: Sequence[EngineView], wanted: Wanted, request: EngineRequest
+    ) -> _Leg | None:
+        """Lets an engine compute all tokens so far."""
+        route = self._route(rung, engines, wanted)
+        if route is None:
             return None
         if self._offer is not None:
             self._end_offer()
             self._generation += 1
             request = msgspec.structs.replace(request, generation=self._generation)
-        self._note_path(route)
+        if self._failure is None:
+            self._note_path(route.path, rung, route.reason)
+        else:
+            self._note_path(Path.RECOMPUTED, Rung.RECOMPUTE if route.path is Path.LOCAL_PREFILL else rung)
         return self._submit(route.placement, msgspec.structs.replace(request, keep_kv=route.hands_off))
 
-    def _note_path(self, route: Route) -> None:
-        if self._failures:
-            self.path, self.reason = Path.RECOMPUTED, RETRIED[self._failures[-1].kind]
-        elif self._tokens:
-            self.path, self.reason = Path.RECOMPUTED, "no-decode-engine"
-        else:
-            self.path, self.reason = route.path, route.reason
-        self._metrics.paths.labels(self.path, self.reason).inc()
+    def _route(self, rung: Rung, engines: Sequence[EngineView], wanted: Wanted) -> Route | None:
+        full, engines = self._attempts.full, on_rung(rung, engines)
+        if rung is Rung.AGAIN:
+            return self._router.route(engines, wanted, full)
+        avoid = full | self._attempts.lost | self._breakers.closed_to(engines)
+        route = self._router.route(engines, wanted, avoid)
+        if rung is Rung.ANY:
+            return route or self._router.route(engines, wanted, full)
+        if rung is Rung.OTHER_PREFILL and route is not None and route.reason == NO_PREFILL_ENGINE:
+            return None  # that is the next rung, which asks for slack
+        return route
 
-    def _submit(self, placement: Placement, request: EngineRequest) -> _Leg:
+    def _reachable(self) -> Sequence[EngineView]:
+        engines = reachable(self._client, self._pinned_rank)
+        return [view for view in engines if engine_key(view.record) not in self._attempts.left]
+
+    def _resumed(self) -> EngineRequest:
+        """The request with all tokens so far."""
+        return msgspec.structs.replace(self._request, output_token_ids=list(self._tokens), generation=self._generation)
+
+    def _note_path(self, path: Path, rung: Rung, reason: str | None = None) -> None:
+        self.path, self.rung = path, rung
+        self.reason = reason or self._failure or ""
+        self._metrics.paths.labels(self.path, self.reason).inc()
+        if self._failure is not None:
+            self._metrics.rungs.labels(self.rung, self.reason).inc()
+
+    def _submit(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> _Leg:
+        if self._deadline_s is not None:
+            request = msgspec.structs.replace(request, timeout_s=max(MIN_TIMEOUT_S, self._left_s))
         self._router.ledger.sent(placement)
-        return _Leg(placement, self._client.submit(placement.engine, request))
+        leg = _Leg(placement, self._client.submit(placement.engine, request), holder)
+        self._breakers.sent(leg.peers, leg)
+        return leg
+
+    @property
+    def _left_s(self) -> float:
+        return math.inf if self._deadline_s is None else self._deadline_s - asyncio.get_running_loop().time()
 
     async def _end_leg(self) -> None:
-        if (leg := self._leg) is not None:
-            self._leg = None
-            ledger = self._router.ledger
-            (ledger.ended if leg.is_read else ledger.given_up)(leg.placement)
-            await leg.stream.aclose()
+        """And the early one beside it."""
+        early, self._early = self._early, None
+        leg, self._leg = self._leg, None
+        if early is not None:
+            await self._close(early.leg)
+        if leg is not None:
+            await self._close(leg)
+
+    async def _close(self, leg: _Leg) -> None:
+        self.gpu_time_spent |= leg.has_run
+        self._breakers.left(leg.peers, leg)
+        ledger = self._router.ledger
+        (ledger.ended if leg.is_read else ledger.given_up)(leg.placement)
+        await leg.stream.aclose()
 
     def _end_offer(self) -> None:
         if (offer := self._offer) is not None:

@@ -21,11 +21,17 @@ logger = logging.getLogger(__name__)
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = ("/health", "/live", "/metrics")  # probes and scrapers have no key
 REQUEST_ID = "baton.request_id"  # its key in the scope
+API_KEY = "baton.api_key"
 
 
 def request_id_of(scope: Scope) -> str:
     """The client's `x-request-id`, or ours."""
     return scope[REQUEST_ID]
+
+
+def api_key_of(scope: Scope) -> bytes | None:
+    """A digest of the client's API key; None where everyone may call."""
+    return scope[API_KEY]
 
 
 class Edge:
@@ -59,7 +65,7 @@ class Edge:
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers)
+            scope[API_KEY] = self._checked_key(scope["path"], headers)
             await self._app(scope, receive, send_marked)
         except ApiError as error:
             await error.response()(scope, receive, send_marked)
@@ -72,15 +78,16 @@ class Edge:
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.responses.labels(route, status).inc()
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def _checked_key(self, path: str, headers: dict[bytes, bytes]) -> bytes | None:
         if not self._key_digests or path in OPEN_PATHS:
-            return
+            return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = _digest(key.strip())
         # Each comparison takes the same time, and all are made.
         matches = [hmac.compare_digest(given, digest) for digest in self._key_digests]
         if scheme.lower() != b"bearer" or not any(matches):
             raise invalid_api_key()
+        return given
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -13,7 +14,10 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it, it is 
 
 
 class ApiError(Exception):
-    """An answer that is not 200. `param` names the field that has to change, where there is one."""
+    """An answer that is not 200. `param` names the field that has to change, where there is one.
+
+    `gpu_time_spent`: whether an engine may have worked for it; None where that is not asked, as for a bad request.
+    """
 
     def __init__(
         self,
@@ -24,6 +28,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        gpu_time_spent: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -32,10 +37,18 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.gpu_time_spent = gpu_time_spent
+
+    @property
+    def is_about_load(self) -> bool:
+        """The request was right, and might be served at another time: whether it cost anything is worth to know."""
+        return self.status in (408, 429) or self.status >= 500
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`, also the payload of an error event in a stream."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        if self.gpu_time_spent is not None:
+            error["gpu_time_spent"] = self.gpu_time_spent
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
@@ -64,9 +77,25 @@ def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, 
     return bad_request(param, message, "context_length_exceeded")
 
 
+def _unavailable(message: str, code: str, retry_after_s: float) -> ApiError:
+    return ApiError(503, message, type="service_unavailable", code=code, headers=_retry_after(retry_after_s))
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(max(1, round(seconds)))}
+
+
 def no_capacity(message: str, retry_after_s: float) -> ApiError:
-    headers = {"retry-after": str(max(1, round(retry_after_s)))}
-    return ApiError(503, message, type="service_unavailable", code="no_capacity", headers=headers)
+    return _unavailable(message, "no_capacity", retry_after_s)
+
+
+def engines_full(retry_after_s: float, detail: str = "") -> ApiError:
+    message = f"As many requests as may wait for engines wait already. Try again in {retry_after_s:g} s.{detail}"
+    return _unavailable(message, "engines_full", retry_after_s)
+
+
+def no_retries_left(message: str, retry_after_s: float) -> ApiError:
+    return _unavailable(message, "retry_budget_exhausted", retry_after_s)
 
 
 def draining() -> ApiError:
@@ -74,14 +103,23 @@ def draining() -> ApiError:
     return ApiError(503, "This gateway is about to end: send requests elsewhere.", type="service_unavailable")
 
 
-def timed_out(timeout_s: float) -> ApiError:
-    message = f"The request was not finished within {timeout_s:g} s and was aborted."
-    return ApiError(408, message, type="timeout", code="request_timeout")
+def timed_out(message: str, code: str = "request_timeout") -> ApiError:
+    return ApiError(408, message, type="timeout", code=code)
 
 
-def too_many_requests(limit: int) -> ApiError:
-    message = f"This gateway already serves {limit} requests, which is its limit. Try again soon."
-    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
+def queue_full(limit: int, retry_after_s: float) -> ApiError:
+    message = f"This gateway already serves {limit} requests, which is its limit. Try again in {retry_after_s:g} s."
+    return _too_many(message, "queue_full", retry_after_s)
+
+
+def key_limit(limit: int, retry_after_s: float) -> ApiError:
+    message = f"{limit} requests with this API key are under way, which is its limit. Try again in {retry_after_s:g} s."
+    return _too_many(message, "key_limit", retry_after_s)
+
+
+def _too_many(message: str, code: str, retry_after_s: float) -> ApiError:
+    headers = _retry_after(retry_after_s)
+    return ApiError(429, message, type="rate_limit_error", code=code, headers=headers, gpu_time_spent=False)
 
 
 def invalid_api_key() -> ApiError:
@@ -101,7 +139,11 @@ def from_engine(error: EngineError, retry_after_s: float) -> ApiError:
             return bad_request(None, error.message)
         case ErrorKind.TOO_LONG:
             return ApiError(413, error.message, code="context_length_exceeded")
-        case ErrorKind.OVERLOADED | ErrorKind.ENGINE_DEAD | ErrorKind.KV_LOST:
+        case ErrorKind.TIMED_OUT:
+            return timed_out("The request was not finished in its time and was aborted.")
+        case ErrorKind.OVERLOADED:
+            return engines_full(retry_after_s, f" {error.message}")
+        case ErrorKind.ENGINE_DEAD | ErrorKind.LEAVING | ErrorKind.KV_LOST:
             return no_capacity(error.message, retry_after_s)
         case _:
             return internal(error.message)

@@ -17,16 +17,17 @@ from typing import Generic, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from .admission import Admission
 from .assembly import Delta, SequenceText
 from .body import parse_object, read_body
 from .dispatcher import Dispatch, Dispatcher
-from .edge import request_id_of
-from .errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, timed_out, too_many_requests
+from .edge import api_key_of, request_id_of
+from .errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, timed_out
 from .metrics import GatewayMetrics
 from .model import ServedModel
 from .prepare import Job
 from .protocol import GenerationRequest, StreamOptions, parse_request
-from .ranks import PIN_HEADER, pinned_rank
+from .ranks import PIN_HEADER, pinned_rank, reachable
 from .render import Renderer, UsageOptions
 from .sessions import SESSION_HEADER, session_id_of
 from .settings import GatewaySettings
@@ -45,25 +46,26 @@ STREAM_HEADERS = {
 }
 
 
+@dataclass(frozen=True)
 class Gateway:
-    """What every request needs, and how many there are."""
+    """What every request needs."""
 
-    def __init__(
-        self, model: ServedModel, settings: GatewaySettings, metrics: GatewayMetrics, dispatcher: Dispatcher
-    ) -> None:
-        self.model = model
-        self.settings = settings
-        self.metrics = metrics
-        self.dispatcher = dispatcher
-        self.inflight = 0
+    model: ServedModel
+    settings: GatewaySettings
+    metrics: GatewayMetrics
+    admission: Admission
+    dispatcher: Dispatcher
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a client wishes of the engines that serve it."""
+class _Call:
+    """What is known of a request beside its body."""
 
-    rank: int | None
+    request_id: str
+    rank: int | None  # the engine that the client wishes
     session_id: str | None
+    started_s: float  # by `time.perf_counter`
+    deadline_s: float  # by the event loop's clock
 
 
 @dataclass(frozen=True)
@@ -83,26 +85,32 @@ class GenerationEndpoint(Generic[RequestT]):
         self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, answer = self._gateway, _Answer(send)
-        limits, metrics = gateway.settings, gateway.metrics
-        if gateway.inflight >= limits.max_inflight_requests:
-            raise too_many_requests(limits.max_inflight_requests)
-        gateway.inflight += 1
-        metrics.inflight.set(gateway.inflight)
+        gateway = self._gateway
+        with gateway.admission.place(api_key_of(scope)), gateway.metrics.inflight.track_inprogress():
+            await self._serve(scope, receive, _Answer(send))
+
+    async def _serve(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        gateway = self._gateway
+        limits, metrics, client = gateway.settings, gateway.metrics, gateway.dispatcher.client
         started_s = time.perf_counter()
+        deadline_s = asyncio.get_running_loop().time() + limits.request_timeout_s
         try:
-            async with asyncio.timeout(limits.request_timeout_s):
+            async with asyncio.timeout_at(deadline_s):
                 http = Request(scope, receive)
                 body = await read_body(http, limits.max_body_bytes)
-                place = _Place(
-                    pinned_rank(http.headers.get(PIN_HEADER), gateway.dispatcher.client),
-                    session_id_of(http.headers.get(SESSION_HEADER)),
+                call = _Call(
+                    request_id=request_id_of(scope),
+                    rank=pinned_rank(http.headers.get(PIN_HEADER), client),
+                    session_id=session_id_of(http.headers.get(SESSION_HEADER)),
+                    started_s=started_s,
+                    deadline_s=deadline_s,
                 )
-                await until_gone(receive, self._generate(request_id_of(scope), body, place, answer, started_s))
+                await until_gone(receive, self._generate(call, body, answer))
         except ApiError as error:
             await self._fail(answer, error)
         except TimeoutError:
-            await self._fail(answer, timed_out(limits.request_timeout_s))
+            message = f"The request was not finished in {limits.request_timeout_s:g} s and was aborted."
+            await self._fail(answer, timed_out(message))
         except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
             await self._fail(answer, draining())
         except (ClientGone, ClientDisconnect):
@@ -112,29 +120,36 @@ class GenerationEndpoint(Generic[RequestT]):
             logger.exception("request %s failed", request_id_of(scope))
             await self._fail(answer, internal("The gateway failed to serve the request."))
         finally:
-            gateway.inflight -= 1
-            metrics.inflight.set(gateway.inflight)
             metrics.request_s.observe(time.perf_counter() - started_s)
 
     async def _fail(self, answer: _Answer, error: ApiError) -> None:
+        """Whoever may come again is told whether this time has cost anything."""
         if answer.begun:
             self._gateway.metrics.stream_errors.labels(error.status).inc()
+        if error.is_about_load and error.gpu_time_spent is None:
+            error.gpu_time_spent = any(dispatch.gpu_time_spent for dispatch in answer.dispatches)
         await answer.fail(error)
 
-    async def _generate(self, request_id: str, body: bytes, place: _Place, answer: _Answer, started_s: float) -> None:
+    async def _generate(self, call: _Call, body: bytes, answer: _Answer) -> None:
         gateway = self._gateway
         request = parse_request(self._api.request_type, parse_object(body))
-        job = await self._api.prepare(request, request_id)
+        job = await self._api.prepare(request, call.request_id)
+        gateway.admission.check_engines(reachable(gateway.dispatcher.client, call.rank))
         gateway.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
         options = request.stream_options or StreamOptions()
         usage = UsageOptions(at_end=options.include_usage, in_each_chunk=options.continuous_usage_stats)
         renderer = self._api.renderer(job, gateway.model.model_id, gateway.model.tokenizer, usage)
         dispatch = gateway.dispatcher.dispatch
-        dispatches = [dispatch(each, rank=place.rank, session_id=place.session_id) for each in job.sequences]
-        choices = [self._choice(job, index, dispatch, started_s) for index, dispatch in enumerate(dispatches)]
+        answer.dispatches = [
+            dispatch(each, rank=call.rank, session_id=call.session_id, deadline_s=call.deadline_s)
+            for each in job.sequences
+        ]
+        choices = [
+            self._choice(job, index, dispatch, call.started_s) for index, dispatch in enumerate(answer.dispatches)
+        ]
         async with aclosing(merge(choices)) as steps:
             write = _write_events if request.stream else _write_whole
-            await write(answer, renderer, steps, dispatches)
+            await write(answer, renderer, steps, answer.dispatches)
 
     async def _choice(self, job: Job, index: int, dispatch: Dispatch, started_s: float) -> AsyncGenerator[Delta, None]:
         """What the engines generate for one choice, as text."""
@@ -183,8 +198,7 @@ async def _write_whole(answer: _Answer, renderer: Renderer, steps: Steps, dispat
 
 def _path_header(dispatches: Iterable[Dispatch]) -> dict[str, str]:
     """Choices of one request may go different ways: all are named."""
-    paths = dict.fromkeys(f"{dispatch.path}; reason={dispatch.reason}" for dispatch in dispatches)
-    return {"x-baton-path": ", ".join(paths)}
+    return {"x-baton-path": ", ".join(dict.fromkeys(dispatch.way for dispatch in dispatches))}
 
 
 class _Answer:
@@ -193,6 +207,7 @@ class _Answer:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self.dispatches: Sequence[Dispatch] = ()  # of its choices
 
     async def begin(self, headers: dict[str, str], status: int = 200) -> None:
         self.begun = True

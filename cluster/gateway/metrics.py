@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -9,16 +10,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.cluster.contracts import EngineView
+from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad
+from baton.cluster.contracts import DirectorySnapshot, EngineView
 from baton.engine.core.messages import EngineStats
+from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.handoff import TransferStats
 
-FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-PER_TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 ENGINE_LABELS = ["model_name", "engine", "role"]
-StatsT = TypeVar("StatsT", EngineStats, TransferStats)
+StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats)
 
 
 def _kv_usage(stats: EngineStats) -> float:
@@ -55,16 +56,23 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Experts that were copied to other places, by load.",
         lambda stats: stats.experts.num_moves if stats.experts else 0,
     ),
+    "grammars_compiled_total": ("Grammars of structured outputs compiled.", lambda stats: stats.num_grammars_compiled),
+    "grammars_refused_total": ("Grammars that could not be.", lambda stats: stats.num_grammars_refused),
+    "grammar_cache_hits_total": ("Grammars that were known already.", lambda stats: stats.num_grammar_hits),
+    "grammar_compile_seconds_total": ("Time spent on compiling grammars.", lambda stats: stats.grammar_compile_s),
 }
 HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_leases_held": ("Tickets whose blocks wait for a reader.", lambda stats: stats.leases_held),
     "kv_receives_active": ("Hand-offs on their way in, or quarantined.", lambda stats: stats.receives_active),
+    "kv_buffer_blocks": ("Blocks on their way through the memory of a host.", lambda stats: stats.buffer_blocks),
     "kv_peers_ready": ("Engines whose blocks can be read.", lambda stats: stats.peers_ready),
 }
 HANDOFF_COUNTERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_transfer_bytes_total": ("Bytes read from peers.", lambda stats: stats.bytes_read),
     "kv_transfer_descriptors_total": ("Ranges of memory read from peers.", lambda stats: stats.descriptors_read),
+    "kv_blocks_read_early_total": ("Blocks read while prefill still ran.", lambda stats: stats.blocks_read_early),
     "kv_transfer_seconds_total": ("Time of received hand-offs, summed.", lambda stats: stats.receive_seconds),
+    "kv_buffer_refusals_total": ("Prompts that had no room in the host buffer.", lambda stats: stats.buffer_refusals),
     "kv_messages_stale_total": ("Of another epoch, or too late: dropped.", lambda stats: stats.messages_stale),
     "kv_messages_malformed_total": ("No messages of ours: dropped.", lambda stats: stats.messages_malformed),
     "kv_messages_unsent_total": ("To peers that were gone.", lambda stats: stats.messages_unsent),
@@ -73,12 +81,30 @@ HANDOFF_OUTCOMES: dict[str, tuple[str, Callable[[TransferStats], dict[str, int]]
     "kv_tickets_total": ("Tickets given out, by how they ended.", lambda stats: stats.offers),
     "kv_receives_total": ("Tickets taken, by how they ended.", lambda stats: stats.receives),
 }
+TIER_COUNTERS: dict[str, tuple[str, Callable[[TierStats], float]]] = {
+    "kv_tier_hits_total": ("Blocks that were asked of a tier.", lambda stats: stats.hits),
+    "kv_tier_misses_total": ("Full blocks of prompts that no tier had.", lambda stats: stats.misses),
+    "kv_tier_restored_tokens_total": ("Tokens that came out of a tier.", lambda stats: stats.restored_tokens),
+    "kv_tier_written_bytes_total": ("Bytes written into tiers.", lambda stats: stats.written_bytes),
+    "kv_tier_evictions_total": ("Blocks that no tier had room for.", lambda stats: stats.evictions),
+}
+TIER_BLOCKS: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
+    "kv_tier_blocks": ("Blocks that a tier keeps.", lambda stats: stats.blocks),
+}
+TIER_FAILURES: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
+    "kv_tier_failures_total": ("Blocks that a tier lost, by reason.", lambda stats: stats.failures),
+}
 
 
 class GatewayMetrics:
     """One gateway's metrics in a registry of their own."""
 
-    def __init__(self, model_id: str, engines: Callable[[], Sequence[EngineView]]) -> None:
+    def __init__(
+        self,
+        model_id: str,
+        engines: Callable[[], Sequence[EngineView]],
+        listed: Callable[[], DirectorySnapshot],
+    ) -> None:
         registry = self._registry = CollectorRegistry()
 
         def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
@@ -95,13 +121,34 @@ class GatewayMetrics:
         self.finished = counter("request_success_total", "Choices by finish reason.", ["model_name", "finished_reason"])
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens.", ["model_name"]).labels(model_id)
         self.generation_tokens = counter("generation_tokens_total", "New tokens.", ["model_name"]).labels(model_id)
+        self.requests = counter("choices_total", "Choices that were asked for.")
         self.paths = counter("requests_by_path_total", "Routes taken, also repeated ones.", ["path", "reason"])
         self.retries = counter("request_retries_total", "Failed attempts that another one followed.", ["reason"])
+        self.rungs = counter("request_rungs_total", "Attempts after a failure, by where they went.", ["rung", "reason"])
+        self.circuits_opened = counter("circuits_opened_total", "Engines and pairs that failed too often.", ["kind"])
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
+        self.unplaced = Gauge("baton_gateway_requests_unplaced", "Choices that wait for an engine.", registry=registry)
         registry.register(_EngineCollector(model_id, engines))
+        registry.register(_DrainCollector(listed))
+
+    def circuit_opened(self, peer: tuple[object, ...]) -> None:
+        """Of an engine, or of a prefill and a decode engine."""
+        self.circuits_opened.labels("engine" if len(peer) == 1 else "pair").inc()
+
+    def load(self) -> GatewayLoad:
+        """What the autoscaler wants to know."""
+        return GatewayLoad(
+            requests=_sum(self.requests),
+            prompt_tokens=_sum(self.prompt_tokens),
+            generation_tokens=_sum(self.generation_tokens),
+            first_token=_counts(self.first_token_s),
+            inter_token=_counts(self.inter_token_s),
+            inflight=round(_sum(self.inflight)),
+            unplaced=round(_sum(self.unplaced)),
+        )
 
     def render(self) -> bytes:
         """Prometheus' text format."""
@@ -127,15 +174,56 @@ class _EngineCollector(Collector):
         yield from _families(CounterMetricFamily, ENGINE_COUNTERS, stats)
         yield from _families(GaugeMetricFamily, HANDOFF_GAUGES, transfers)
         yield from _families(CounterMetricFamily, HANDOFF_COUNTERS, transfers)
-        for name, (help, outcomes) in HANDOFF_OUTCOMES.items():
-            family = CounterMetricFamily(f"baton_{name}", help, labels=[*ENGINE_LABELS, "outcome"])
-            for labels, its_stats in transfers:
-                for outcome, count in outcomes(its_stats).items():
-                    family.add_metric([*labels, outcome], count)
-            yield family
+        yield from _labelled(CounterMetricFamily, HANDOFF_OUTCOMES, "outcome", transfers)
+        tiers = [(labels, its_stats.tiers) for labels, its_stats in stats if its_stats.tiers is not None]
+        yield from _families(CounterMetricFamily, TIER_COUNTERS, tiers)
+        yield from _labelled(GaugeMetricFamily, TIER_BLOCKS, "tier", tiers)
+        yield from _labelled(CounterMetricFamily, TIER_FAILURES, "reason", tiers)
 
     def _labels(self, view: EngineView) -> list[str]:
         return [self._model_id, view.record.engine_id, view.record.role]
+
+
+def _sum(metric: Counter | Gauge) -> float:
+    """What it has counted."""
+    (family,) = metric.collect()
+    return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
+
+
+def _counts(histogram: Histogram) -> tuple[float, ...]:
+    """Of each bucket alone; the samples are of all buckets up to one."""
+    (family,) = histogram.collect()
+    cumulative = [sample.value for sample in family.samples if sample.name.endswith("_bucket")]
+    return tuple(upto - below for below, upto in itertools.pairwise([0.0, *cumulative]))
+
+
+class _DrainCollector(Collector):
+    """Groups of engines that left in order: all gateways show the same."""
+
+    def __init__(self, listed: Callable[[], DirectorySnapshot]) -> None:
+        self._listed = listed
+
+    def collect(self) -> Iterator[Metric]:
+        drains = self._listed().drains
+        yield CounterMetricFamily("baton_drains_total", "Groups of engines that drained.", drains.groups)
+        yield CounterMetricFamily("baton_drain_seconds_total", "What they took, summed.", drains.seconds)
+        help = "Requests that went on elsewhere, since the drain's time was over."
+        yield CounterMetricFamily("baton_drain_handed_over_total", help, drains.handed_over)
+
+
+def _labelled(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    metrics: dict[str, tuple[str, Callable[[StatsT], dict[str, int]]]],
+    label: str,
+    engines: Sequence[tuple[list[str], StatsT]],
+) -> Iterator[Metric]:
+    """One family a metric, with a sample an engine and value of the label."""
+    for name, (help, values) in metrics.items():
+        family = kind(f"baton_{name}", help, labels=[*ENGINE_LABELS, label])
+        for own, stats in engines:
+            for value, count in values(stats).items():
+                family.add_metric(own + [value], count)  # noqa: RUF005 - mypy loses the type of what is unpacked here
+        yield family
 
 
 def _families(

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.core.messages import EngineRequest
-from baton.engine.core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
+from baton.engine.core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.text import TextError, bad_word_token_ids
 
 from .errors import bad_request, context_length_exceeded, model_not_found
@@ -182,10 +182,14 @@ class Preparer:
         if request.bad_words:
             values["bad_words_token_ids"] = bad_word_token_ids(self._model.tokenizer, request.bad_words)
         try:
+            values["structured_outputs"] = _structured_outputs(request)
             sampling = SamplingParams(**values)
             sampling.check_vocabulary(self._model.vocab_size)
         except InvalidSamplingParams as error:
-            param = {"bad_words_token_ids": "bad_words", **names}.get(error.field, error.field)
+            asked = {"bad_words_token_ids": "bad_words", **names}
+            if request.structured_outputs is None:
+                asked["structured_outputs.json"] = "response_format.json_schema.schema"
+            param = asked.get(error.field, error.field)
             raise bad_request(param, f"{param!r} {error.message}.") from None
         return sampling
 
@@ -228,6 +232,20 @@ class Preparer:
                 )
         shows_prompt_logprobs = request.prompt_logprobs is not None
         return Job(request_id, int(now), prompts, sequences, sampling, shows_prompt_logprobs=shows_prompt_logprobs)
+
+
+def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """What the answer must be, said in OpenAI's words or vLLM's. Raises `InvalidSamplingParams` and `ApiError`."""
+    wanted, asked = request.response_format, request.structured_outputs
+    if wanted is not None and wanted.type != "text" and asked is not None:
+        raise bad_request("response_format", "Give 'response_format' or 'structured_outputs', not both.")
+    if asked is not None:
+        return StructuredOutputsParams(**asked.model_dump(by_alias=True))
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.json_schema is None:
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
 def _separate(prompt: Prompt) -> list[str | list[int]]:

@@ -10,9 +10,9 @@ Accepted without effect, because nobody's answer depends on it: `user`, `metadat
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from .errors import ApiError, bad_request
 
@@ -24,10 +24,8 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
     "length_penalty": (None, 1),
     "mm_processor_kwargs": (None,),
     "modalities": (None, ["text"]),
@@ -35,8 +33,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "prompt_cache_retention": (None,),
     "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -44,6 +40,15 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
+}
+
+# What older versions of vLLM called it.
+RENAMED = {
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "structural_tag": "structured_outputs.structural_tag",
 }
 
 # Of one request: what it asks for must not keep the gateway or an engine's step from everyone else.
@@ -99,6 +104,40 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool = False
 
 
+class JsonSchemaFormat(_Strict):
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # answers fit in any case
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have 'json_schema' where its type is 'json_schema', and only there")
+        return self
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's way to say what an answer must be. `StructuredOutputsParams` says what goes together."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
 class GenerationRequest(_Strict):
     """What both endpoints share. `None` means that the client did not say."""
 
@@ -123,6 +162,8 @@ class GenerationRequest(_Strict):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-(2**31), lt=2**31)
@@ -235,6 +276,10 @@ def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:
 
 
 def _asks_for_nothing(kind: type[BaseModel], key: str, value: Any, data: dict[str, Any]) -> bool:
+    if key in RENAMED:
+        if value is None:
+            return True
+        raise bad_request(key, f"{key!r} is now called {RENAMED[key]!r}.", "unsupported_parameter")
     if key in kind.model_fields or key not in NOT_SUPPORTED:
         return False
     same_as_n = key == "best_of" and type(value) is int and value == (data.get("n") or 1)

@@ -9,6 +9,7 @@ import msgspec
 
 from baton.cluster.contracts import DirectorySnapshot, EngineClient, EngineRecord, EngineView, GatewayRecord
 
+from .breaker import Breakers
 from .errors import ApiError, bad_request
 
 PIN_HEADER = "X-data-parallel-rank"
@@ -34,6 +35,11 @@ def _unreachable(text: str, reached: Sequence[int]) -> ApiError:
     return bad_request(PIN_HEADER, message, "unknown_rank")
 
 
+def reachable(client: EngineClient, rank: int | None) -> Sequence[EngineView]:
+    """All engines; or those to choose from when the one of this rank must take part."""
+    return client.engines() if rank is None else only_with(client.engines(), rank)
+
+
 def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
     """What is left to choose from when one engine must take part: it, and those of the roles that complete it."""
     pinned = next((view for view in engines if view.record.rank == rank), None)
@@ -43,22 +49,23 @@ def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
     return [view for view in engines if view is pinned or view.record.role in mates]
 
 
-def rank_table(gateway_id: str, client: EngineClient) -> dict[str, Any]:
-    """All ranks, which of them this gateway reaches, and all gateways."""
+def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dict[str, Any]:
+    """All ranks, which of them this gateway reaches and how it gets on with them, and all gateways."""
     snapshot = client.listed()
     views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}
     return {
         "object": "list",
         "gateway": gateway_id,
-        "data": [_rank(record, views.get((record.engine_id, record.epoch))) for record in snapshot.engines],
+        "data": [_rank(record, views.get((record.engine_id, record.epoch)), breakers) for record in snapshot.engines],
         "gateways": [_gateway(record, snapshot) for record in sorted(snapshot.gateways, key=_place)],
     }
 
 
-def _rank(record: EngineRecord, view: EngineView | None) -> dict[str, Any]:
+def _rank(record: EngineRecord, view: EngineView | None, breakers: Breakers) -> dict[str, Any]:
     return msgspec.structs.asdict(record) | {
         "epoch": f"{record.epoch:016x}",  # 63 bits are more than JavaScript's numbers hold
         "reachable": view is not None,
+        "circuit": breakers.state(record),
         "outstanding": 0 if view is None else view.outstanding,
         "stats": None if view is None else view.stats,
     }

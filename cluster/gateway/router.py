@@ -25,6 +25,7 @@ from .cost import Cost, CostRates, Load, load_of
 from .ledger import EngineKey, Ledger, Placement, engine_key
 
 EQUAL = 1.05  # costs closer than this are equal: gateways whose news are as old must not all choose the same engine
+NO_PREFILL_ENGINE = "no-prefill-engine"
 WORTHWHILE_HIT = 256  # cached tokens with which a decode engine may be the better one to read a prompt
 
 
@@ -99,7 +100,13 @@ class Router:
         return Wanted(num_tokens(request), names, tie, session_id is not None, pinned_rank)
 
     def route(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey] = ()) -> Route | None:
-        """An engine for all tokens that the request has so far. None: nobody can take it now."""
+        """An engine for all tokens that the request has so far; one that drains only where nobody else can take it.
+
+        None: nobody can take it now.
+        """
+        return self._route(_staying(engines), wanted, avoid) or self._route(engines, wanted, avoid)
+
+    def _route(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey]) -> Route | None:
         best = self._best(self._options(engines, wanted, avoid), wanted)
         if best is not None:
             if best.path is Path.LOCAL_PREFILL:
@@ -110,7 +117,7 @@ class Router:
         best = self._best(self._local_options(engines, wanted, avoid), wanted)
         if best is None:
             return None
-        return Route(best.placement, False, Path.LOCAL_PREFILL, "no-prefill-engine")
+        return Route(best.placement, False, Path.LOCAL_PREFILL, NO_PREFILL_ENGINE)
 
     def decode_placement(
         self,
@@ -119,7 +126,13 @@ class Router:
         source: EngineRecord,
         avoid: Collection[EngineKey] = (),
     ) -> Placement | None:
-        """A decode engine that can read the KV that the engine `source` holds."""
+        """A decode engine that can read the KV that the engine `source` holds; see `route` for those that drain."""
+        staying = self._receiver(_staying(engines), wanted, source, avoid)
+        return staying or self._receiver(engines, wanted, source, avoid)
+
+    def _receiver(
+        self, engines: Sequence[EngineView], wanted: Wanted, source: EngineRecord, avoid: Collection[EngineKey]
+    ) -> Placement | None:
         options = []
         for view in engines:
             record = view.record
@@ -132,7 +145,9 @@ class Router:
         return best.placement if best else None
 
     def _options(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey]) -> list[_Option]:
-        decoders = [view for view in engines if view.record.role is Role.DECODE]
+        decoders = [
+            view for view in engines if view.record.role is Role.DECODE and engine_key(view.record) not in avoid
+        ]
         receivers = _Receivers(self, decoders, wanted)
         options = []
         for view in engines:
@@ -220,6 +235,10 @@ class _Receivers:
         if far_s is None:
             return None
         return min(far_s, self._near_s.get((source.fingerprint, source.node_id), far_s))
+
+
+def _staying(engines: Sequence[EngineView]) -> list[EngineView]:
+    return [view for view in engines if not view.record.draining]
 
 
 def num_tokens(request: EngineRequest) -> int:

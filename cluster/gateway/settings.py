@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from baton.engine.core.messages import EngineStats
+
 from .cost import CostRates
+
+
+class QueueLimits(BaseModel):
+    """Where every engine that could read a prompt has more than this waiting, gateways let nobody else in: 503."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests: int = Field(1024, gt=0)
+    tokens: int = Field(4_000_000, gt=0)  # of prompts
+
+    def reached(self, stats: EngineStats) -> bool:
+        return stats.num_requests_waiting >= self.requests or stats.num_waiting_tokens >= self.tokens
+
+
+class BreakerSettings(BaseModel):
+    """When an engine, or a pair of engines that hand over, is left alone for a while. Times are seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    failures: int = Field(5, gt=0)  # within the window, and at least half of all attempts
+    window_s: float = Field(30.0, gt=0)
+    open_s: float = Field(5.0, gt=0)  # until one request tries again
 
 
 class GatewaySettings(BaseModel):
@@ -16,11 +40,16 @@ class GatewaySettings(BaseModel):
     api_keys: list[str] = []  # empty: everyone may call; else only /health, /live and /metrics are open
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # JSON is parsed on the event loop: up to 10 ms a MiB
     max_inflight_requests: int = Field(4096, gt=0)  # above: 429
+    max_inflight_per_key: int | None = Field(None, gt=0)  # with one API key; above: 429
+    queue_limits: QueueLimits = QueueLimits()  # of each engine
     max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
     inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts are tokenized in a thread
     request_timeout_s: float = Field(600.0, gt=0)
     capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it
     max_attempts: int = Field(4, ge=1)  # submissions that may fail: a request that kills engines must not kill them all
+    retry_budget: float = Field(0.2, ge=0)  # further attempts, as a share of the requests of the last seconds
+    retry_budget_min: int = Field(10, ge=0)  # so many are allowed in any case
+    breaker: BreakerSettings = BreakerSettings()
     local_prefill_max_tokens: int = Field(8192, ge=0)  # a decode engine prefills at most this much when it must
     drain_s: float = Field(5.0, ge=0)  # how long /health says 503 before the port closes: longer than balancers' checks
     drain_timeout_s: float = Field(30.0, gt=0)  # for open answers, from then on

@@ -12,6 +12,7 @@ from tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
+from baton.engine.core.grammar import GrammarSource
 from baton.engine.text import Tokenizer
 
 
@@ -30,9 +31,12 @@ async def start(model: ServedModel, tokenizer: Tokenizer) -> AsyncIterator[Calla
     """`start(Role.PREFILL, Role.DECODE, api_keys=[...])`: a gateway with these engines and settings."""
     services: list[Service] = []
 
-    def start_service(*roles: Role, served: ServedModel = model, **settings: Any) -> Service:
+    def start_service(
+        *roles: Role, served: ServedModel = model, grammars: GrammarSource | None = None, **settings: Any
+    ) -> Service:
         cluster = FakeCluster(
             {},
+            grammars,
             num_blocks=64,
             max_num_seqs=32,
             max_num_batched_tokens=64,

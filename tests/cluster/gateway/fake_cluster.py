@@ -25,6 +25,7 @@ from baton.cluster.contracts import (
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
+    GrowingConnector,
     Offer,
     OfferEnded,
     OfferOutcome,
@@ -33,7 +34,15 @@ from baton.engine.core.connector import (
     TransferId,
 )
 from baton.engine.core.engine import EngineCore, EngineCoreConfig, EngineFailed
-from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, TokenLogprobs
+from baton.engine.core.grammar import GrammarSource
+from baton.engine.core.messages import (
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    TokenLogprobs,
+)
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from baton.kv_transfer.handoff import TransferStats
 
@@ -64,6 +73,7 @@ class FakeRunner:
         self._config = config
         self._scripts = scripts
         self._rows: dict[int, Row] = {}
+        self._masks: dict[str, bytes] = {}
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         if self.explode:
@@ -75,6 +85,7 @@ class FakeRunner:
             self._rows[start.row] = Row(start, tokens, list(start.block_ids))
         for chunk in plan.chunks:
             self._write(self._rows[chunk.row], chunk)
+        self._masks = {self._rows[mask.row].start.request_id: mask.words for mask in plan.masks}
         return FinishedStep(StepResult(plan.step, [self._run(self._rows[chunk.row], chunk) for chunk in plan.chunks]))
 
     def _write(self, row: Row, chunk: Chunk) -> None:
@@ -105,6 +116,9 @@ class FakeRunner:
         script, done = self._scripts.get(prompt), len(row.tokens) - len(prompt)
         if script is not None and done < len(script):
             return script[done]
+        if (mask := self._masks.get(row.start.request_id)) is not None:
+            allowed = [token for token in range(self._config.vocab_size) if mask[token // 8] >> token % 8 & 1]
+            return min(allowed, key=lambda token: hash((token, kv, row.start.seed)))
         eos = set(self._config.eos_token_ids)
         return next(
             token for token in map(self._hash_token, range(99), [kv] * 99, [row.start.seed] * 99) if token not in eos
@@ -132,13 +146,23 @@ class Wire:
 
     hold: bool = False  # transfers start and do not end
     lose: int = 0  # so many transfers fail
-    offers: dict[bytes, tuple[FakeConnector, TransferId, list[int]]] = field(default_factory=dict)
+    progressive: bool = False  # long prompts are on offer before they are read
+    offers: dict[bytes, WireOffer] = field(default_factory=dict)
 
 
-class FakeConnector:
+@dataclass
+class WireOffer:
+    holder: FakeConnector
+    transfer_id: TransferId
+    blocks: list[int]
+    complete: bool
+
+
+class FakeConnector(GrowingConnector):
     """A `KVConnector` that copies at the next poll."""
 
     def __init__(self, wire: Wire, memory: list[list[int]]) -> None:
+        self.offers_early = wire.progressive
         self._wire = wire
         self._memory = memory
         self._next_id = 0
@@ -147,10 +171,24 @@ class FakeConnector:
         self.withdrawn = 0
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        return self._offer(block_ids, complete=True)
+
+    def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        return self._offer(block_ids, complete=False)
+
+    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
+        offer = self._wire.offers.get(self._ticket(transfer_id))
+        if offer is not None:
+            offer.complete = num_ready == len(offer.blocks)
+
+    def _offer(self, block_ids: Sequence[int], *, complete: bool) -> Offer:
         self._next_id += 1
-        ticket = f"{id(self)}/{self._next_id}".encode()
-        self._wire.offers[ticket] = (self, self._next_id, list(block_ids))
+        ticket = self._ticket(self._next_id)
+        self._wire.offers[ticket] = WireOffer(self, self._next_id, list(block_ids), complete)
         return Offer(self._next_id, ticket)
+
+    def _ticket(self, transfer_id: TransferId) -> bytes:
+        return f"{id(self)}/{transfer_id}".encode()
 
     def withdraw(self, transfer_id: TransferId) -> None:
         self._end(transfer_id, OfferOutcome.WITHDRAWN)
@@ -169,8 +207,10 @@ class FakeConnector:
 
     def poll(self) -> list[ConnectorEvent]:
         if not self._wire.hold:
-            for transfer_id in list(self._pulls):
-                self._pull(transfer_id, *self._pulls.pop(transfer_id))
+            for transfer_id, (ticket, _, _) in list(self._pulls.items()):
+                offer = self._wire.offers.get(ticket)
+                if offer is None or offer.complete:
+                    self._pull(transfer_id, *self._pulls.pop(transfer_id))
         events = list(self._events)
         self._events.clear()
         return events
@@ -180,34 +220,42 @@ class FakeConnector:
             self._wire.lose = max(0, self._wire.lose - 1)
             self._events += [ReceiveFailed(transfer_id, "the peer is gone"), BlocksReleased(transfer_id)]
             return
-        source, offer_id, offered = self._wire.offers[ticket]
-        for block, from_block in zip(blocks, offered[first_block:], strict=True):
-            self._memory[block][:] = source._memory[from_block]
-        source._end(offer_id, OfferOutcome.FINISHED)
+        offer = self._wire.offers[ticket]
+        for block, from_block in zip(blocks, offer.blocks[first_block:], strict=True):
+            self._memory[block][:] = offer.holder._memory[from_block]
+        offer.holder._end(offer.transfer_id, OfferOutcome.FINISHED)
         self._events.append(Received(transfer_id))
 
     def _end(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
-        if self._wire.offers.pop(f"{id(self)}/{transfer_id}".encode(), None):
+        if self._wire.offers.pop(self._ticket(transfer_id), None):
             self._events.append(OfferEnded(transfer_id, outcome))
 
 
 class FakeEngine:
     """One engine's process. `pause` stops it between two steps, `die` is a kill -9."""
 
-    def __init__(self, record: EngineRecord, config: EngineCoreConfig, scripts: Scripts, wire: Wire) -> None:
+    def __init__(
+        self,
+        record: EngineRecord,
+        config: EngineCoreConfig,
+        scripts: Scripts,
+        wire: Wire,
+        grammars: GrammarSource | None = None,
+    ) -> None:
         self.record = record
         self.runner = FakeRunner(config, scripts)
         self.connector = FakeConnector(wire, self.runner.memory)
-        self.core = EngineCore(config, self.runner, self.connector)
+        self.core = EngineCore(config, self.runner, self.connector, grammars=grammars)
         self.streams: dict[tuple[str, int], FakeStream] = {}
         self.submitted: list[EngineRequest] = []
+        self.generations: dict[str, int] = {}  # the newest of each request
         self.alive = True
         self.running = asyncio.Event()
         self.running.set()
         self.step_s = 0.0
         self.die_after_tokens: int | None = None
         self.on_death: Callable[[], None] = lambda: None
-        self.refuse: EngineOutput | None = None
+        self.refuse: EngineError | None = None
         self.transfers: TransferStats | None = None
         self._log = self.core.block_log()
         self._cached = CachedBlocks(config.num_blocks)
@@ -247,6 +295,11 @@ class FakeEngine:
             stream.queue.put_nowait(EngineGone(f"{self.record.engine_id} died"))
         self.streams.clear()
 
+    def abort(self, request_id: str, generation: int) -> None:
+        """A newer generation lives on."""
+        if self.alive and generation >= self.generations.get(request_id, generation):
+            self.core.abort(request_id)
+
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -285,22 +338,27 @@ class FakeStream:
         return item
 
     async def aclose(self) -> None:
-        self._ended = True
-        if self._engine.streams.pop(self._key, None) is not None:
-            self._engine.core.abort(self._key[0])
+        """As the real one: where the last output was not taken, it may tell of KV that nobody else knows of."""
+        if not self._ended:
+            self._ended = True
+            self._engine.streams.pop(self._key, None)
+            self._engine.abort(*self._key)
 
 
 class FakeCluster:
     """An `EngineClient` with its engines."""
 
-    def __init__(self, scripts: Scripts, **config: object) -> None:
+    def __init__(self, scripts: Scripts, grammars: GrammarSource | None = None, **config: object) -> None:
         self.scripts = scripts
+        self.grammars = grammars
         self.wire = Wire()
         self.config = config
         self.members: list[FakeEngine] = []
         self.aborts: list[tuple[str, str]] = []
+        self.begun: list[tuple[str, str, int]] = []
         self.reach = Reach()
         self.gateways: list[GatewayRecord] = []
+        self.fault: Callable[[FakeEngine, EngineRequest], EngineError | None] = lambda engine, request: None
 
     def start(self, role: Role, *, fingerprint: str = "f", node: str = "node", **config: object) -> FakeEngine:
         rank = len(self.members)
@@ -321,7 +379,7 @@ class FakeCluster:
             max_model_len=core.max_model_len,
             num_blocks=core.num_blocks,
         )
-        self.members.append(FakeEngine(record, core, self.scripts, self.wire))
+        self.members.append(FakeEngine(record, core, self.scripts, self.wire, self.grammars))
         return self.members[-1]
 
     def engines(self) -> list[EngineView]:
@@ -342,26 +400,28 @@ class FakeCluster:
             stream.queue.put_nowait(EngineGone(f"{record.engine_id} is gone"))
             return stream
         engine.submitted.append(request)
-        if engine.refuse is not None:
-            refusal = engine.refuse
-            stream.queue.put_nowait(
-                EngineOutput(
-                    request_id=request.request_id,
-                    generation=request.generation,
-                    finish_reason=refusal.finish_reason,
-                    error=refusal.error,
-                )
+        error = engine.refuse or self.fault(engine, request)
+        if error is not None:
+            name, generation = request.request_id, request.generation
+            refusal = EngineOutput(
+                request_id=name, generation=generation, finish_reason=FinishReason.ERROR, error=error
             )
+            stream.queue.put_nowait(refusal)
             return stream
         engine.streams[request.request_id, request.generation] = stream
+        engine.generations[request.request_id] = request.generation
         engine.core.add(request)
         return stream
 
-    def abort(self, record: EngineRecord, request_id: str, generation: int = 0) -> None:
-        self.aborts.append((record.engine_id, request_id))
+    def begin(self, record: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
+        self.begun.append((record.engine_id, request_id, token_id))
         engine = self._find(record)
         if engine.alive:
-            engine.core.abort(request_id)
+            engine.core.begin(request_id, generation, token_id)
+
+    def abort(self, record: EngineRecord, request_id: str, generation: int = 0) -> None:
+        self.aborts.append((record.engine_id, request_id))
+        self._find(record).abort(request_id, generation)
 
     async def settled(self) -> None:
         """Waits until no living engine has a block in use; fails where that does not happen."""

@@ -18,6 +18,16 @@ from fastapi import FastAPI
 from baton.engine.text import Tokenizer
 
 
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class Service:
     """One gateway and its engines."""
 

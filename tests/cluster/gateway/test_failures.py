@@ -11,7 +11,7 @@ from fake_cluster import FakeEngine
 from gateway_service import Service, events
 
 from baton.cluster.contracts import Role
-from baton.engine.core.messages import EngineError, EngineOutput, ErrorKind, FinishReason
+from baton.engine.core.messages import EngineError, ErrorKind
 
 PROMPT = list(range(20, 60))
 FIELDS: dict[str, Any] = {"seed": 11, "max_tokens": 30, "ignore_eos": True}
@@ -34,7 +34,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def refuse(engine: FakeEngine, kind: ErrorKind) -> None:
-    engine.refuse = EngineOutput(request_id="", finish_reason=FinishReason.ERROR, error=EngineError(kind, f"{kind}!"))
+    engine.refuse = EngineError(kind, f"{kind}!")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_a_prefill_engine_that_dies_before_its_token_is_replaced_by_anothe
     other.running.set()
     response = await answer
     assert response.json()["choices"][0]["text"] == expected
-    assert response.headers["x-baton-path"] == "recomputed; reason=engine-gone"
+    assert response.headers["x-baton-path"] == "recomputed; reason=engine-gone; rung=other-prefill"
     (request,) = other.submitted
     assert request.generation == 1
     await service.cluster.settled()
@@ -131,7 +131,7 @@ async def test_kv_that_is_lost_is_computed_by_another_prefill_engine(start: Call
     service.cluster.wire.lose = 1
     response = await service.complete(PROMPT, **FIELDS)
     assert response.json()["choices"][0]["text"] == expected
-    assert response.headers["x-baton-path"] == "recomputed; reason=kv-lost"
+    assert response.headers["x-baton-path"] == "recomputed; reason=kv-lost; rung=other-prefill"
     first, second, _ = service.cluster.members
     assert (len(first.submitted), len(second.submitted)) == (1, 1)
     again = next(request for request in (*first.submitted, *second.submitted) if request.generation == 1)

@@ -121,7 +121,11 @@ async def test_metrics_show_each_engine_and_its_hand_offs(disaggregated: Service
     service = disaggregated
     service.cluster.members[0].transfers = TransferStats(offers={"finished": 2, "expired": 1}, leases_held=3)
     service.cluster.members[1].transfers = TransferStats(
-        receives={"received": 2}, bytes_read=4096, descriptors_read=5, receive_seconds=0.5
+        receives={"received": 2, "corrupt": 1},
+        bytes_read=4096,
+        descriptors_read=5,
+        blocks_read_early=3,
+        receive_seconds=0.5,
     )
     await service.complete([5] * 20, max_tokens=4, ignore_eos=True)
     samples = await service.metrics()
@@ -131,6 +135,8 @@ async def test_metrics_show_each_engine_and_its_hand_offs(disaggregated: Service
     assert samples[f'baton_kv_tickets_total{{{prefill},outcome="expired",role="prefill"}}'] == 1
     assert samples[f'baton_kv_leases_held{{{prefill},role="prefill"}}'] == 3
     assert samples[f'baton_kv_receives_total{{{decode},outcome="received",role="decode"}}'] == 2
+    assert samples[f'baton_kv_receives_total{{{decode},outcome="corrupt",role="decode"}}'] == 1
+    assert samples[f'baton_kv_blocks_read_early_total{{{decode},role="decode"}}'] == 3
     assert samples[f'baton_kv_transfer_bytes_total{{{decode},role="decode"}}'] == 4096
     assert samples[f'baton_kv_transfer_descriptors_total{{{decode},role="decode"}}'] == 5
     assert samples[f'baton_kv_transfer_seconds_total{{{decode},role="decode"}}'] == 0.5

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from gateway_service import Clock
 
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
@@ -19,7 +20,13 @@ from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
 
 STATS = EngineStats(
-    **{**dict.fromkeys(EngineStats.__struct_fields__, 0), "num_blocks": 1000, "num_blocks_free": 1000, "experts": None}
+    **{
+        **dict.fromkeys(EngineStats.__struct_fields__, 0),
+        "num_blocks": 1000,
+        "num_blocks_free": 1000,
+        "experts": None,
+        "tiers": None,
+    }
 )
 PROMPT = list(range(1, 40 * BLOCK_SIZE))
 RATES = CostRates()
@@ -62,14 +69,6 @@ def view(
 def request(tokens: list[int], name: str = "r", **fields: Any) -> EngineRequest:
     sampling = fields.pop("sampling", SamplingParams())
     return EngineRequest(request_id=name, prompt_token_ids=tokens, sampling=sampling, **fields)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def router(gateway_id: str = "g", local: int = 8192, clock: Clock | None = None, **rates: float) -> Router:
@@ -163,7 +162,7 @@ def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() ->
     assert rank_of(chooser, engines, [*PROMPT, 1]) == home
     chooser.ledger.ended(first)
     assert rank_of(chooser, engines, [*PROMPT, 1]) == home
-    clock.now_s = NEWS_DELAY_S
+    clock.now_s += NEWS_DELAY_S
     other = route(chooser, engines, [9]).placement
     chooser.ledger.sent(other)
     assert route(chooser, engines, [*PROMPT, 1]).reason == "least-loaded"

@@ -1,0 +1,171 @@
+"""The failure ladder: what follows when an attempt at a request has failed, in one table.
+
+    attempt fails ──> LADDER[failure] ──> the first of its rungs that some engine can serve ──> next attempt
+                          │ no rung, or no more attempts           │ nobody: wait, at most capacity_timeout_s
+                          └────────────> typed error <─────────────┘
+
+docs/reliability.md holds the same table.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.cluster.contracts import EngineView, Role
+from baton.engine.core.messages import EngineError, ErrorKind
+
+from .ledger import EngineKey
+
+
+class Rung(enum.StrEnum):
+    """A way to serve a request."""
+
+    ANY = "any"  # the cheapest of all: the first attempt
+    OTHER_DECODE = "other-decode"  # a decode engine that reads the KV which is on offer
+    OTHER_PREFILL = "other-prefill"  # a prefill engine reads all tokens again
+    RECOMPUTE = "recompute"  # a decode engine does: so many that it may, and it has slack
+    UNIFIED = "unified"
+    AGAIN = "again"  # the cheapest of all, also of those that failed
+
+
+class Failure(enum.StrEnum):
+    """Why an attempt was lost: the `reason` in `x-baton-path` and in the metrics."""
+
+    ENGINE_GONE = "engine-gone"
+    ENGINE_LEAVING = "engine-leaving"
+    ENGINE_FAILED = "engine-failed"
+    KV_LOST = "kv-lost"
+    NO_READER = "no-decode-engine"  # KV is on offer, and no decode engine can read it
+    OVERLOADED = "overloaded"
+    TIMED_OUT = "timed-out"
+    INVALID = "invalid"
+    TOO_LONG = "too-long"
+
+
+FAILURE_OF = {
+    ErrorKind.ENGINE_DEAD: Failure.ENGINE_GONE,
+    ErrorKind.LEAVING: Failure.ENGINE_LEAVING,
+    ErrorKind.INTERNAL: Failure.ENGINE_FAILED,
+    ErrorKind.KV_LOST: Failure.KV_LOST,
+    ErrorKind.OVERLOADED: Failure.OVERLOADED,
+    ErrorKind.TIMED_OUT: Failure.TIMED_OUT,
+    ErrorKind.INVALID: Failure.INVALID,
+    ErrorKind.TOO_LONG: Failure.TOO_LONG,
+}
+
+
+class Pays(enum.StrEnum):
+    """When the next attempt is taken from the gateway's retry budget."""
+
+    ALWAYS = "yes"
+    IN_VAIN = "from the second on, if it brought no token"  # one death costs all that ran there an attempt
+    NEVER = "no"
+
+
+class Blame(enum.StrEnum):
+    """Who is avoided by this request's next attempts."""
+
+    ENGINE = "the engine"
+    HOLDER = "who held the KV"
+    FULL = "the engine, for good"  # even where nobody else is left; then nobody is waited for
+    LEFT = "the engine, which goes"  # even where nobody else is left; another is waited for
+    NOBODY = "nobody"
+
+
+@dataclass(frozen=True)
+class Rule:
+    rungs: tuple[Rung, ...] = ()  # in this order; none: it is answered with an error
+    blame: Blame = Blame.NOBODY
+    pays: Pays = Pays.NEVER
+    counts: bool = True  # among `max_attempts`
+    most: int | None = None  # failures of this kind in one request, where fewer than `max_attempts` are enough
+    breaks: bool = False  # counts against the circuit of the engine, or of the pair where KV was lost
+
+
+_DOWN = (Rung.OTHER_PREFILL, Rung.RECOMPUTE, Rung.UNIFIED)
+
+LADDER: dict[Failure, Rule] = {
+    Failure.ENGINE_GONE: Rule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, breaks=True),
+    Failure.ENGINE_FAILED: Rule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, most=2, breaks=True),
+    Failure.ENGINE_LEAVING: Rule((*_DOWN, Rung.AGAIN), Blame.LEFT, counts=False),
+    Failure.KV_LOST: Rule((*_DOWN, Rung.AGAIN), Blame.HOLDER, Pays.ALWAYS, breaks=True),
+    Failure.NO_READER: Rule((Rung.OTHER_DECODE, Rung.RECOMPUTE, Rung.UNIFIED)),
+    Failure.OVERLOADED: Rule((Rung.OTHER_DECODE, *_DOWN), Blame.FULL, Pays.ALWAYS),
+    Failure.TIMED_OUT: Rule(breaks=True),
+    Failure.INVALID: Rule(),
+    Failure.TOO_LONG: Rule(),
+}
+
+ROLES: dict[Rung, frozenset[Role]] = {
+    Rung.OTHER_PREFILL: frozenset({Role.PREFILL, Role.DECODE}),
+    Rung.RECOMPUTE: frozenset({Role.DECODE}),
+    Rung.UNIFIED: frozenset({Role.UNIFIED}),
+}
+
+
+def on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:
+    """The engines that may serve a request there."""
+    roles = ROLES.get(rung, frozenset(Role))
+    chosen = [view for view in engines if view.record.role in roles]
+    return [view for view in chosen if _has_slack(view)] if rung is Rung.RECOMPUTE else chosen
+
+
+def _has_slack(view: EngineView) -> bool:
+    """Nobody waits in it: reading a prompt there makes running answers later, but no others."""
+    return view.stats is None or view.stats.num_requests_waiting == 0
+
+
+@dataclass
+class Attempts:
+    """What one request has behind it."""
+
+    most: int  # `max_attempts`
+    failures: list[Failure] = field(default_factory=list)
+    lost: set[EngineKey] = field(default_factory=set)  # engines that died or whose KV could not be read: rather others
+    full: set[EngineKey] = field(default_factory=set)  # engines that refused for lack of room: not again
+    left: set[EngineKey] = field(default_factory=set)  # engines that handed it back before they end: not again
+    last_error: EngineError | None = None
+    was_in_vain: bool = False  # the newest attempt: it brought no token
+
+    def failed(
+        self, error: EngineError, engine: EngineKey, holder: EngineKey | None = None, *, brought_tokens: bool = False
+    ) -> Failure:
+        """Notes a failed attempt at `engine`, which was to read KV from `holder` if that is given."""
+        failure = FAILURE_OF[error.kind]
+        self.failures.append(failure)
+        self.last_error = error
+        self.was_in_vain = not brought_tokens
+        match LADDER[failure].blame:
+            case Blame.ENGINE:
+                self.lost.add(engine)
+            case Blame.HOLDER:
+                self.lost.add(holder or engine)
+            case Blame.FULL:
+                self.full.add(engine)
+            case Blame.LEFT:
+                self.left.add(engine)
+        return failure
+
+    @property
+    def may_go_on(self) -> bool:
+        """After a failure: whether there is a rung, and this request has not failed too often.
+
+        A request that kills engines must not kill all of them.
+        """
+        newest = self.failures[-1]
+        rule = LADDER[newest]
+        if rule.most is not None and self.failures.count(newest) >= rule.most:
+            return False
+        return bool(rule.rungs) and self._num_counted < self.most
+
+    @property
+    def must_pay(self) -> bool:
+        """Whether the next attempt is taken from the retry budget."""
+        pays = LADDER[self.failures[-1]].pays
+        return pays is Pays.ALWAYS or (pays is Pays.IN_VAIN and self.was_in_vain and self._num_counted > 1)
+
+    @property
+    def _num_counted(self) -> int:
+        return sum(LADDER[failure].counts for failure in self.failures)

@@ -1,0 +1,171 @@
+"""Answers that must fit a grammar, over HTTP, through one engine and through a hand-off."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from gateway_service import Service
+from tokenizers import Tokenizer as Backend
+
+from baton.cluster.contracts import Role
+from baton.engine import StructuredOutputsParams
+from baton.engine.structured import Grammars, Vocabulary
+from baton.engine.text import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green"]}, "size": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["color", "size"],
+    "additionalProperties": False,
+}
+AS_JSON = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+TAG = {
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "</a>"},
+}
+
+
+def is_paint(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "response_format": ({"response_format": AS_JSON}, is_paint),
+    "json": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, is_paint),
+    "json as text": ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}}, is_paint),
+    "regex": ({"structured_outputs": {"regex": "[ab]{2}-[0-9]"}}, re.compile("[ab]{2}-[0-9]").fullmatch),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, ["yes", "no"].__contains__),
+    "grammar": ({"structured_outputs": {"grammar": 'root ::= "<" [xy] ">"'}}, re.compile("<[xy]>").fullmatch),
+    "tag": ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, re.compile("<a>[0-9]</a>").fullmatch),
+}
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grammars]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend: Backend = tokenizer._backend
+    backend.save(str(folder / "tokenizer.json"))
+    assert tokenizer.eos_token_id is not None
+    source = Grammars(Vocabulary(str(folder), tokenizer.vocab_size, [tokenizer.eos_token_id]))
+    source.open(StructuredOutputsParams(choice=["any"]))  # starts the compiler, which takes seconds
+    yield source
+    source.close()
+
+
+@pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
+async def structured(start: Callable[..., Service], grammars: Grammars, request: pytest.FixtureRequest) -> Service:
+    return start(*request.param, grammars=grammars)
+
+
+@pytest.mark.parametrize(("asked", "check"), KINDS.values(), ids=KINDS)
+async def test_answers_fit(structured: Service, asked: dict[str, Any], check: Callable[[str], object]) -> None:
+    for seed in range(3):
+        response = await structured.chat("hello", seed=seed, max_tokens=200, **asked)
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        if choice["finish_reason"] == "length":  # spaces, of which a schema does not say how many
+            assert "response_format" in asked
+            continue
+        assert check(choice["message"]["content"]), choice
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_completions_and_streams_fit_too(structured: Service) -> None:
+    asked = {"structured_outputs": {"choice": ["naïve 😀", "other"]}, "max_tokens": 60}
+    whole = (await structured.complete("hello", seed=1, n=3, **asked)).json()["choices"]
+    assert {choice["text"] for choice in whole} <= {"naïve 😀", "other"}
+    async with structured.openai() as client:
+        stream = await client.completions.create(
+            model="tiny",
+            prompt="hello",
+            seed=1,
+            max_tokens=60,
+            stream=True,
+            extra_body={"structured_outputs": asked["structured_outputs"]},
+        )
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert text == whole[0]["text"]
+
+
+async def test_an_answer_goes_on_elsewhere_within_its_grammar(
+    start: Callable[..., Service], grammars: Grammars
+) -> None:
+    asked = {"structured_outputs": {"regex": "([a-f]{3}-){20}end"}, "seed": 5, "max_tokens": 200}
+    undisturbed = start(Role.UNIFIED, grammars=grammars)
+    expected = (await undisturbed.complete("hello", **asked)).json()["choices"][0]
+    assert re.fullmatch("([a-f]{3}-){20}end", expected["text"])
+    for tokens in (1, 5, 20):
+        service = start(Role.UNIFIED, Role.UNIFIED, grammars=grammars)
+        for engine in service.cluster.members:
+            engine.die_after_tokens = tokens
+            engine.on_death = lambda members=service.cluster.members: [
+                setattr(member, "die_after_tokens", None) for member in members
+            ]
+        answer = (await service.complete("hello", **asked)).json()["choices"][0]
+        assert sum(engine.alive for engine in service.cluster.members) == 1
+        assert answer["text"] == expected["text"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "type": ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    "a schema that is none": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integr"}}}},
+        None,
+        "response_format: json cannot be compiled",
+    ),
+    "a schema that would be broken": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+        None,
+        "'not' is not supported",
+    ),
+    "a long schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "x" * 140_000}}}},
+        "response_format.json_schema.schema",
+        "131072",
+    ),
+    "two at once": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "regex, choice"),
+    "nothing": ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    "both ways": (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "not both",
+    ),
+    "a pattern": ({"structured_outputs": {"regex": "(a"}}, None, "regex cannot be compiled"),
+    "a grammar": ({"structured_outputs": {"grammar": "root ::= gone"}}, None, '"gone" is not defined'),
+    "whitespace": (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "not supported",
+    ),
+    "an old name": ({"guided_json": SCHEMA}, "guided_json", "'structured_outputs.json'"),
+    "a misspelt name": ({"structured_outputs": {"jason": {}}}, "structured_outputs.jason", "Unrecognized"),
+    "with min_tokens": (
+        {"structured_outputs": {"regex": "a"}, "min_tokens": 2, "max_tokens": 9},
+        "min_tokens",
+        "structured_outputs",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "param", "reason"), REFUSED.values(), ids=REFUSED)
+async def test_what_cannot_be_kept_is_refused(
+    structured: Service, asked: dict[str, Any], param: str | None, reason: str
+) -> None:
+    response = await structured.chat("hello", **asked)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert reason in error["message"]
+    assert (await structured.chat("hello", max_tokens=2)).status_code == 200, "and nobody else notices"
+
+
+async def test_text_may_be_asked_for(structured: Service) -> None:
+    response = await structured.chat("hello", max_tokens=4, response_format={"type": "text"}, structured_outputs=None)
+    assert response.status_code == 200
