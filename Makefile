@@ -1,10 +1,13 @@
 # make serve    a prefill and a decode engine with the demo model, on this machine
 # make test     every test that a machine without a GPU can run
+# make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
 # make lint     style, types, and which package may import which
 
 PYTHON ?= python3
 PORT ?= 8000
+SECONDS ?= 600
+SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cluster engine kernels kv_transfer
@@ -13,7 +16,7 @@ PACKAGES := cluster engine kernels kv_transfer
 export OMP_WAIT_POLICY ?= passive
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help serve test test-fast test-gpu lint format wheel clean
+.PHONY: help serve test test-fast chaos test-gpu lint format wheel clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -36,11 +39,17 @@ $(VENV)/.dev: $(VENV)/.serve
 serve: $(VENV)/.serve
 	@$(BIN)/baton serve configs/demo/model --model-id baton-demo --prefill 1 --decode 1 --port $(PORT) || [ $$? -eq 130 ]
 
+# A process a core for what needs no cluster; clusters one after the other.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not chaos and not cluster" -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -m "cluster and not gpu and not chaos"
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not gpu and not slow and not cluster"
+	$(BIN)/python -m pytest -m "not gpu and not slow and not cluster and not chaos" -n auto --maxprocesses 8 --dist loadfile
+
+chaos: $(VENV)/.dev
+	@mkdir -p build
+	PYTHONPATH=tests/chaos:tests/multihost:tests/cluster $(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) --seed $(SEED) --json build/chaos.json
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu

@@ -1,0 +1,76 @@
+"""`make chaos SECONDS=1800 SEED=1`: faults at random on three hosts under load, until the time is over.
+
+Prints the schedule, a line a fault, and a last line of figures; writes them as JSON with `--json`. Ends with 1 where
+something did not hold that must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from faults import Fault, all_faults
+from hosts import Hosts
+from load import Answerer, Quiz
+from ordeal import DEADLINE_S, STREAMS, Ordeal, Verdict, summary
+from ray_hosts import HEAD, ROLES, BatonOnHosts, demo_config
+from schedule import make_schedule
+
+QUESTIONS = 64
+SHORTEST_S = 10.0  # of any fault with its load: a schedule of one fault each so many seconds is long enough
+MIN_ACCURACY = 0.95  # of the demo model, undisturbed
+
+
+def run(seconds: float, seed: int) -> list[Verdict]:
+    """Raises `RuntimeError` where hosts cannot be made, `AssertionError` where the application does not come back."""
+    faults = {fault.name: fault for fault in all_faults(seed)}
+    schedule = make_schedule(seed, max(1, round(seconds / SHORTEST_S)), sorted(faults))
+    print(f"seed {seed}, {STREAMS} streams; until {seconds:.0f} s are over:", flush=True)
+    for planned in schedule:
+        print(f"  {planned.number:3d}  after {planned.pause_s:3.1f} s  {planned.fault}")
+    verdicts: list[Verdict] = []
+    with Hosts(HEAD, *ROLES) as hosts, BatonOnHosts(hosts) as baton:
+        baton.start(demo_config())
+        quiz = Quiz(seed, QUESTIONS)
+        accuracy = quiz.learn(Answerer(baton.url, DEADLINE_S), STREAMS)
+        assert accuracy >= MIN_ACCURACY, f"an undisturbed server is right {accuracy:.1%} of the time"
+        ordeal = Ordeal(baton, quiz, seed)
+        end_s = time.monotonic() + seconds
+        for planned in schedule:
+            time.sleep(planned.pause_s)
+            if time.monotonic() > end_s:
+                break
+            verdicts.append(endured(ordeal, faults[planned.fault]))
+    return verdicts
+
+
+def endured(ordeal: Ordeal, fault: Fault) -> Verdict:
+    verdict = ordeal.endure(fault)
+    print(verdict.line(), flush=True)
+    return verdict
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    return {**dataclasses.asdict(verdict), "fates": {str(fate): count for fate, count in verdict.fates.items()}}
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--seconds", type=float, default=600.0, help="no fault begins later")
+    words.add_argument("--seed", type=int, default=1)
+    words.add_argument("--json", type=Path, help="write all figures to this file")
+    given = words.parse_args()
+    verdicts = run(given.seconds, given.seed)
+    if given.json:
+        given.json.write_text(json.dumps([as_json(verdict) for verdict in verdicts], indent=1) + "\n")
+    print(summary(verdicts))
+    sys.exit(1 if any(verdict.problems for verdict in verdicts) else 0)
+
+
+if __name__ == "__main__":
+    main()

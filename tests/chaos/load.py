@@ -1,0 +1,182 @@
+"""Streams that ask for what is known, without pause, and note what became of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from baton.cluster.eval.recall import Question, make_questions
+
+LENGTHS = (64, 256, 700, 1500)  # tokens of a prompt, about
+MODEL = "baton-demo"
+TOKENS = 48  # of an answer: the value that was asked for, and what follows
+PAUSE_S = 0.3  # of a stream whose request was refused
+CONNECT_S = 5.0
+
+
+class Fate(enum.StrEnum):
+    """What became of a request."""
+
+    RIGHT = "right"
+    WRONG = "wrong"  # another text than the undisturbed one
+    REFUSED = "refused"  # no connection, or an error before the first token: whoever asks again loses nothing
+    LOST = "lost"  # ended after its first token, and not whole
+    HUNG = "hung"  # open past the deadline
+
+
+@dataclass(frozen=True)
+class Asked:
+    number: int  # of the question
+    fate: Fate
+    detail: str
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """Where the questions go. Nothing may be open longer than `deadline_s`."""
+
+    url: str
+    deadline_s: float
+
+    async def ask(self, http: httpx.AsyncClient, question: Question, expected: str | None) -> tuple[Fate, str]:
+        """The fate of one request, and the text or the reason. Without `expected`, any whole text is right."""
+        text = ""
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                text, whole = await self._stream(http, question.prompt)
+        except TimeoutError:
+            return Fate.HUNG, f"open after {self.deadline_s:.0f} s"
+        except _Refused as error:
+            return Fate.REFUSED, str(error)
+        except httpx.ConnectError as error:
+            return Fate.REFUSED, repr(error)
+        except httpx.HTTPError as error:
+            return Fate.LOST, repr(error)
+        if not whole:
+            return Fate.LOST, text
+        return (Fate.RIGHT if expected in (None, text) else Fate.WRONG), text
+
+    async def _stream(self, http: httpx.AsyncClient, prompt: str) -> tuple[str, bool]:
+        """The text, and whether it came whole; else what was said instead. Raises `httpx.HTTPError`, `_Refused`."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+        parts: list[str] = []
+        async with http.stream("POST", f"{self.url}/v1/completions", json=body | {"ignore_eos": True}) as response:
+            if response.status_code != httpx.codes.OK:
+                raise _Refused(f"{response.status_code} {(await response.aread()).decode()}")
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data: ")
+                if not data or line.startswith(("event:", ":")):
+                    continue
+                if data == "[DONE]":
+                    return "".join(parts), True
+                event = json.loads(data)
+                if "error" in event:
+                    if not parts:
+                        raise _Refused(data)
+                    return data, False
+                parts += [choice["text"] for choice in event["choices"]]
+        return f"the stream ended after {len(parts)} pieces", False
+
+
+class _Refused(Exception):
+    """The request was answered with an error before its first token."""
+
+
+class Quiz:
+    """Questions and their undisturbed answers. `learn` asks the server itself, one stream a question.
+
+    Whether those answers are right is checked against what the lists in the prompts say.
+    """
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.questions: Sequence[Question] = make_questions(LENGTHS, -(-count // len(LENGTHS)), seed)
+        self.expected: list[str] = []
+
+    def learn(self, answerer: Answerer, streams: int) -> float:
+        """The share of right answers. Raises `RuntimeError` where a request does not end whole."""
+
+        async def ask_all() -> list[tuple[Fate, str]]:
+            gate = asyncio.Semaphore(streams)
+            async with _client() as http:
+
+                async def ask(question: Question) -> tuple[Fate, str]:
+                    async with gate:
+                        return await answerer.ask(http, question, None)
+
+                return list(await asyncio.gather(*map(ask, self.questions)))
+
+        results = asyncio.run(ask_all())
+        if bad := [result for result in results if result[0] is not Fate.RIGHT]:
+            raise RuntimeError(f"an undisturbed server does not answer: {bad[:3]}")
+        self.expected = [text for _, text in results]
+        pairs = zip(self.questions, self.expected, strict=True)
+        return sum(text.startswith(question.answer) for question, text in pairs) / len(self.expected)
+
+
+class Load:
+    """A context in which `streams` clients ask random questions of `quiz`, each again as soon as it was answered."""
+
+    def __init__(self, answerer: Answerer, quiz: Quiz, *, streams: int, seed: int) -> None:
+        self._answerer, self._quiz, self._streams, self._seed = answerer, quiz, streams, seed
+        self._stop = threading.Event()
+        self._died: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="load")
+        self.asked: list[Asked] = []  # grows at the end only
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Returns when every open request has ended. Raises what ended the load itself."""
+        self._stop.set()
+        self._thread.join()
+        if self._died is not None:
+            raise self._died
+
+    def counts(self) -> Counter[Fate]:
+        return Counter(asked.fate for asked in self.asked)
+
+    def of_fate(self, *fates: Fate) -> list[Asked]:
+        return [asked for asked in self.asked if asked.fate in fates]
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._ask_on())
+        except BaseException as error:
+            self._died = error
+
+    async def _ask_on(self) -> None:
+        async with _client() as http:
+            rngs = [random.Random(f"{self._seed}/{number}") for number in range(self._streams)]
+            await asyncio.gather(*(self._one_stream(http, rng) for rng in rngs))
+
+    async def _one_stream(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        while not self._stop.is_set():
+            number = rng.randrange(len(self._quiz.questions))
+            started_s = time.monotonic()
+            fate, detail = await self._answerer.ask(http, self._quiz.questions[number], self._quiz.expected[number])
+            self.asked.append(Asked(number, fate, detail, started_s, time.monotonic()))
+            if fate is Fate.REFUSED:
+                await asyncio.sleep(PAUSE_S)
+
+
+def _client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a broken connection is nobody else's
+    return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits)
