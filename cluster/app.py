@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from .autoscaling.serve_policy import FollowDirectory
 from .contracts import LoadBalancing, Role
+from .draining import LONGEST_S
 from .gateway_keeper import GatewayKeeper
 from .gateway_replica import GatewayReplica
 from .plan import check_model
@@ -45,14 +48,30 @@ def _engines(role: Role, fleet: Fleet, args: dict[str, Any]) -> serve.Applicatio
     where = dict.fromkeys(fleet.markers, SMALLEST_AMOUNT)  # or the loss of another fleet's machine would end a group
     deployment = serve.deployment(
         name=role.value,
-        num_replicas=fleet.replicas,
+        **_size(fleet),
         ray_actor_options={"num_cpus": REPLICA_CPUS, "resources": where},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        max_surge_percent=fleet.max_surge_percent,
+        graceful_shutdown_timeout_s=fleet.drain_timeout_s + LONGEST_S + SHUTDOWN_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(EngineReplica)
     return deployment.bind(args, role.value)
+
+
+def _size(fleet: Fleet) -> dict[str, Any]:
+    """How many replicas. All delays are the policy's own, so that what is simulated is what is done."""
+    if not fleet.is_scaled:
+        return {"num_replicas": fleet.replicas}
+    config = AutoscalingConfig(
+        min_replicas=fleet.bounds.min_replicas,
+        max_replicas=fleet.bounds.max_replicas,
+        initial_replicas=fleet.first_replicas,
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        policy=AutoscalingPolicy(policy_function=FollowDirectory),
+    )
+    return {"autoscaling_config": config}
 
 
 def _gateways(spec: FleetSpec) -> serve.Deployment:
@@ -62,6 +81,7 @@ def _gateways(spec: FleetSpec) -> serve.Deployment:
         num_replicas=gateway.replicas,
         ray_actor_options={"num_cpus": gateway.num_cpus, "resources": gateway.resources},
         max_ongoing_requests=gateway.max_inflight_requests,
+        max_surge_percent=gateway.max_surge_percent,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=gateway.drain_s + gateway.drain_timeout_s + SHUTDOWN_S,

@@ -20,7 +20,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-app.add_typer(bench_app, name="bench", help="Measure: throughput, latency, serve, startup, soak, kernels, kv.")
+app.add_typer(
+    bench_app, name="bench", help="Measure: throughput, latency, serve, startup, kernels, kv, router, autoscale."
+)
 
 
 def main() -> None:
@@ -115,7 +117,7 @@ def check(
                 )
                 if not unchecked:
                     check_model(spec)
-                fleets = ", ".join(f"{fleet.replicas} {role}" for role, fleet in spec.fleets.present.items())
+                fleets = ", ".join(f"{fleet.spelled} {role}" for role, fleet in spec.fleets.present.items())
                 line = f"{file}: {name} is fine: {spec.served_model_id}, {fleets}{unchecked}"
                 typer.secho(line, fg=typer.colors.YELLOW if unchecked else typer.colors.GREEN)
         except InvalidSpec as error:
@@ -173,6 +175,21 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     from .client_commands import show_status
 
     raise SystemExit(show_status(url, api_key))
+
+
+@app.command()
+def drain(
+    rank: Annotated[int, typer.Argument(min=0, help="Any rank of the group, as in `baton status`.")],
+    address: Annotated[str, typer.Option(help="The Ray cluster ('auto' finds the one on this machine).")] = "auto",
+    application: Annotated[str, typer.Option("--app", help="Its name, as in `serve status`.")] = "baton",
+) -> None:
+    """Replace a group of engines without losing an answer: it ends what it has, then Serve starts another.
+
+    `baton status` shows when it has gone. What is left after fleets.*.drain_timeout_s goes on in other engines.
+    """
+    from .drain_command import drain_rank
+
+    raise SystemExit(drain_rank(rank, application, address))
 
 
 @app.command()

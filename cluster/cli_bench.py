@@ -173,6 +173,14 @@ def kernels(
 
 @bench_app.command()
 def kv(
+    model: Annotated[
+        Path | None, typer.Argument(help="A folder with config.json: whose blocks. Without it, 1.8 MB each.")
+    ] = None,
+    input_len: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; may be repeated.")] = None,
+    in_flight: Annotated[list[int] | None, typer.Option(min=1, help="Prompts at once; may be repeated.")] = None,
+    run_blocks: Annotated[
+        int, typer.Option(min=1, help="Blocks that lie side by side; 1: each elsewhere, the worst case.")
+    ] = 1,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks that hold the blocks, each its KV heads.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Ranks that read them.")] = 1,
     device: Annotated[str, typer.Option(help="'cpu' or 'cuda'.")] = "cpu",
@@ -180,15 +188,56 @@ def kv(
 ) -> None:
     """KV transfer between two groups of processes, beside raw NIXL moving the same bytes."""
     from baton.engine.core.layout import UnevenHeads
-    from baton.kv_transfer.bench import run, table
+    from baton.engine.model_config import ModelConfig, ModelError
+    from baton.kv_transfer.bench import DEFAULT_IN_FLIGHT, DEFAULT_LAYOUT, DEFAULT_TOKENS, measure, table
 
     try:
-        result = run(device, prefill_tp, decode_tp)
-    except UnevenHeads as error:
+        result = measure(
+            DEFAULT_LAYOUT if model is None else ModelConfig.from_folder(str(model), load_format="dummy").layout,
+            num_tokens=input_len or DEFAULT_TOKENS,
+            in_flight=in_flight or DEFAULT_IN_FLIGHT,
+            run_blocks=run_blocks,
+            device=device,
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+        )
+    except (ModelError, UnevenHeads) as error:
         fail(str(error))
     typer.echo(table(result))
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
+
+
+@bench_app.command()
+def autoscale(
+    trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else tides and bursts.")] = None,
+    num_prompts: Count = 3000,
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Mean requests a second.")] = 5.0,
+    input_len: Annotated[int, typer.Option(min=4, help="Mean tokens of a prompt.")] = 1536,
+    output_len: Count = 128,
+    max_replicas: Annotated[int, typer.Option(min=1, help="Groups of each fleet, at most.")] = 4,
+    start: Annotated[float, typer.Option(min=0, help="Seconds that a group takes to start.")] = 20.0,
+    ttft: Annotated[float, typer.Option(min=0.001, help="Target in seconds.")] = 2.0,
+    inter_token: Annotated[float, typer.Option(min=0.001, help="Target in seconds.")] = 0.05,
+    downscale_delay: Annotated[float, typer.Option(min=0, help="Seconds; short, as the loads are.")] = 60.0,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Fleets that follow their load, in virtual time: the autoscaler, Serve's default policy, fixed sizes."""
+    import msgspec
+    from rich.console import Console
+
+    from .autoscaling.compare import Case, InvalidSimulation, compare, table
+    from .replay.traffic import InvalidTrace, Shape
+
+    shape = Shape(num_prompts, request_rate, input_len, output_len, seed)
+    try:
+        rows = compare(Case(shape, trace, max_replicas, start, ttft, inter_token, downscale_delay))
+    except (InvalidSimulation, InvalidTrace) as error:
+        fail(str(error))
+    Console().print(table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps(msgspec.to_builtins(rows), indent=2) + "\n")
 
 
 @bench_app.command()

@@ -29,7 +29,7 @@ from baton.kv_transfer.handoff import TransferStats
 from .cached_blocks import CachedBlocks
 from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
 from .engine_server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
-from .wire import Abort, AskBlocks, ClientMessage, Codec, Hello, Submit, WireError
+from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Submit, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,10 @@ class Connection:
         self._requests[name] = stream
         self._send(Submit(self.record.epoch, request))
         return stream
+
+    def begin(self, request_id: str, generation: int, token_id: int) -> None:
+        if self.stats is not None and self._socket is not None:
+            self._send(Begin(self.record.epoch, request_id, generation, token_id))
 
     def abort(self, request_id: str, generation: int) -> None:
         """Sends the abort and ends the streams of this request here."""
@@ -310,6 +314,11 @@ class ZmqEngineClient:
             return stream
         return connection.submit(request)
 
+    def begin(self, engine: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
+        connection = self._connections.get((engine.engine_id, engine.epoch))
+        if connection is not None:
+            connection.begin(request_id, generation, token_id)
+
     def abort(self, engine: EngineRecord, request_id: str, generation: int = 0) -> None:
         connection = self._connections.get((engine.engine_id, engine.epoch))
         if connection is not None:
@@ -344,7 +353,9 @@ class ZmqEngineClient:
             connection = self._connections.pop(name)
             self._run(self._retire(connection))
         for name, record in alive.items():
-            if name not in self._connections:
+            if name in self._connections:
+                self._connections[name].record = record  # the same process, which may have begun to drain
+            else:
                 self._connections[name] = Connection(self._context, record, self._key, self._identity)
 
     async def _retire(self, connection: Connection) -> None:

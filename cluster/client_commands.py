@@ -39,7 +39,9 @@ def _engine_table(ranks: list[dict[str, Any]]) -> Table:
     for rank in ranks:
         stats = rank["stats"] or {}
         waiting = stats["num_requests_waiting"] + stats["num_requests_waiting_for_kv"] if stats else "?"
-        cells = (rank["rank"], rank["role"], rank["engine_id"], rank["pid"], rank["node_ip"])
+        news = ["drains"] * rank["draining"] + [f"circuit {rank['circuit']}"] * (rank["circuit"] != "closed")
+        role = ", ".join([rank["role"], *news])
+        cells = (rank["rank"], role, rank["engine_id"], rank["pid"], rank["node_ip"])
         blocks = f"{stats.get('num_blocks_free', '?')} of {rank['num_blocks']}"
         table.add_row(*map(str, cells), str(stats.get("num_requests_running", "?")), str(waiting), blocks)
     return table

@@ -52,6 +52,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     max_model_len: int
     num_blocks: int
+    draining: bool = False  # it ends what it has and is to get nothing more, where others can take it
 
 
 class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,49 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def epoch(self) -> int:
         return self.engines[0].epoch
+
+    @property
+    def draining(self) -> bool:
+        return self.engines[0].draining
+
+    def with_draining(self, draining: bool) -> EngineGroup:
+        """The group, all of whose engines drain, or none."""
+        engines = [msgspec.structs.replace(engine, draining=draining) for engine in self.engines]
+        return msgspec.structs.replace(self, engines=engines)
+
+
+class EnginePulse(msgspec.Struct, frozen=True):
+    """One engine as its own process knows it."""
+
+    stalled_s: float  # since its step loop last moved
+    num_requests: int  # that came and have not been answered to the end
+    leases_held: int  # tickets whose blocks wait for their readers
+    receives_active: int  # hand-offs on their way in
+    busy_s: float = 0.0  # in which it had work, since the process's start
+    stats: EngineStats | None = None  # None: it has not begun
+
+    @property
+    def num_live(self) -> int:
+        """What would be lost to somebody if the process ended now."""
+        return self.num_requests + self.leases_held + self.receives_active
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """How a group of engines left."""
+
+    seconds: float
+    handed_over: int  # requests that had to go on elsewhere
+
+
+class DrainCounters(msgspec.Struct, frozen=True):
+    """Groups of engines that left in order, from the directory's start."""
+
+    groups: int = 0
+    seconds: float = 0.0
+    handed_over: int = 0
+
+    def plus(self, drained: Drained) -> DrainCounters:
+        return DrainCounters(self.groups + 1, self.seconds + drained.seconds, self.handed_over + drained.handed_over)
 
 
 class LoadBalancing(enum.StrEnum):
@@ -101,6 +145,35 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
                 return engine.rank == self.rank
 
 
+class Bounds(msgspec.Struct, frozen=True):
+    """Of one fleet, in groups."""
+
+    min_replicas: int
+    max_replicas: int
+
+    def clip(self, count: int) -> int:
+        return max(self.min_replicas, min(self.max_replicas, count))
+
+
+class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What an application wants of its autoscaling; see `AutoscalingSpec`."""
+
+    fleets: dict[Role, Bounds]
+    ttft_s: float
+    inter_token_s: float
+    percentile: float
+    target_utilization: float
+    look_back_period_s: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+    downscale_to_zero_delay_s: float
+
+    @property
+    def memory_s(self) -> float:
+        """How old a sample is that may still decide."""
+        return max(self.downscale_delay_s, self.downscale_to_zero_delay_s) + self.look_back_period_s + 5.0
+
+
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway that answers HTTP."""
 
@@ -112,6 +185,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     reach: Reach
     application: str = ""  # digest of the arguments that it was started with
+    scaling: ScalePlan | None = None  # what the application wants of its autoscaler; None: every fleet has a fixed size
 
 
 class DirectorySnapshot(msgspec.Struct, frozen=True):
@@ -120,6 +194,7 @@ class DirectorySnapshot(msgspec.Struct, frozen=True):
     version: int
     engines: list[EngineRecord]
     gateways: list[GatewayRecord]  # an engine aborts the requests of one that left
+    drains: DrainCounters = DrainCounters()
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -164,6 +239,13 @@ class EngineClient(Protocol):
 
         The stream raises `EngineGone`, also in the middle. Closing it early (`aclose`) aborts the request at the
         engine.
+        """
+        ...
+
+    def begin(self, engine: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
+        """The token that a request submitted with `awaits_first_token` goes on from.
+
+        Sent at once, in order with `submit`, and never answered. Unknown ids and dead engines are ignored.
         """
         ...
 

@@ -5,128 +5,43 @@
     both    ── heartbeat ──────────────────────>       └── run() of every worker: Ray fails it when the process dies
 
 A group leaves the snapshot the moment one of its processes dies; a lost machine or a dead gateway when its heartbeats
-stop. The directory keeps nothing on disk: after a restart its members are told that they are unknown, and register
-again. It ends itself when its application has been gone for a while, and gateways that nobody else would end with it;
-members that are still starting say that there is one.
+stop. A group that drains stays listed, as one that drains, until it has ended. The directory keeps nothing on disk:
+after a restart its members are told that they are unknown, and register again. It ends itself when its application has
+been gone for a while, and gateways that nobody else would end with it; members that are still starting say that there
+is one. Where the application is autoscaled, it decides how many groups there should be.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import msgspec
 import ray
 from ray.actor import ActorHandle
 
 from baton.kv_transfer.curve import ClusterKey
 
-from .contracts import DirectorySnapshot, EngineGroup, EngineRecord, GatewayRecord
+from .autoscaling.load import GatewayLoad
+from .autoscaling.scaler import Scaler, Wanted
+from .contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
+from .members import Membership, Standing
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "baton"  # of the actor's name
+HEAD_NODE = "node:__internal_head__"  # where Ray's own state is: the loss of another machine never takes the directory
 HEARTBEAT_S = 1.0
 MISSED_AFTER_S = 6.0  # a member that was silent for so long is gone
 RECOVERY_S = 3.0  # after a restart watchers wait so long, that nobody takes a half-filled list for the whole
 WATCH_S = 20.0  # a watch without news is answered after so long
+ANSWER_S = 10.0  # a sign of life is answered sooner
 LONELY_S = 30.0  # a directory that hears nothing for so long has lost its application
 PRESENCE_S = 5.0  # between signs of life of a member that is not ready yet
-
-
-@dataclass
-class Member:
-    heard_s: float
-    group: EngineGroup | None = None
-    gateway: GatewayRecord | None = None
-
-    @property
-    def epoch(self) -> int | None:
-        return None if self.group is None else self.group.epoch
-
-
-class Membership:
-    """The list of members and its versions. Plain data: no Ray, no clock of its own.
-
-    Versions count up from `first_version`; a directory that restarts must begin above where the last one ended.
-    """
-
-    def __init__(self, clock: Callable[[], float], first_version: int) -> None:
-        self._clock = clock
-        self._members: dict[str, Member] = {}
-        self.version = first_version
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add_group(self, group: EngineGroup) -> EngineGroup:
-        """Gives the engines ranks: those that they had, where they are free (a returning group), else the first run of
-        free ones among those of the fleet, which are cut into runs of a group's size.
-        """
-        known = self._members.get(group.group_id)
-        if known is not None and known.group is not None and known.epoch == group.epoch:
-            known.heard_s = self._clock()
-            return known.group
-        taken = {engine.rank for name, engine in self._engines() if name != group.group_id}
-        size = len(group.engines)
-        had = range(group.engines[0].rank, group.engines[0].rank + size)
-        runs = (range(start, start + size) for start in itertools.count(group.first_rank, size))
-        if had.start < 0 or taken.intersection(had):
-            had = next(run for run in runs if not taken.intersection(run))
-        engines = [msgspec.structs.replace(engine, rank=rank) for engine, rank in zip(group.engines, had, strict=True)]
-        listed = msgspec.structs.replace(group, engines=engines)
-        self._members[group.group_id] = Member(self._clock(), group=listed)
-        self.version += 1
-        return listed
-
-    def add_gateway(self, record: GatewayRecord) -> None:
-        known = self._members.get(record.identity)
-        if known is None or known.gateway != record:
-            self.version += 1
-        self._members[record.identity] = Member(self._clock(), gateway=record)
-
-    def remove(self, name: str, epoch: int | None = None) -> bool:
-        """Removes a member. A group only if it still is the one of that epoch. False where there was none."""
-        member = self._members.get(name)
-        if member is None or (epoch is not None and member.epoch not in (None, epoch)):
-            return False
-        del self._members[name]
-        self.version += 1
-        return True
-
-    def heard(self, name: str, epoch: int | None = None) -> bool:
-        """A sign of life. False where the member is unknown and must register again."""
-        member = self._members.get(name)
-        if member is None or member.epoch not in (None, epoch):
-            return False
-        member.heard_s = self._clock()
-        return True
-
-    def remove_silent(self, longer_than_s: float) -> list[str]:
-        """Removes members that gave no sign of life for `longer_than_s`; returns their names."""
-        now = self._clock()
-        silent = [name for name, member in self._members.items() if now - member.heard_s > longer_than_s]
-        for name in silent:
-            self.remove(name)
-        return silent
-
-    def snapshot(self) -> DirectorySnapshot:
-        engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
-        gateways = [member.gateway for member in self._members.values() if member.gateway is not None]
-        return DirectorySnapshot(self.version, engines, gateways)
-
-    def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
-        """With the names of their groups."""
-        for name, member in self._members.items():
-            if member.group is not None:
-                yield from ((name, engine) for engine in member.group.engines)
 
 
 class Directory:
@@ -144,7 +59,8 @@ class Directory:
             restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._complete_at_s = time.monotonic() + (RECOVERY_S if restarted else 0.0)
         self._heard_s = time.monotonic()
-        self._keeper = asyncio.create_task(self._keep())
+        self._scaler: Scaler | None = None
+        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._scale())]
 
     async def cluster_key(self) -> ClusterKey:
         return self._key
@@ -160,18 +76,56 @@ class Directory:
     async def register_gateway(self, record: GatewayRecord, actor: ActorHandle | None = None) -> None:
         """`actor` where it is no Serve replica: the directory ends it with the application."""
         self._members.add_gateway(record)
+        if record.scaling is None:
+            self._scaler = None
+        elif self._scaler is None or self._scaler.plan != record.scaling:
+            self._scaler = Scaler(record.scaling)
         if actor is not None:
             self._free_standing[record.identity] = actor
             self._watch(record.identity, None, f"gateway {record.identity} (pid {record.pid})", [actor])
         self._announce()
+
+    async def report_gateway(self, identity: str, load: GatewayLoad) -> None:
+        """For the autoscaler."""
+        if self._scaler is not None:
+            self._scaler.hear_gateway(identity, load)
+
+    async def report_group(self, group_id: str, epoch: int, pulses: list[EnginePulse]) -> None:
+        """For the autoscaler."""
+        group = next((group for group in self._members.groups() if group.group_id == group_id), None)
+        if self._scaler is not None and group is not None and group.epoch == epoch:
+            self._scaler.hear_group(group, pulses)
+
+    async def wanted(self, role: Role, replicas: int) -> Wanted | None:
+        """How many groups a fleet is to have that has `replicas` now; None where that is not for us to say."""
+        if self._scaler is None:
+            return None
+        self._scaler.start_from({role: replicas})
+        return self._scaler.wanted(role)
 
     async def leave(self, name: str, epoch: int | None = None) -> None:
         """A member ends on purpose. Unknown names are ignored."""
         if self._members.remove(name, epoch):
             self._announce()
 
-    async def heartbeat(self, name: str, epoch: int | None = None) -> bool:
-        """False: register again."""
+    async def drain(self, group_id: str, epoch: int, draining: bool) -> None:
+        """Gateways stop choosing the group's engines, or may choose them again."""
+        self._members.set_draining(group_id, epoch, draining)
+        self._announce()
+
+    async def drain_rank(self, rank: int) -> list[int]:
+        """Asks the group of this rank to drain and to end; returns the ranks that leave. Raises `NoSuchRank`."""
+        group = self._members.group_with(rank)
+        self._members.ask_to_leave(group.group_id)
+        return [engine.rank for engine in group.engines]
+
+    async def drained(self, group_id: str, epoch: int, drained: Drained) -> None:
+        """The group has drained, and leaves."""
+        self._members.drains = self._members.drains.plus(drained)
+        await self.leave(group_id, epoch)
+
+    async def heartbeat(self, name: str, epoch: int | None = None) -> Standing:
+        """A member lives."""
         if name not in self._free_standing:
             self._heard_s = time.monotonic()
         return self._members.heard(name, epoch)
@@ -230,13 +184,27 @@ class Directory:
                 logger.info("the application is gone, so the directory ends")
                 await self.end()
 
+    async def _scale(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._scaler is not None:
+                try:
+                    self._decide(self._scaler)
+                except Exception:
+                    logger.exception("the autoscaler failed: what it decided last holds, and it tries again")
+
+    def _decide(self, scaler: Scaler) -> None:
+        gateways = [gateway.identity for gateway in self._members.snapshot().gateways]
+        for group_id, leave in scaler.update(time.monotonic(), gateways, self._members.groups()).items():
+            self._members.ask_to_leave(group_id, leave)
+
 
 def directory_name(app: str) -> str:
     return f"baton-directory:{app}"
 
 
 def get_directory(app: str) -> ActorHandle:
-    """The directory of the application `app`, started if there is none. Ray restarts it wherever it dies.
+    """The directory of the application `app`, started if there is none. Ray restarts it where it dies, on its head.
 
     Detached, because each of its members may be replaced at any time; see `LONELY_S` for how it ends.
     """
@@ -247,6 +215,7 @@ def get_directory(app: str) -> ActorHandle:
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
+        resources={HEAD_NODE: 0.001},  # a marker: it says where, and counts nothing
         max_restarts=-1,
         max_concurrency=10_000,
     ).remote(ClusterKey.generate())
@@ -260,7 +229,8 @@ class DirectoryWatch:
         self._actor = get_directory(app)
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        return await self.call("watch", version)
+        async with _answered_within(WATCH_S + ANSWER_S):
+            return await self.call("watch", version)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Calls the actor. Raises what Ray raises; where the actor is dead, the next call finds its successor."""
@@ -269,6 +239,18 @@ class DirectoryWatch:
         except ray.exceptions.ActorDiedError:
             self._actor = get_directory(self._app)
             raise
+
+
+@contextlib.asynccontextmanager
+async def _answered_within(timeout_s: float) -> AsyncIterator[None]:
+    """Raises `GetTimeoutError` where no answer comes: Ray waits for ever for one that was lost with a link."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, ray.exceptions.RayError):
+            raise
+        raise ray.exceptions.GetTimeoutError(f"the directory was silent for {timeout_s:g} s") from None
 
 
 @contextlib.asynccontextmanager
@@ -291,15 +273,22 @@ async def presence(directory: DirectoryWatch) -> AsyncIterator[None]:
 
 
 async def stay_registered(
-    directory: DirectoryWatch, name: str, epoch: int | None, register: Callable[[], Awaitable[Any]]
+    directory: DirectoryWatch,
+    name: str,
+    epoch: int | None,
+    register: Callable[[], Awaitable[Any]],
+    on_standing: Callable[[Standing], None] = lambda _: None,
 ) -> None:
     """Registers, sends a heartbeat every second, and registers again when the directory has forgotten the member."""
     known = False
     while True:
         try:
-            if not known:
-                await register()
-            known = bool(await directory.call("heartbeat", name, epoch))
+            async with _answered_within(ANSWER_S):
+                if not known:
+                    await register()
+                standing: Standing = await directory.call("heartbeat", name, epoch)
+            known = standing is not Standing.UNKNOWN
+            on_standing(standing)
         except ray.exceptions.RayError as error:
             logger.warning("the directory does not answer %s, trying again: %s", name, type(error).__name__)
             known = False

@@ -31,12 +31,14 @@ from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest,
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.handoff import TransferStats
 
-from .wire import Abort, AskBlocks, ClientMessage, Codec, Hello, Outputs, Submit, WireError
+from .contracts import EnginePulse
+from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Outputs, Submit, WireError
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 1.0  # an engine without work still looks after its leases and statistics this often
 STATS_PERIOD_S = 0.25  # a busy engine tells its state also to gateways that have no request in it
+LEAVING = EngineError(ErrorKind.LEAVING, "The engine ends: the request goes on elsewhere.")
 MAX_RECEIVED_AT_ONCE = 1024  # then the outbox has its turn
 HEARTBEAT_MS = 2_000  # lost machines send no FIN; libzmq's own pings notice them
 HEARTBEAT_TIMEOUT_MS = 8_000
@@ -46,6 +48,7 @@ class Engine(Protocol):
     """What the server needs of an `EngineCore`."""
 
     def add(self, request: EngineRequest) -> None: ...
+    def begin(self, request_id: str, generation: int, token_id: int) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[EngineOutput]: ...
     def has_work(self) -> bool: ...
@@ -56,6 +59,11 @@ class Engine(Protocol):
 @dataclass(frozen=True)
 class GatewayLost:
     """The connection to a gateway is gone."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This engine is about to end: what it has not finished goes on elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +103,20 @@ class EngineServer:
         self._transfers = transfers
         self._engine_id = engine_id
         self._epoch = epoch
-        self._inbox: deque[tuple[bytes, ClientMessage | GatewayLost]] = deque()
+        self._inbox: deque[tuple[bytes, ClientMessage | GatewayLost | Leave]] = deque()
         self._outbox: deque[tuple[bytes, Outputs]] = deque()
         self._work = threading.Event()
         self._closing = threading.Event()
         self.ended: Future[None] = Future()
 
-        self._owners: dict[str, Owner] = {}  # step thread only
+        self._owners: dict[str, Owner] = {}  # step thread only, but for their number
+        self._leaves = False  # step thread only: nothing more is taken
         self._gateways: dict[bytes, None] = {}  # step thread only: those that said hello, in order
         self._blocks = engine.block_log()  # step thread only, from `start` on
         self._told: Outputs | None = None  # step thread only: what every gateway knows, but for blocks
         self._told_at_s = 0.0
         self._turn_began_s = time.monotonic()
+        self._busy_s = 0.0
         self._alive: set[bytes] = set()  # gateways in the newest snapshot
 
         self._context = zmq.Context()
@@ -151,6 +161,27 @@ class EngineServer:
         """For how long the step loop has been in one turn. An idle one begins another every `IDLE_POLL_S`."""
         return time.monotonic() - self._turn_began_s
 
+    def pulse(self) -> EnginePulse:
+        """How the engine does. Any thread may call it; what it tells of hand-offs is at most `STATS_PERIOD_S` old where
+        the engine works, and new where it does not.
+        """
+        waiting = sum(isinstance(message, Submit) for _, message in list(self._inbox))
+        told = self._told
+        transfers = told.transfers if told else None
+        return EnginePulse(
+            stalled_s=self.stalled_s(),
+            num_requests=len(self._owners) + waiting,
+            leases_held=transfers.leases_held if transfers else 0,
+            receives_active=transfers.receives_active if transfers else 0,
+            busy_s=self._busy_s,
+            stats=told.stats if told else None,
+        )
+
+    def hand_over(self) -> None:
+        """Gives all requests back to their gateways, which go on with them elsewhere, and takes no more."""
+        self._inbox.append((b"", Leave()))
+        self._work.set()
+
     def wake(self) -> None:
         """There is news for the step loop. Any thread may call it."""
         self._work.set()
@@ -193,7 +224,10 @@ class EngineServer:
         while self._inbox:
             gateway, message = self._inbox.popleft()
             self._take(gateway, message)
+        has_work = self._engine.has_work()
         self._publish(self._step(bell))
+        if has_work:
+            self._busy_s += time.monotonic() - self._turn_began_s
         idle = not self._engine.has_work() and not self._inbox
         if idle or time.monotonic() - self._told_at_s >= STATS_PERIOD_S:
             self._tell_all_gateways()
@@ -216,7 +250,7 @@ class EngineServer:
         with contextlib.suppress(zmq.Again):  # rung a thousand times already, and nobody came: it rings
             bell.send(b"", flags=zmq.NOBLOCK)
 
-    def _take(self, gateway: bytes, message: ClientMessage | GatewayLost) -> None:
+    def _take(self, gateway: bytes, message: ClientMessage | GatewayLost | Leave) -> None:
         match message:
             case Hello():
                 self._abort_all_of(gateway)
@@ -228,27 +262,40 @@ class EngineServer:
             case Submit(request=request):
                 self._gateways[gateway] = None  # one that the directory lost for a while is back
                 self._add(gateway, request)
+            case Begin(request_id=request_id, generation=generation, token_id=token_id):
+                if self._owners.get(request_id) == Owner(gateway, generation):
+                    self._engine.begin(request_id, generation, token_id)
+                else:
+                    self.counters.stale_messages += 1
             case AskBlocks():
                 self._tell_blocks(gateway)
             case Abort(request_id=request_id, generation=generation):
                 self._abort(request_id, generation)
+            case Leave():
+                self._leaves = True
+                for request_id, owner in list(self._owners.items()):
+                    self._abort(request_id, owner.generation)
+                    self._refuse(owner.gateway, request_id, owner.generation, LEAVING)
 
     def _add(self, gateway: bytes, request: EngineRequest) -> None:
+        if self._leaves:
+            self._refuse(gateway, request.request_id, request.generation, LEAVING)
+            return
         owner = self._owners.get(request.request_id)
         if owner is not None and (owner.gateway != gateway or owner.generation >= request.generation):
             error = EngineError(ErrorKind.INVALID, f"request id {request.request_id!r} is in use: ids must be unique")
-            refusal = EngineOutput(
-                request_id=request.request_id,
-                generation=request.generation,
-                finish_reason=FinishReason.ERROR,
-                error=error,
-            )
-            self._outbox.append((gateway, self._message([refusal], self._engine.stats())))
+            self._refuse(gateway, request.request_id, request.generation, error)
             return
         if owner is not None:  # a newer generation takes the place of the older one
             self._engine.abort(request.request_id)
         self._owners[request.request_id] = Owner(gateway, request.generation)
         self._engine.add(request)
+
+    def _refuse(self, gateway: bytes, request_id: str, generation: int, error: EngineError) -> None:
+        refusal = EngineOutput(
+            request_id=request_id, generation=generation, finish_reason=FinishReason.ERROR, error=error
+        )
+        self._outbox.append((gateway, self._message([refusal], self._engine.stats())))
 
     def _abort(self, request_id: str, generation: int) -> None:
         owner = self._owners.get(request_id)

@@ -30,12 +30,14 @@ from .contracts import GatewayRecord, Reach
 from .directory import DirectoryWatch, stay_registered
 from .gateway.app import create_app
 from .gateway.drain import Drain
+from .gateway.metrics import GatewayMetrics
 from .gateway.model import ServedModel
 from .http_protocol import GuardedHttpProtocol
 from .spec import FleetSpec, load_spec
 
 logger = logging.getLogger(__name__)
 
+REPORT_S = 1.0  # between reports to the autoscaler
 KEEP_ALIVE_S = 65  # above what load balancers use, so that they close idle connections, not we
 
 
@@ -119,6 +121,7 @@ class GatewayServer:
             port=launch.port,
             reach=launch.reach,
             application=digest(launch.args),
+            scaling=self._spec.scale_plan,
         )
 
     async def start(self) -> FastAPI:
@@ -130,12 +133,21 @@ class GatewayServer:
         await self._client.start()
         model = await asyncio.to_thread(_served_model, spec)
         settings, drain = spec.gateway.settings(identity), Drain()
-        app = create_app(self._client, model, settings, drain)
+        self._metrics = GatewayMetrics(model.model_id, self._client.engines, self._client.listed)
+        app = create_app(self._client, model, settings, drain, self._metrics, scales_from_zero=spec.scales_from_zero)
         self._http = HttpServer(app, drain, drain_s=settings.drain_s, drain_timeout_s=settings.drain_timeout_s)
         self._http.start(self._listener)
         register = functools.partial(self._directory.call, "register_gateway", self.record, self._actor)
         self._heart = asyncio.create_task(stay_registered(self._directory, identity, None, register))
+        self._reports = asyncio.create_task(self._report()) if self.record.scaling else None
         return app
+
+    async def _report(self) -> None:
+        """Tells the autoscaler what this gateway is given to do."""
+        while True:
+            with contextlib.suppress(ray.exceptions.RayError):  # the next report says all that this one did
+                await self._directory.call("report_gateway", self.record.identity, self._metrics.load())
+            await asyncio.sleep(REPORT_S)
 
     @property
     def has_ended(self) -> bool:
@@ -149,6 +161,8 @@ class GatewayServer:
         """Ends it in order. Once it returns, nobody lists it."""
         await self._http.drain()
         self._heart.cancel()
+        if self._reports is not None:
+            self._reports.cancel()
         await self._client.close()
         with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
             await self._directory.call("leave", self.record.identity)

@@ -24,7 +24,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .contracts import EngineRecord
+from .contracts import EnginePulse, EngineRecord
 from .seats import Seat, bundles_on, seats_of
 from .spec import Bundle
 from .worker import EngineLaunch, EngineWorker, Opening, Place
@@ -92,9 +92,13 @@ class WorkerGroup:
             run.cancel()
         return "; ".join(f"rank {runs[run].rank} {_how(run.exception())}" for run in done)
 
-    async def stalled_s(self) -> float:
-        """For how long the engine that stands still longest has done so. Raises `RayError` where one is dead."""
-        return max(await asyncio.gather(*(worker.actor.stalled_s.remote() for worker in self.leaders)))
+    async def pulses(self) -> list[EnginePulse]:
+        """Of all engines, in the order of their ranks. Raises `RayError` where one is dead."""
+        return list(await asyncio.gather(*(worker.actor.pulse.remote() for worker in self.leaders)))
+
+    async def hand_over(self) -> None:
+        """All engines give back what they have not finished. Raises `RayError` where one is dead."""
+        await asyncio.gather(*(worker.actor.hand_over.remote() for worker in self.leaders))
 
     async def stop(self) -> None:
         """In order if they can, so that memory shared with peers is released."""

@@ -151,7 +151,7 @@ class LocalApplication:
 
         spec = self._spec
         workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
-        replicas = sum(fleet.replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
+        replicas = sum(fleet.bounds.max_replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
         return workers + replicas + spec.num_gateways(nodes=1) * spec.gateway.num_cpus + CONTROLLER_CPUS
 
     def _start_application(self, show: Show) -> None:
@@ -187,7 +187,7 @@ class LocalApplication:
     def _follow(self, outcome: list[BaseException | None], show: Show) -> None:
         """Shows each deployment from its first replica to its last, until `serve.run` returns."""
         expected = {"gateway": self._spec.gateway.replicas}  # where they are kept, one that keeps them
-        expected |= {role.value: fleet.replicas for role, fleet in self._spec.fleets.present.items()}
+        expected |= {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         for name in expected:
             show(Progress(name, done=False))
         waiting = dict(expected)

@@ -214,7 +214,7 @@ def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
     for role, fleet in spec.fleets.present.items():
         config = spec.engine_config(role)
         each = spec.gpus_of(role, cluster_gpus=machines.gpus_per_node)
-        for group in range(fleet.replicas):
+        for group in range(fleet.bounds.max_replicas):
             nodes = _pack(free, config.world_size, each, machines.gpus_per_node)
             first = spec.first_rank(role) + group * config.data_parallel_size
             for seat in seats_of([str(node) for node in nodes], config.tensor_parallel_size):

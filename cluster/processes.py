@@ -20,6 +20,12 @@ class Process:
     pid: int
     started_ticks: int
 
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """The one that has this id now."""
+        found = _read_stat(pid)
+        return None if found is None else found[1]
+
     def alive(self) -> bool:
         found = _read_stat(self.pid)
         return found is not None and found[1] == self and found[2] != "Z"

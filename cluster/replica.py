@@ -1,7 +1,11 @@
 """The control plane of one engine group: a Serve deployment's replica that starts its workers and answers for them.
 
-It loads no torch. When one of its workers dies or hangs it ends them all and fails its health check, and Serve replaces
-the group as a whole.
+STARTING ──> SERVING ──Serve ends it─────────────────────> DRAINING ──> ended
+                 ├─────directory: leave ──> DRAINING ──> its health check fails, and Serve ends it
+                 │                             └── stay ──> SERVING
+                 └─────a worker dies or hangs ───────────> its health check fails, and Serve replaces it
+
+It loads no torch. When one of its workers dies or hangs it ends them all, and Serve replaces the group as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from baton.kv_transfer.curve import ClusterKey
 
 from .contracts import EngineGroup, Role
 from .directory import DirectoryWatch, presence, stay_registered
+from .draining import drain
 from .group import WorkerGroup
+from .members import Standing
 from .spec import load_spec
 from .worker import EngineLaunch
 
@@ -36,26 +42,33 @@ class EngineReplica:
         self._directory = DirectoryWatch(context.app_name)
         key: ClusterKey = await self._directory.call("cluster_key")
         launch = EngineLaunch(spec, Role(role), f"{role}-{context.replica_id.unique_id}", context.app_name, key)
+        self._fleet = spec.fleets.present[launch.role]
         bundle = spec.bundle_of(launch.role, ray.cluster_resources().get("GPU", 0.0))
         self._workers = WorkerGroup(launch, bundle)
         async with presence(self._directory):
             engines = await self._workers.start()
         first_rank = spec.first_rank(launch.role)
         self._group = EngineGroup(group_id=launch.group_id, first_rank=first_rank, engines=engines)
-        self._death = ""
+        self._end = ""  # why the group has ended
+        self._is_ended_by_serve = False
+        self._leaving: asyncio.Task[None] | None = None
         self._heart = asyncio.create_task(
-            stay_registered(self._directory, self._group.group_id, self._group.epoch, self._register)
+            stay_registered(
+                self._directory, self._group.group_id, self._group.epoch, self._register, on_standing=self._stand
+            )
         )
         self._tasks = [
             self._heart,
             asyncio.create_task(self._watch_workers()),
-            asyncio.create_task(self._watch_steps(spec.fleets.present[launch.role].step_timeout_s)),
+            asyncio.create_task(self._watch_steps(self._fleet.step_timeout_s)),
         ]
+        if spec.autoscaling is not None:
+            self._tasks.append(asyncio.create_task(self._report()))
 
     async def check_health(self) -> None:
         """Serve asks. Raises where the group has ended, or nobody watches it any more."""
-        if self._death:
-            raise RuntimeError(self._death)
+        if self._end:
+            raise RuntimeError(self._end)
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -72,32 +85,93 @@ class EngineReplica:
         while stalled_s < timeout_s:
             await asyncio.sleep(PULSE_S)
             try:
-                stalled_s = await asyncio.wait_for(self._workers.stalled_s(), timeout_s)
+                pulses = await asyncio.wait_for(self._workers.pulses(), timeout_s)
+                stalled_s = max((pulse.stalled_s for pulse in pulses), default=0.0)
             except TimeoutError:
                 stalled_s = timeout_s
             except ray.exceptions.RayError:
                 return  # `_watch_workers` says what happened
         await self._give_up(f"has stood still for {stalled_s:.0f} s (step_timeout_s is {timeout_s:g})")
 
+    async def _report(self) -> None:
+        """Tells the autoscaler how the engines do."""
+        while True:
+            await asyncio.sleep(PULSE_S)
+            try:
+                pulses = await self._workers.pulses()
+            except ray.exceptions.RayError:
+                return  # `_watch_workers` says what happened
+            await self._tell("report_group", pulses)
+
     async def _give_up(self, why: str) -> None:
         """Nobody closes the connections of a process that hangs, and a rank alone is of no use: all end."""
-        if self._death:  # those that are killed are no news
+        if self._end:  # those that are killed are no news
             return
-        self._death = f"engine group {self._group.group_id}: {why}"
-        logger.error(self._death)
+        self._end = f"engine group {self._group.group_id}: {why}"
+        logger.error(self._end)
         self._heart.cancel()
         await self._leave()
         await self._workers.end()
 
+    def _stand(self, standing: Standing) -> None:
+        """What the directory says: a group that is asked to leave drains, and may be asked to stay until it has."""
+        if self._is_ended_by_serve:
+            return
+        if standing is Standing.LEAVE and self._leaving is None and not self._end:
+            self._leaving = asyncio.create_task(self._leave_as_asked())
+        elif standing is Standing.LISTED and self._leaving is not None and not self._end:
+            self._leaving.cancel()
+            self._leaving = asyncio.create_task(self._stay())
+
+    async def _leave_as_asked(self) -> None:
+        await self._drain()
+        if self._end:  # one of them died meanwhile
+            return
+        self._end = f"engine group {self._group.group_id}: drained, as it was asked to"
+        logger.info(self._end)
+        await self._workers.stop()
+        await self._workers.end()
+
+    async def _stay(self) -> None:
+        await self._say_draining(False)
+        self._leaving = None
+
+    async def _drain(self) -> None:
+        """Returns when everything has ended or is in other hands, and the directory does not list the group."""
+        await self._say_draining(True)
+        try:
+            drained = await drain(self._workers, self._fleet.drain_timeout_s)
+        except ray.exceptions.RayError as error:  # a worker has died: there is nothing to wait for
+            logger.warning("engine group %s did not drain: %s", self._group.group_id, type(error).__name__)
+            return
+        what = f"engine group {self._group.group_id} drained in {drained.seconds:.1f} s"
+        logger.info("%s and handed %d requests over", what, drained.handed_over)
+        self._heart.cancel()  # it would register the group again
+        await self._tell("drained", drained)
+
+    async def _say_draining(self, draining: bool) -> None:
+        self._group = self._group.with_draining(draining)  # a directory that restarts hears it when we register again
+        await self._tell("drain", draining)
+
     async def _leave(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
-            await self._directory.call("leave", self._group.group_id, self._group.epoch)
+        await self._tell("leave")
+
+    async def _tell(self, method: str, *args: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # heartbeats say the same, or their end does, only later
+            await self._directory.call(method, self._group.group_id, self._group.epoch, *args)
 
     async def __del__(self) -> None:
-        for task in getattr(self, "_tasks", []):
+        """Serve ends the replica, and waits for this."""
+        if not hasattr(self, "_tasks"):  # it has not started: `WorkerGroup.start` clears away what there was
+            return
+        self._is_ended_by_serve = True
+        if self._leaving is not None:
+            await asyncio.wait([self._leaving])
+        if not self._end:
+            await self._drain()
+            self._end = f"engine group {self._group.group_id}: ended in order"
+        for task in self._tasks:
             task.cancel()
-        if hasattr(self, "_group"):
-            await self._leave()
-            if not self._death:
-                await self._workers.stop()
-            await self._workers.end()
+        await self._leave()
+        await self._workers.stop()
+        await self._workers.end()

@@ -7,7 +7,8 @@ gateway: {port: 8000}
 engine: {max_num_seqs: 64}             # arguments of every engine, named as in vLLM
 fleets:
   prefill: {replicas: 1}
-  decode: {replicas: 2, engine: {max_num_seqs: 128}}
+  decode: {min_replicas: 1, max_replicas: 4, engine: {max_num_seqs: 128}}
+autoscaling: {ttft_s: 0.5, inter_token_s: 0.03}
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from baton.engine.config import EngineConfig, InvalidEngineConfig
-from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings
+from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
+from baton.kv_transfer.tiers.settings import TierSettings
 
-from .contracts import LoadBalancing, Role
+from .autoscaling.settings import AutoscalingSettings
+from .contracts import Bounds, LoadBalancing, Role, ScalePlan
 from .gateway.settings import GatewaySettings
 
 MAX_PORT = 65535
@@ -74,6 +76,7 @@ class GatewaySpec(_Strict, GatewaySettings):
     """The gateways: where they listen, how many there are, and the limits of each."""
 
     replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
+    max_surge_percent: int = Field(100, ge=0, le=100)  # gateways of a new version that start before old ones end
     host: str = "0.0.0.0"
     port: int = Field(8000, ge=1, le=MAX_PORT)  # the first of a machine, where each gateway has its own
     num_cpus: float = Field(0.1, ge=0)  # for Ray's placement
@@ -105,15 +108,64 @@ def _keys_in(file: str) -> list[str]:
     return keys
 
 
+class AutoscalingSpec(_Strict, AutoscalingSettings):
+    """See `AutoscalingSettings`."""
+
+
+class KVTiers(_Strict, TierSettings):
+    """Memory behind the pool of each engine of a fleet."""
+
+
 class Fleet(_Strict):
     """Engines of one role. `replicas` counts groups, never ranks: what is said of a worker holds for each rank."""
 
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1)  # where it is scaled, see `min_replicas`: at the start
+    min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is scaled, see `autoscaling`
+    max_replicas: int | None = Field(None, ge=1)
     engine: dict[str, Any] = {}
     num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
     num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
     resources: dict[str, float] = {}  # of one worker
     step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
+    drain_timeout_s: float = Field(30.0, ge=0)  # for what an engine has when it is to end; the rest goes on elsewhere
+    max_surge_percent: int = Field(0, ge=0, le=100)  # groups of a new version that start before old ones end
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.max_replicas is not None
+
+    @property
+    def bounds(self) -> Bounds:
+        """Groups at least and at most."""
+        if self.max_replicas is None:
+            return Bounds(self.replicas, self.replicas)
+        return Bounds(0 if self.min_replicas is None else self.min_replicas, self.max_replicas)
+
+    @property
+    def spelled(self) -> str:
+        """How many groups, for people."""
+        low, high = self.bounds.min_replicas, self.bounds.max_replicas
+        return str(low) if low == high else f"{low} to {high}"
+
+    @property
+    def first_replicas(self) -> int:
+        """Groups at the start."""
+        return self.replicas if "replicas" in self.model_fields_set else self.bounds.clip(self.bounds.min_replicas)
+
+    @model_validator(mode="after")
+    def _bounds_hold(self) -> Self:
+        if (self.min_replicas is None) != (self.max_replicas is None):
+            raise ValueError("min_replicas and max_replicas need each other: give both, or neither")
+        low, high = self.bounds.min_replicas, self.bounds.max_replicas
+        if low > high:
+            raise ValueError(f"min_replicas is {low}, which is more than max_replicas, {high}")
+        if "replicas" in self.model_fields_set and not low <= self.replicas <= high:
+            raise ValueError(
+                f"replicas is {self.replicas}, which is not from min_replicas, {low}, to max_replicas, {high}"
+            )
+        return self
+
+    kv_tiers: KVTiers | None = None  # by default an engine forgets the blocks that it evicts
 
     @property
     def markers(self) -> list[str]:
@@ -155,6 +207,32 @@ class FleetSpec(_Strict):
     engine: dict[str, Any] = {}
     fleets: Fleets
     transfer: dict[str, Any] = {}
+    autoscaling: AutoscalingSpec | None = None
+
+    @model_validator(mode="after")
+    def _scaling_has_bounds(self) -> Self:
+        scaled = [role for role, fleet in self.fleets.present.items() if fleet.is_scaled]
+        if scaled and self.autoscaling is None:
+            raise ValueError(
+                f"fleets.{scaled[0]} has min_replicas and max_replicas: add `autoscaling`, with the targets that "
+                "decide (`autoscaling: {}` takes the defaults), or give `replicas` alone"
+            )
+        if self.autoscaling is not None and not scaled:
+            raise ValueError("autoscaling: no fleet has min_replicas and max_replicas, so there is nothing to scale")
+        if Role.UNIFIED in scaled and len(self.fleets.present) > 1:
+            raise ValueError(
+                "fleets.unified: beside prefill and decode engines its number is fixed, since it cannot be told which "
+                "of them requests need more of; leave min_replicas and max_replicas out"
+            )
+        sleeping = [
+            role for role in scaled if role.writes_answers and self.fleets.present[role].bounds.min_replicas == 0
+        ]
+        if sleeping and self.load_balancing is not LoadBalancing.INTERNAL:
+            raise ValueError(
+                f"fleets.{sleeping[0]}.min_replicas is 0: with load_balancing {self.load_balancing} gateways are where "
+                "ranks are, so nobody would be there for the first request; give 1, or load_balancing internal"
+            )
+        return self
 
     @model_validator(mode="after")
     def _engines_fit_together(self) -> Self:
@@ -164,6 +242,8 @@ class FleetSpec(_Strict):
             gpus = self.fleets.present[role].num_gpus
             if gpus is not None and config.world_size > 1 and gpus not in (0, 1):
                 raise ValueError(f"fleets.{role}.num_gpus is {gpus:g}: ranks of one group have a GPU each")
+            self._check_tiers(role, config)
+            self._check_buffer(role, config)
         first_role, first = next(iter(configs.items()))
         for role, config in configs.items():
             for name in SAME_IN_ALL_FLEETS:
@@ -174,6 +254,27 @@ class FleetSpec(_Strict):
                         "fleets, or their KV blocks do not fit; set it once, under the top-level `engine`"
                     )
         return self
+
+    def _check_buffer(self, role: Role, config: EngineConfig) -> None:
+        if config.tensor_parallel_size > 1 and self.transfer_settings().buffer == "host":
+            raise ValueError(
+                f"transfer.buffer is 'host': ranks of a group of tensor_parallel_size {config.tensor_parallel_size} "
+                f"({role}) cannot share a buffer yet; give 'device', or tensor_parallel_size 1"
+            )
+
+    def _check_tiers(self, role: Role, config: EngineConfig) -> None:
+        if self.fleets.present[role].kv_tiers is None:
+            return
+        if config.tensor_parallel_size > 1:
+            raise ValueError(
+                f"fleets.{role}.kv_tiers: ranks of a group of tensor_parallel_size {config.tensor_parallel_size} "
+                "cannot keep tiers together yet; leave kv_tiers out, or give tensor_parallel_size 1"
+            )
+        if not config.enable_prefix_caching:
+            raise ValueError(
+                f"fleets.{role}.kv_tiers: blocks are found by the prefix cache, which is turned off by "
+                "enable_prefix_caching: false; leave one of them out"
+            )
 
     @model_validator(mode="after")
     def _gateways_are_where_the_ranks_are(self) -> Self:
@@ -197,7 +298,23 @@ class FleetSpec(_Strict):
         return sum(self.num_workers_of(role) for role in self.fleets.present)
 
     def num_workers_of(self, role: Role) -> int:
-        return self.fleets.present[role].replicas * self.engine_config(role).world_size
+        """At most, where the fleet is scaled."""
+        return self.fleets.present[role].bounds.max_replicas * self.engine_config(role).world_size
+
+    @property
+    def scale_plan(self) -> ScalePlan | None:
+        """None: every fleet has a fixed size."""
+        if self.autoscaling is None:
+            return None
+        settings = self.autoscaling.model_dump()
+        if settings["downscale_to_zero_delay_s"] is None:
+            settings["downscale_to_zero_delay_s"] = self.autoscaling.downscale_delay_s
+        return ScalePlan(fleets={role: fleet.bounds for role, fleet in self.fleets.present.items()}, **settings)
+
+    @property
+    def scales_from_zero(self) -> bool:
+        """Whether a request may find nobody to write its answer, and has to wait for who will be."""
+        return not any(role.writes_answers and fleet.bounds.min_replicas for role, fleet in self.fleets.present.items())
 
     def num_gateways(self, nodes: int) -> int:
         """Of the whole application, on so many nodes with ranks that write answers."""
@@ -210,8 +327,8 @@ class FleetSpec(_Strict):
                 return sum(self.num_ranks(role) for role in self.fleets.present if role.writes_answers)
 
     def num_ranks(self, role: Role) -> int:
-        """Engines of this fleet: the data-parallel ranks of all its groups."""
-        return self.fleets.present[role].replicas * self.engine_config(role).data_parallel_size
+        """Engines of this fleet, at most: the data-parallel ranks of all its groups."""
+        return self.fleets.present[role].bounds.max_replicas * self.engine_config(role).data_parallel_size
 
     def first_rank(self, role: Role) -> int:
         """The fleets follow each other in the order of `Fleets.present`, each with the ranks of all its groups."""
@@ -238,7 +355,10 @@ class FleetSpec(_Strict):
 
     def missing_gpus(self, cluster_gpus: float) -> str:
         """Why a cluster with so many GPUs cannot place all engines; empty where it can."""
-        needed = sum(self.num_workers_of(role) * self.gpus_of(role, cluster_gpus) for role in self.fleets.present)
+        needed = sum(
+            fleet.first_replicas * self.engine_config(role).world_size * self.gpus_of(role, cluster_gpus)
+            for role, fleet in self.fleets.present.items()
+        )
         if needed <= cluster_gpus:
             return ""
         return (
@@ -265,8 +385,8 @@ class FleetSpec(_Strict):
             if name not in TransferSettings.__struct_fields__:
                 raise ValueError(f"transfer: {_unknown_key(name, list(TransferSettings.__struct_fields__))}")
         try:
-            return msgspec.convert(self.transfer, TransferSettings)
-        except (msgspec.ValidationError, InvalidTransferSettings) as error:
+            return parse_settings(self.transfer)
+        except InvalidTransferSettings as error:
             raise ValueError(f"transfer: {error}") from None
 
     def engine_config(self, role: Role) -> EngineConfig:

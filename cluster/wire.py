@@ -4,6 +4,7 @@
       Hello(epoch)            ─────────────────>      forgets what ran for this gateway before
                               <─────────────────      Outputs([], stats, cached blocks): the connection is ready
       Submit(epoch, request)  ─────────────────>
+      Begin(epoch, id, token) ─────────────────>      of a request whose blocks came while its prompt was still read
       Abort(epoch, id)        ─────────────────>
                               <─────────────────      Outputs(outputs of one step, stats)
                               <─────────────────      Outputs([], stats, changed blocks): to every gateway, now and then
@@ -48,13 +49,22 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     generation: int
 
 
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The token that a request submitted with `awaits_first_token` goes on from. One that is over ignores it."""
+
+    epoch: int
+    request_id: str
+    generation: int
+    token_id: int
+
+
 class AskBlocks(msgspec.Struct, frozen=True, tag="ask-blocks"):
     """The gateway missed news of the prefix cache, and wants to know all of it."""
 
     epoch: int
 
 
-ClientMessage = Hello | Submit | Abort | AskBlocks
+ClientMessage = Hello | Submit | Begin | Abort | AskBlocks
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):

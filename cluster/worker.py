@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,11 @@ import ray
 
 from baton.engine.core.connector import KVConnector
 from baton.engine.core.layout import KVRegion
+from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
 from baton.kv_transfer.curve import ClusterKey
 
-from .contracts import DirectorySnapshot, EngineRecord, Role
+from .contracts import DirectorySnapshot, EnginePulse, EngineRecord, Role
 from .directory import DirectoryWatch
 from .engine_server import EngineServer
 from .seats import Seat
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from baton.engine.parallel.rendezvous import Rendezvous
     from baton.kv_transfer.connector import TransferConnector
     from baton.kv_transfer.crew import CrewSocket
+    from baton.kv_transfer.host_buffer import HostBuffer
+    from baton.kv_transfer.tiers.store import TierStore
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +98,8 @@ class EngineWorker:
         self._crew: CrewSocket | None = None
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
-        self._connector: TransferConnector | None = None
+        self._connector: TransferConnector | HostBuffer | None = None
+        self._tiers: TierStore | None = None
         self._following: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         dp_rank = seat.rank // launch.tensor_parallel_size
@@ -129,10 +134,15 @@ class EngineWorker:
             self._watcher.result()
         await ended
 
-    async def stalled_s(self) -> float:
-        """See `EngineServer.stalled_s`. Answered by another thread than the one that it tells about."""
+    async def pulse(self) -> EnginePulse:
+        """How the engine does. Answered by another thread than the one that it tells about."""
         assert self._server is not None, "leading comes first"
-        return self._server.stalled_s()
+        return self._server.pulse()
+
+    async def hand_over(self) -> None:
+        """See `EngineServer.hand_over`."""
+        assert self._server is not None, "leading comes first"
+        self._server.hand_over()
 
     async def stop(self) -> None:
         """Ends a leader's engine, and with it those who follow; `run` returns."""
@@ -142,6 +152,8 @@ class EngineWorker:
             await asyncio.to_thread(self._server.close)
         if self._connector is not None:
             await asyncio.to_thread(self._connector.close)
+        if self._tiers is not None:
+            await asyncio.to_thread(self._tiers.close)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
 
@@ -199,12 +211,12 @@ class EngineWorker:
 
     def _build(self, member: Member) -> EngineRecord:
         from baton.engine.build import build_engine
-        from baton.kv_transfer.connector import TransferConnector
+        from baton.kv_transfer.host_buffer import open_connector
 
         launch = self._launch
 
         def connect(region: KVRegion) -> KVConnector:
-            self._connector = TransferConnector(
+            self._connector = open_connector(
                 region,
                 engine_id=self._engine_id,
                 epoch=self._epoch,
@@ -216,7 +228,9 @@ class EngineWorker:
             )
             return self._connector
 
-        engine = build_engine(self._config, connect if launch.hands_over else None, member)
+        engine = build_engine(
+            self._config, connect if launch.hands_over else None, member, open_tiers=self._open_tiers()
+        )
         self._engine = engine
         self._server = EngineServer(
             engine.core,
@@ -244,6 +258,25 @@ class EngineWorker:
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
         )
+
+    def _open_tiers(self) -> Callable[[KVRegion], KVTiers] | None:
+        from baton.kv_transfer.tiers.store import TierStore
+
+        settings = self._launch.spec.fleets.present[self._launch.role].kv_tiers
+        if settings is None:
+            return None
+
+        def open_tiers(region: KVRegion) -> TierStore:
+            self._tiers = TierStore(
+                region,
+                settings,
+                name=f"{self._engine_id}:tiers",
+                cpu_affinity=self._launch.spec.transfer_settings().cpu_affinity,
+                wake=self._wake,
+            )
+            return self._tiers
+
+        return open_tiers
 
     def _wake(self) -> None:
         if self._server is not None:  # transfers can have news before the engine serves

@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_eplb: bool = False  # count how often experts are used, and place them anew by that
     num_redundant_experts: int = 0  # copies of experts beyond the model's, for those that are used most
     eplb_step_interval: int = 3000  # steps from one placement to the next
-    disable_custom_all_reduce: bool = False  # let NCCL do all sums of tensor-parallel ranks, small ones too
+    disable_custom_all_reduce: bool = False  # let NCCL do all that ranks sum and exchange, small things too
     distributed_timeout_seconds: float = 60.0  # how long a collective waits for a rank, but in captured steps
     device: str = "auto"
     num_threads: int | None = None  # of one engine on a CPU; by default OMP_NUM_THREADS, else every core it may run on

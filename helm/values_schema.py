@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import LoadBalancing, Role
 from baton.cluster.gateway.cost import CostRates
-from baton.cluster.spec import NOT_AN_ENGINES, Fleet, GatewaySpec
+from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
+from baton.cluster.spec import NOT_AN_ENGINES, Fleet, GatewaySpec, KVTiers
 from baton.engine.config import EngineConfig
 from baton.kv_transfer.settings import TransferSettings
 
@@ -100,7 +102,8 @@ def _application() -> Schema:
     for name in ("gateway_id", *PLACED_BY_THE_CHART):
         del gateway[name]
     gateway["host"] = {"type": "string", "not": choice("127.0.0.1", "localhost", "::1")}  # no Service would reach it
-    gateway["cost"] = closed(_plain(CostRates.model_json_schema())["properties"])
+    for name, settings in (("cost", CostRates), ("queue_limits", QueueLimits), ("breaker", BreakerSettings)):
+        gateway[name] = closed(_plain(settings.model_json_schema())["properties"])
     gateway["api_keys"]["items"] = {"type": "string", "pattern": "^\\S+$"}  # one a line
     return {
         "model": NAME,
@@ -124,7 +127,8 @@ def _engine() -> Schema:
 
 
 def _fleet() -> Schema:
-    return closed({**_plain(Fleet.model_json_schema())["properties"], "engine": shared("engine")})
+    tiers = closed(_plain(KVTiers.model_json_schema())["properties"])
+    return closed({**_plain(Fleet.model_json_schema())["properties"], "engine": shared("engine"), "kv_tiers": tiers})
 
 
 def _pods() -> Schema:
@@ -201,6 +205,7 @@ def _operations() -> Schema:
                 "upscalingMode": choice("Default", "Aggressive", "Conservative"),
                 "idleTimeoutSeconds": SECONDS,
                 "resources": RESOURCES,
+                **_plain(AutoscalingSettings.model_json_schema())["properties"],
             }
         ),
         "upgradeStrategy": choice("NewCluster", "None"),
@@ -221,9 +226,10 @@ def _operations() -> Schema:
 
 
 def _settings(struct: type[msgspec.Struct]) -> Schema:
-    """The fields of a msgspec struct."""
-    (schema,) = msgspec.json.schema(struct)["$defs"].values()
-    return _plain(schema)["properties"]
+    """The fields of a msgspec struct; enumerations are written out."""
+    kinds = {f"#/$defs/{name}": _plain(kind) for name, kind in msgspec.json.schema(struct)["$defs"].items()}
+    fields = kinds[f"#/$defs/{struct.__name__}"]["properties"]
+    return {name: kinds.get(field.get("$ref"), field) for name, field in fields.items()}
 
 
 def _plain(schema: Any) -> Any:

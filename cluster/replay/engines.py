@@ -148,6 +148,7 @@ class VirtualEngine:
     ) -> None:
         self.record = record
         self.prompt_tokens = 0  # computed, those of repeated chunks too
+        self.busy_s = 0.0
         self._time, self._speed, self._publish = time, speed, publish
         self._scheduler = Scheduler(config, connector, clock=time)
         self._log = self._scheduler.pool.log()
@@ -185,7 +186,9 @@ class VirtualEngine:
                 self._publish(output)
             return
         self.prompt_tokens += sum(chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1)
-        self._time.after(self._speed.of(plan), lambda: self._settle(plan))
+        seconds = self._speed.of(plan)
+        self.busy_s += seconds
+        self._time.after(seconds, lambda: self._settle(plan))
 
     def _settle(self, plan: StepPlan) -> None:
         outputs = self._scheduler.settle(result_of(plan))

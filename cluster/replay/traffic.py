@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,38 @@ def shared(shape: Shape, *, num_systems: int, num_conversations: int) -> list[Ar
             said[index] = list(rng.choices(systems, weights)[0])
         said[index] = said[index] + _tokens(rng.getrandbits(60), _spread(rng, max(2, shape.prompt_tokens // 4)))
         arrivals.append(Arrival(at_s, said[index], _spread(rng, shape.output_tokens)))
+    return arrivals
+
+
+def tides(shape: Shape, *, period_s: float, low: float = 0.1) -> list[Arrival]:
+    """Days: the rate follows a cosine from `low` of the mean to as much above it, and begins at its lowest."""
+
+    def rate_at(at_s: float) -> float:
+        return 1 - (1 - low) * math.cos(2 * math.pi * at_s / period_s)
+
+    return _changing(shape, rate_at, 2 - low)
+
+
+def bursts(shape: Shape, *, every_s: float, lasting_s: float, times: float) -> list[Arrival]:
+    """A rate that is now and then so many times as high. It begins with the low one; `rate_per_s` is the mean."""
+    share = lasting_s / every_s
+    low = 1 / (1 - share + share * times)
+
+    def rate_at(at_s: float) -> float:
+        return low * (times if at_s % every_s >= every_s - lasting_s else 1.0)
+
+    return _changing(shape, rate_at, low * times)
+
+
+def _changing(shape: Shape, rate_at: Callable[[float], float], highest: float) -> list[Arrival]:
+    """Unshared prompts; `rate_at` and its `highest` value are shares of the mean."""
+    rng, at_s = random.Random(shape.seed), 0.0
+    arrivals: list[Arrival] = []
+    while len(arrivals) < shape.num_requests:
+        at_s += rng.expovariate(shape.rate_per_s * highest)
+        if rng.random() * highest < rate_at(at_s):
+            prompt = _tokens(rng.getrandbits(60), _spread(rng, shape.prompt_tokens))
+            arrivals.append(Arrival(at_s, prompt, _spread(rng, shape.output_tokens)))
     return arrivals
 
 

@@ -32,6 +32,7 @@ class CountingEngine:
         self.explode = False
         self.running: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
+        self.begun: list[tuple[str, int, int]] = []
         self.steps = 0
         self._done: dict[str, int] = {}
         self.cached: dict[bytes, int] = {}
@@ -40,6 +41,9 @@ class CountingEngine:
     def add(self, request: EngineRequest) -> None:
         self.running[request.request_id] = request
         self._done[request.request_id] = 0
+
+    def begin(self, request_id: str, generation: int, token_id: int) -> None:
+        self.begun.append((request_id, generation, token_id))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -86,7 +90,7 @@ class CountingEngine:
 
     def stats(self) -> EngineStats:
         values = dict.fromkeys(EngineStats.__struct_fields__, 0)
-        return EngineStats(**{**values, "num_requests_running": len(self.running), "experts": None})
+        return EngineStats(**{**values, "num_requests_running": len(self.running), "experts": None, "tiers": None})
 
 
 class ListedSource:

@@ -49,6 +49,11 @@ class Server:
         """Those that the gateway reaches."""
         return [rank for rank in self.table()["data"] if rank["reachable"]]
 
+    def counted(self, metric: str) -> float:
+        """Summed over its labels."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric))
+
     def rank_of(self, role: str) -> dict[str, Any]:
         return next(rank for rank in self.ranks() if rank["role"] == role)
 
@@ -75,10 +80,11 @@ class Server:
         eventually(whole, timeout_s, "the fleet is not whole")
 
     def wait_until_all_blocks_are_free(self, timeout_s: float = 30.0) -> None:
-        eventually(lambda: all(map(_is_clean, self.ranks())), timeout_s, lambda: f"blocks are missing: {self.ranks()}")
+        eventually(lambda: all(map(is_clean, self.ranks())), timeout_s, lambda: f"blocks are missing: {self.ranks()}")
 
 
-def _is_clean(rank: dict[str, Any]) -> bool:
+def is_clean(rank: dict[str, Any]) -> bool:
+    """Whether this engine is idle and nothing of it is stranded."""
     stats = rank["stats"]
     busy = ("running", "waiting", "waiting_for_kv")
     return (
@@ -123,6 +129,8 @@ def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") 
     application["args"]["engine"] |= {"dtype": "float32"}
     for fleet in application["args"]["fleets"].values():
         fleet["num_cpus"] = 0.1  # two applications share a machine of two cores
+    if "prefill" in application["args"]["fleets"]:  # prompts of some hundred tokens are handed over as they are read
+        application["args"]["fleets"]["prefill"].setdefault("engine", {})["max_num_batched_tokens"] = 64
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config))
     return file

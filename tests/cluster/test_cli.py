@@ -30,7 +30,7 @@ def baton(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     done = baton("--help")
     assert done.returncode == 0
-    for command in ("serve", "chat", "check", "plan", "status", "bench", "eval"):
+    for command in ("serve", "chat", "check", "drain", "plan", "status", "bench", "eval"):
         assert command in done.stdout
 
 

@@ -8,8 +8,9 @@ import pytest
 from fakes import make_gateway, make_record
 
 from baton.cluster import directory
-from baton.cluster.contracts import EngineGroup
-from baton.cluster.directory import Membership, presence
+from baton.cluster.contracts import DrainCounters, Drained, EngineGroup
+from baton.cluster.directory import presence
+from baton.cluster.members import Membership, NoSuchRank, Standing
 
 
 class Clock:
@@ -112,12 +113,51 @@ def test_every_change_has_a_higher_version_than_the_last(members: Membership) ->
 
 
 def test_a_heartbeat_of_an_unknown_member_asks_it_to_register(members: Membership) -> None:
-    assert not members.heard("a", 1)
+    assert members.heard("a", 1) is Standing.UNKNOWN
     members.add_group(alone("a", epoch=1))
-    assert members.heard("a", 1)
-    assert not members.heard("a", 2)
+    assert members.heard("a", 1) is Standing.LISTED
+    assert members.heard("a", 2) is Standing.UNKNOWN
     members.add_gateway(make_gateway("g"))
-    assert members.heard("g")
+    assert members.heard("g") is Standing.LISTED
+
+
+def test_a_group_that_drains_is_listed_as_one_that_drains_until_it_has_left(members: Membership) -> None:
+    members.add_group(group_of("d", size=2))
+    version = members.version
+    members.set_draining("d", 1, True)
+    assert [engine.draining for engine in members.snapshot().engines] == [True, True]
+    assert members.version == version + 1
+    members.set_draining("d", 1, True)
+    assert members.version == version + 1, "what is known is no news"
+    members.set_draining("d", 2, False)
+    members.set_draining("nobody", 1, False)
+    assert members.snapshot().engines[0].draining, "another process's word changes nothing"
+    members.set_draining("d", 1, False)
+    assert not any(engine.draining for engine in members.snapshot().engines)
+
+
+def test_a_group_that_registers_again_says_whether_it_drains(members: Membership) -> None:
+    group = members.add_group(alone("a"))
+    members.add_group(group.with_draining(True))
+    assert members.snapshot().engines[0].draining
+    fresh = Membership(members._clock, first_version=1)
+    assert fresh.add_group(group.with_draining(True)).draining, "so that a restarted directory knows it, too"
+
+
+def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: Membership) -> None:
+    members.add_group(group_of("d", size=2))
+    group = members.group_with(1)
+    members.ask_to_leave(group.group_id)
+    assert members.heard("d", 1) is Standing.LEAVE
+    members.ask_to_leave(group.group_id, leave=False)
+    assert members.heard("d", 1) is Standing.LISTED
+    with pytest.raises(NoSuchRank, match="no rank 2 now; there are: 0, 1"):
+        members.group_with(2)
+
+
+def test_drains_are_counted_for_everyone(members: Membership) -> None:
+    members.drains = members.drains.plus(Drained(2.0, 3)).plus(Drained(1.0, 0))
+    assert members.snapshot().drains == DrainCounters(groups=2, seconds=3.0, handed_over=3)
 
 
 def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership, clock: Clock) -> None:

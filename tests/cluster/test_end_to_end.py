@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,19 @@ async def test_an_unknown_field_is_refused_by_name(client: openai.AsyncOpenAI) -
         await client.completions.create(model="baton-demo", prompt="Hello", extra_body={"temperture": 1})
 
 
+async def test_an_answer_fits_its_grammar_through_prefill_and_decode(client: openai.AsyncOpenAI) -> None:
+    for asked in ({"choice": ["red fox", "lazy dog"]}, {"regex": "[0-9]{4}-[0-9]{2}"}):
+        answer = await client.completions.create(
+            model="baton-demo", prompt="Hello", max_tokens=40, seed=1, extra_body={"structured_outputs": asked}
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        assert re.fullmatch("red fox|lazy dog|[0-9]{4}-[0-9]{2}", answer.choices[0].text)
+    with pytest.raises(openai.BadRequestError, match="cannot be compiled"):
+        await client.completions.create(
+            model="baton-demo", prompt="Hello", extra_body={"structured_outputs": {"regex": "(a"}}
+        )
+
+
 def test_values_are_recalled_through_prefill_and_decode_at_every_length(server: Server, tmp_path: Path) -> None:
     """The demo model knows the answers; a block that was lost, stale or misplaced on its way makes one wrong."""
     file = tmp_path / "recall.json"
@@ -156,6 +170,8 @@ async def test_32_streams_at_once_get_the_answers_that_each_gets_alone(
     assert together == alone
     assert len(set(alone)) > 4, "all prompts got much the same answer: mixed up streams would not show"
     server.wait_until_all_blocks_are_free()
+    handed_over_early = lambda: server.counted("baton_kv_blocks_read_early_total") > 0  # noqa: E731
+    eventually(handed_over_early, 5.0, "no block came before its prompt was read to its end")
 
 
 async def test_the_blocks_of_clients_that_disconnect_come_back(server: Server) -> None:

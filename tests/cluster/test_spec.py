@@ -46,6 +46,33 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
         ({"fleets": {}}, "no fleet"),
         ({"fleets": {"unified": {"replicas": 0}}}, "fleets.unified.replicas"),
         ({"fleets": {"prefil": {}}}, "did you mean 'prefill'?"),
+        ({"fleets": {"unified": {"max_replicas": 2}}}, "min_replicas and max_replicas need each other"),
+        ({"fleets": {"unified": {"min_replicas": 1, "max_replicas": 2}}}, "add `autoscaling`"),
+        ({"autoscaling": {}, "fleets": {"unified": {}}}, "nothing to scale"),
+        ({"autoscaling": {"ttft": 1}, "fleets": {"unified": {}}}, "did you mean 'ttft_s'?"),
+        (
+            {"autoscaling": {}, "fleets": {"unified": {"min_replicas": 3, "max_replicas": 2}}},
+            "more than max_replicas, 2",
+        ),
+        (
+            {"autoscaling": {}, "fleets": {"unified": {"min_replicas": 1, "max_replicas": 2, "replicas": 3}}},
+            "replicas is 3, which is not from min_replicas, 1, to max_replicas, 2",
+        ),
+        (
+            {
+                "autoscaling": {},
+                "fleets": {"prefill": {}, "decode": {}, "unified": {"min_replicas": 1, "max_replicas": 2}},
+            },
+            "beside prefill and decode engines",
+        ),
+        (
+            {
+                "autoscaling": {},
+                "load_balancing": "hybrid",
+                "fleets": {"unified": {"min_replicas": 0, "max_replicas": 2}},
+            },
+            "nobody would be there for the first request",
+        ),
         ({"gatway": {}}, "did you mean 'gateway'?"),
         ({"gateway": {"prot": 1}}, "did you mean 'port'?"),
         ({"gateway": {"port": 70000}}, "gateway.port"),
@@ -71,6 +98,25 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
         ({"transfer": {"lease": 1}}, "did you mean 'lease_s'?"),
         ({"transfer": {"lease_s": -1}}, "lease_s"),
         ({"transfer": {"lease_s": "long"}}, "transfer"),
+        ({"transfer": {"buffer": "disk"}}, "transfer"),
+        ({"transfer": {"buffer_bytes": 0}}, "buffer_bytes is 0"),
+        (
+            {"transfer": {"buffer": "host"}, "engine": {"tensor_parallel_size": 2}},
+            "transfer.buffer is 'host': ranks of a group of tensor_parallel_size 2",
+        ),
+        ({"fleets": {"unified": {"kv_tiers": {"host_byte": 1}}}}, "did you mean 'host_bytes'?"),
+        ({"fleets": {"unified": {"kv_tiers": {}}}}, "give host_bytes, or disk_path and disk_bytes"),
+        ({"fleets": {"unified": {"kv_tiers": {"disk_path": "/d"}}}}, "disk_bytes is missing"),
+        ({"fleets": {"unified": {"kv_tiers": {"disk_bytes": 1 << 30}}}}, "disk_path is missing"),
+        ({"fleets": {"unified": {"kv_tiers": {"host_bytes": 1, "min_tokens": 0}}}}, "min_tokens"),
+        (
+            {"fleets": {"unified": {"kv_tiers": {"host_bytes": 1 << 30}, "engine": {"tensor_parallel_size": 2}}}},
+            "fleets.unified.kv_tiers: ranks of a group of tensor_parallel_size 2",
+        ),
+        (
+            {"fleets": {"unified": {"kv_tiers": {"host_bytes": 1 << 30}}}, "engine": {"enable_prefix_caching": False}},
+            "found by the prefix cache",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(model: str, change: dict[str, Any], said: str) -> None:
@@ -162,3 +208,26 @@ def test_there_are_as_many_gateways_as_the_mode_says(model: str, mode: str, gate
     fleets = {"prefill": {}, "decode": {"replicas": 2, "engine": {"data_parallel_size": 2}}, "unified": {"replicas": 2}}
     spec = load_spec({"model": model, "load_balancing": mode, "fleets": fleets})
     assert spec.num_gateways(nodes=3) == gateways
+
+
+def test_a_fleet_that_is_scaled_has_the_ranks_that_it_may_ever_have(model: str) -> None:
+    fleets = {"prefill": {"min_replicas": 0, "max_replicas": 3}, "decode": {"replicas": 2}}
+    spec = load_spec({"model": model, "fleets": fleets, "autoscaling": {"downscale_delay_s": 9}})
+    assert [spec.num_ranks(role) for role in (Role.PREFILL, Role.DECODE)] == [3, 2]
+    assert [fleet.first_replicas for fleet in spec.fleets.present.values()] == [0, 2]
+    plan = spec.scale_plan
+    assert plan is not None
+    assert {role: (each.min_replicas, each.max_replicas) for role, each in plan.fleets.items()} == {
+        Role.PREFILL: (0, 3),
+        Role.DECODE: (2, 2),
+    }
+    assert plan.downscale_to_zero_delay_s == 9
+    assert not spec.scales_from_zero, "decode engines can read the first prompt, too"
+    fleets["decode"] = {"min_replicas": 0, "max_replicas": 2}
+    assert load_spec({"model": model, "fleets": fleets, "autoscaling": {}}).scales_from_zero
+
+
+def test_a_fleet_starts_with_as_many_as_it_says(model: str) -> None:
+    fleets = {"unified": {"min_replicas": 1, "max_replicas": 3, "replicas": 2}}
+    spec = load_spec({"model": model, "fleets": fleets, "autoscaling": {}})
+    assert spec.fleets.present[Role.UNIFIED].first_replicas == 2

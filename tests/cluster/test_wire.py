@@ -200,9 +200,9 @@ async def test_a_step_that_hangs_shows(engine: CountingEngine, served: tuple[Eng
     await asyncio.sleep(0.2)
     engine.hang.clear()
     server.wake()
-    await until(lambda: server.stalled_s() > 1.5)
+    await until(lambda: server.pulse().stalled_s > 1.5)
     engine.hang.set()
-    await until(lambda: server.stalled_s() < 0.1)
+    await until(lambda: server.pulse().stalled_s < 0.1)
 
 
 async def test_gateways_hear_how_transfers_go(source: ListedSource) -> None:
@@ -418,3 +418,18 @@ async def test_a_lost_connection_forgets_what_was_cached(
         assert cached_by(client, HASHES) == 0
     finally:
         server.close()
+
+
+async def test_the_first_token_of_a_request_follows_it(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    server, record = served
+    engine.hold.clear()
+    stream = client.submit(record, make_request("a", generation=2))
+    client.begin(record, "a", 2, 7)
+    await until(lambda: engine.begun == [("a", 2, 7)])
+    client.begin(record, "a", 1, 8)  # of an attempt that was given up
+    client.begin(record, "b", 0, 9)  # of nobody
+    await until(lambda: server.counters.stale_messages == 2)
+    assert engine.begun == [("a", 2, 7)]
+    await stream.aclose()

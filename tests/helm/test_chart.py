@@ -82,7 +82,7 @@ def test_values_that_mean_nothing_are_refused_by_name(changes: Object, said: str
         ("external", {"balancer": {"enabled": False}}, "set balancer.enabled"),
         ("hybrid", {"pods": {"decode": {"ranksPerPod": 2}}}, "tensor_parallel_size is 4 and a pod has 2"),
         ("one-gpu", {"autoscaling": {"enabled": True}}, "changes nothing without a range"),
-        ("autoscaling", {"fleets": {"decode": {"replicas": 9}}}, "needs 9 pods, minReplicas is 0 and maxReplicas 8"),
+        ("autoscaling", {"pods": {"decode": {"maxReplicas": 1}}}, "needs 2 pods, minReplicas is 2 and maxReplicas 1"),
         ("wide-ep", {"gcsFaultTolerance": {"redisAddress": ""}}, "where is Redis?"),
     ],
 )
@@ -342,7 +342,9 @@ def test_autoscaling_gives_kinds_their_ranges_and_the_head_a_token() -> None:
     release = example("autoscaling")
     assert release.cluster["enableInTreeAutoscaling"] is True
     ranges = {kind: (group.spec["minReplicas"], group.spec["maxReplicas"]) for kind, group in release.groups.items()}
-    assert ranges == {"gateway": (3, 3), "prefill": (0, 4), "decode": (0, 8)}
+    assert ranges == {"gateway": (3, 3), "prefill": (1, 4), "decode": (2, 8)}, "what the fleets may need"
+    wider = rendered("autoscaling", pods={"decode": {"minReplicas": 0, "maxReplicas": 9}}).groups["decode"].spec
+    assert (wider["minReplicas"], wider["maxReplicas"]) == (0, 9)
     tokens = {kind: pod["spec"]["automountServiceAccountToken"] for kind, pod in release.pods.items()}
     assert tokens == {"head": True, "gateway": False, "prefill": False, "decode": False}
 
@@ -354,8 +356,16 @@ def test_rays_autoscaler_reads_what_pods_offer() -> None:
     assert _get_custom_resources({}, params, "unified") == {"baton_unified": 8, "baton_unified_pod": 1}
 
 
-def test_without_autoscaling_pods_are_as_many_as_they_are() -> None:
+def test_the_applications_targets_reach_it_under_their_own_names() -> None:
+    application = example("autoscaling").application
+    assert application["autoscaling"] == {"ttft_s": 1.0, "inter_token_s": 0.03}
+    assert application["fleets"]["decode"]["max_replicas"] == 8
+    assert "autoscaling" not in example("prefill-decode").application
+
+
+def test_without_autoscaling_pods_are_as_many_as_fleets_ever_need() -> None:
     release = rendered("autoscaling", autoscaling={"enabled": False})
+    assert {kind: group.replicas for kind, group in release.groups.items()} == {"gateway": 3, "prefill": 4, "decode": 8}
     assert "enableInTreeAutoscaling" not in release.cluster
     for group in release.groups.values():
         assert group.spec["minReplicas"] == group.spec["maxReplicas"] == group.replicas

@@ -13,9 +13,10 @@ import yaml
 from charts import example
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView, Role
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.engine.core.messages import EngineStats
+from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.handoff import TransferStats
 
 OBSERVABILITY = Path(__file__).parents[2] / "configs/observability"
@@ -44,13 +45,17 @@ def exported() -> dict[str, set[str]]:
         pid=1, address="tcp://10.0.0.1:1", kv_address="tcp://10.0.0.1:2", fingerprint="f", model_id="m",
         max_model_len=1, num_blocks=1,
     )  # fmt: skip
-    counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in ("num_late_compilations", "experts")}
+    absent = ("num_late_compilations", "experts", "tiers")
+    counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
+    tiers = TierStats(blocks={"disk": 1}, failures={"corrupt": 1})
     transfers = TransferStats(offers={"finished": 1}, receives={"received": 1})
-    view = EngineView(record, EngineStats(**counts), outstanding=0, transfers=transfers)
-    metrics = GatewayMetrics("m", lambda: [view])
+    view = EngineView(record, EngineStats(**counts, tiers=tiers), outstanding=0, transfers=transfers)
+    metrics = GatewayMetrics("m", lambda: [view], lambda: DirectorySnapshot(1, [], []))
     metrics.finished.labels("m", "stop").inc()
     metrics.paths.labels("unified", "least-loaded").inc()
     metrics.retries.labels("engine-gone").inc()
+    metrics.rungs.labels("unified", "engine-gone").inc()
+    metrics.circuit_opened(("engine",))
     metrics.stream_errors.labels("500").inc()
     metrics.responses.labels("/health", "200").inc()
     text = metrics.render().decode()

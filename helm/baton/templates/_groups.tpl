@@ -8,7 +8,11 @@ this chart has counted them, whatever CPUs or GPUs a pod has, and an autoscaler 
 one `baton_<role>_pod`, a label of which ranks and what starts and watches a group of them (cluster/app.py) book a little.
 */}}
 
-{{/* {role: {fleet, tp, size, workers, gpus, cpus}}: numbers are of one group (size), one rank (gpus, cpus), or all. */}}
+{{/*
+{role: {fleet, tp, size, workers, least, most, gpus, cpus}}: numbers are of one group (size), one rank (gpus, cpus), or all
+ranks: at the start (workers), at least and at most, which are the same but for a fleet that is scaled. Where machines do
+not come and go, there are as many as it ever has.
+*/}}
 {{- define "baton.fleets" -}}
 {{- $given := .Values.fleets }}
 {{- if not $given }}{{ $given = dict "unified" dict }}{{ end }}
@@ -22,8 +26,16 @@ one `baton_<role>_pod`, a label of which ranks and what starts and watches a gro
 {{- $gpus := ternary 0 1 (eq ($engine.device | default "auto") "cpu") }}
 {{- if not (kindIs "invalid" $fleet.num_gpus) }}{{ $gpus = $fleet.num_gpus }}{{ end }}
 {{- $cpus := ternary 0.5 $fleet.num_cpus (kindIs "invalid" $fleet.num_cpus) }}
-{{- $workers := mul $size (int ($fleet.replicas | default 1)) }}
-{{- $_ := set $fleets $role (dict "fleet" $fleet "tp" $tp "size" $size "workers" $workers "gpus" $gpus "cpus" $cpus) }}
+{{- $first := int (ternary ($fleet.min_replicas | default 0) 1 (hasKey $fleet "max_replicas")) }}
+{{- if hasKey $fleet "replicas" }}{{ $first = int $fleet.replicas }}{{ end }}
+{{- $least := $first }}
+{{- $most := $first }}
+{{- if hasKey $fleet "max_replicas" }}
+{{- $most = int $fleet.max_replicas }}
+{{- $least = int (ternary ($fleet.min_replicas | default 0) $most $.Values.autoscaling.enabled) }}
+{{- $first = ternary $first $most $.Values.autoscaling.enabled }}
+{{- end }}
+{{- $_ := set $fleets $role (dict "fleet" $fleet "tp" $tp "size" $size "workers" (mul $size $first) "least" (mul $size $least) "most" (mul $size $most) "gpus" $gpus "cpus" $cpus) }}
 {{- end }}
 {{- end }}
 {{- toYaml $fleets }}
@@ -45,7 +57,8 @@ one `baton_<role>_pod`, a label of which ranks and what starts and watches a gro
 {{- end }}
 
 {{/*
-groups: a list of {name, replicas, slots {role: ranks of a pod}, resources {Ray's name: amount}, cpus, gpus, gateways, pod}.
+groups: a list of {name, replicas, least, most, slots {role: ranks of a pod}, resources {Ray's name: amount}, cpus, gpus, gateways, pod};
+least and most are of pods.
 */}}
 {{- define "baton.groups" -}}
 {{- $fleets := include "baton.fleets" . | fromYaml }}
@@ -53,7 +66,7 @@ groups: a list of {name, replicas, slots {role: ranks of a pod}, resources {Ray'
 {{- $groups := list }}
 {{- if eq $mode "internal" }}
 {{- $pod := include "baton.podSettings" (dict "root" . "kind" "gateway") | fromYaml }}
-{{- $groups = append $groups (dict "name" "gateway" "replicas" (int (.Values.gateway.replicas | default 1)) "slots" dict "resources" (dict "baton_gateway" 1) "cpus" 0 "gpus" 0 "gateways" 1 "pod" $pod) }}
+{{- $groups = append $groups (dict "name" "gateway" "replicas" (int (.Values.gateway.replicas | default 1)) "least" (int (.Values.gateway.replicas | default 1)) "most" (int (.Values.gateway.replicas | default 1)) "slots" dict "resources" (dict "baton_gateway" 1) "cpus" 0 "gpus" 0 "gateways" 1 "pod" $pod) }}
 {{- end }}
 {{- $shares := list }}
 {{- if eq .Values.layout "together" }}
@@ -61,15 +74,17 @@ groups: a list of {name, replicas, slots {role: ranks of a pod}, resources {Ray'
 {{- $replicas := int ($pod.replicas | default 1) }}
 {{- $slots := dict }}
 {{- range $role, $fleet := $fleets }}
-{{- $_ := set $slots $role (int (ceil (divf $fleet.workers $replicas))) }}
+{{- $_ := set $slots $role (int (ceil (divf $fleet.most $replicas))) }}
 {{- end }}
-{{- $shares = append $shares (dict "name" "engines" "replicas" $replicas "slots" $slots "pod" $pod) }}
+{{- $shares = append $shares (dict "name" "engines" "replicas" $replicas "least" $replicas "most" $replicas "slots" $slots "pod" $pod) }}
 {{- else }}
 {{- range $role, $fleet := $fleets }}
 {{- $pod := include "baton.podSettings" (dict "root" $ "kind" $role) | fromYaml }}
 {{- $ranks := int ($pod.ranksPerPod | default (min (int $fleet.size) (int $.Values.gpusPerNode))) }}
 {{- $replicas := int (ceil (divf $fleet.workers $ranks)) }}
-{{- $shares = append $shares (dict "name" $role "replicas" $replicas "slots" (dict $role $ranks) "pod" $pod) }}
+{{- $least := int (ceil (divf $fleet.least $ranks)) }}
+{{- $most := int (ceil (divf $fleet.most $ranks)) }}
+{{- $shares = append $shares (dict "name" $role "replicas" $replicas "least" $least "most" $most "slots" (dict $role $ranks) "pod" $pod) }}
 {{- end }}
 {{- end }}
 {{- range $group := $shares }}

@@ -1,0 +1,53 @@
+"""How Serve hears what the autoscaler wants: a policy that each fleet's deployment has, in Serve's controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.serve.config import AutoscalingContext
+
+from baton.cluster.contracts import Role
+from baton.cluster.directory import NAMESPACE, directory_name
+
+from .scaler import Wanted
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 1.0  # between questions to the directory
+
+
+class FollowDirectory:
+    """Serve calls it several times a second, on the controller's event loop; it must not wait."""
+
+    def __init__(self) -> None:
+        self._wanted: Wanted | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_s = 0.0
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        now_s = time.monotonic()
+        if (self._asking is None or self._asking.done()) and now_s - self._asked_s >= ASK_S:
+            self._asked_s = now_s
+            self._asking = asyncio.get_running_loop().create_task(self._ask(context))
+        if self._wanted is None:
+            return context.target_num_replicas, {}
+        return groups_to_have(self._wanted, context), {}
+
+    async def _ask(self, context: AutoscalingContext) -> None:
+        """Where the directory is not there or does not answer, what it last said holds."""
+        try:
+            directory = ray.get_actor(directory_name(context.app_name or ""), namespace=NAMESPACE)
+            role, target = Role(context.deployment_name), context.target_num_replicas
+            self._wanted = await asyncio.wait_for(directory.wanted.remote(role, target), timeout=10 * ASK_S)
+        except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("the autoscaler of %s does not answer: %s", context.app_name, type(error).__name__)
+
+
+def groups_to_have(wanted: Wanted, context: AutoscalingContext) -> int:
+    """A group that leaves by our choice counts until its replica is gone: else Serve would stop another one, too."""
+    running = {f"{context.deployment_name}-{replica.unique_id}" for replica in context.running_replicas}
+    return wanted.replicas + len(running.intersection(wanted.leaving))

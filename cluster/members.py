@@ -1,0 +1,145 @@
+"""Who is a member of the application, which ranks they have, and who is to leave: what the directory knows.
+
+UNKNOWN ──register──> LISTED ──set_draining──> LISTED as draining ──remove──> UNKNOWN
+                        └──────────── remove, or silent for long ─────────────┘
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from .contracts import DirectorySnapshot, DrainCounters, EngineGroup, EngineRecord, GatewayRecord
+
+
+class Standing(enum.StrEnum):
+    """What a member is told when it gives a sign of life."""
+
+    UNKNOWN = "unknown"  # register again
+    LISTED = "listed"
+    LEAVE = "leave"  # drain, and end
+
+
+class NoSuchRank(ValueError):
+    """No engine of the application has this rank now."""
+
+
+@dataclass
+class Member:
+    heard_s: float
+    group: EngineGroup | None = None
+    gateway: GatewayRecord | None = None
+    is_to_leave: bool = False  # somebody asked for its end
+
+    @property
+    def epoch(self) -> int | None:
+        return None if self.group is None else self.group.epoch
+
+
+class Membership:
+    """The list of members and its versions. Plain data: no Ray, no clock of its own.
+
+    Versions count up from `first_version`; a directory that restarts must begin above where the last one ended.
+    """
+
+    def __init__(self, clock: Callable[[], float], first_version: int) -> None:
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+        self.version = first_version
+        self.drains = DrainCounters()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add_group(self, group: EngineGroup) -> EngineGroup:
+        """Gives the engines ranks: those that they had, where they are free (a returning group), else the first run of
+        free ones among those of the fleet, which are cut into runs of a group's size.
+        """
+        known = self._members.get(group.group_id)
+        if known is not None and known.group is not None and known.epoch == group.epoch:
+            known.heard_s = self._clock()
+            self.set_draining(group.group_id, group.epoch, group.draining)
+            return known.group
+        taken = {engine.rank for name, engine in self._engines() if name != group.group_id}
+        size = len(group.engines)
+        had = range(group.engines[0].rank, group.engines[0].rank + size)
+        runs = (range(start, start + size) for start in itertools.count(group.first_rank, size))
+        if had.start < 0 or taken.intersection(had):
+            had = next(run for run in runs if not taken.intersection(run))
+        engines = [msgspec.structs.replace(engine, rank=rank) for engine, rank in zip(group.engines, had, strict=True)]
+        listed = msgspec.structs.replace(group, engines=engines)
+        self._members[group.group_id] = Member(self._clock(), group=listed)
+        self.version += 1
+        return listed
+
+    def add_gateway(self, record: GatewayRecord) -> None:
+        known = self._members.get(record.identity)
+        if known is None or known.gateway != record:
+            self.version += 1
+        self._members[record.identity] = Member(self._clock(), gateway=record)
+
+    def remove(self, name: str, epoch: int | None = None) -> bool:
+        """Removes a member. A group only if it still is the one of that epoch. False where there was none."""
+        member = self._members.get(name)
+        if member is None or (epoch is not None and member.epoch not in (None, epoch)):
+            return False
+        del self._members[name]
+        self.version += 1
+        return True
+
+    def heard(self, name: str, epoch: int | None = None) -> Standing:
+        """A sign of life."""
+        member = self._members.get(name)
+        if member is None or member.epoch not in (None, epoch):
+            return Standing.UNKNOWN
+        member.heard_s = self._clock()
+        return Standing.LEAVE if member.is_to_leave else Standing.LISTED
+
+    def set_draining(self, group_id: str, epoch: int, draining: bool) -> None:
+        """Of a group that is no longer, nothing changes."""
+        member = self._members.get(group_id)
+        if member is None or member.group is None or member.epoch != epoch:
+            return
+        group = member.group.with_draining(draining)
+        if group != member.group:
+            member.group = group
+            self.version += 1
+
+    def ask_to_leave(self, group_id: str, leave: bool = True) -> None:
+        """Or, of a group that has not ended yet, to stay after all. It hears of it with its next sign of life."""
+        if group_id in self._members:
+            self._members[group_id].is_to_leave = leave
+
+    def group_with(self, rank: int) -> EngineGroup:
+        """Raises `NoSuchRank`."""
+        for group in self.groups():
+            if any(engine.rank == rank for engine in group.engines):
+                return group
+        ranks = ", ".join(str(engine.rank) for engine in self.snapshot().engines)
+        raise NoSuchRank(f"there is no rank {rank} now; there are: {ranks or 'none'}")
+
+    def groups(self) -> list[EngineGroup]:
+        return [member.group for member in self._members.values() if member.group is not None]
+
+    def remove_silent(self, longer_than_s: float) -> list[str]:
+        """Removes members that gave no sign of life for `longer_than_s`; returns their names."""
+        now = self._clock()
+        silent = [name for name, member in self._members.items() if now - member.heard_s > longer_than_s]
+        for name in silent:
+            self.remove(name)
+        return silent
+
+    def snapshot(self) -> DirectorySnapshot:
+        engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
+        gateways = [member.gateway for member in self._members.values() if member.gateway is not None]
+        return DirectorySnapshot(self.version, engines, gateways, self.drains)
+
+    def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
+        """With the names of their groups."""
+        for name, member in self._members.items():
+            if member.group is not None:
+                yield from ((name, engine) for engine in member.group.engines)

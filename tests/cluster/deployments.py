@@ -1,0 +1,33 @@
+"""A Ray cluster of one machine on which Serve config files are deployed: `python deployments.py`.
+
+Each line on stdin is a file that is deployed as `serve deploy` does; ends with stdin. Prints the cluster's address,
+and a line for each file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import ray
+import yaml
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+
+def main() -> None:
+    memory = 80 * 2**20
+    ray.init("local", num_cpus=8, object_store_memory=memory, include_dashboard=False, log_to_driver=False)
+    serve.start(proxy_location="Disabled")
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    for line in sys.stdin:
+        config = ServeDeploySchema.model_validate(yaml.safe_load(Path(line.strip()).read_text()))
+        _get_global_client().deploy_apps(config)
+        print("deployed", flush=True)
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

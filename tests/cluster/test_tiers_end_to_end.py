@@ -1,0 +1,82 @@
+"""`baton serve` with KV tiers behind its prefill engine and hand-offs by way of the host: one engine is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from served import Server, baton_serve, config_file, eventually, free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROLES = ["decode", "prefill"]
+NUM_PROMPTS = 10
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder, port = tmp_path_factory.mktemp("config"), free_port()
+    config = config_file(folder, name="tiers", port=port)
+    application = yaml.safe_load(config.read_text())
+    args = application["applications"][0]["args"]
+    args["engine"] |= {"max_model_len": 512}
+    args["gateway"] |= {"local_prefill_max_tokens": 0}  # every prompt is handed over
+    args["transfer"] |= {"buffer": "host", "buffer_bytes": 8 << 20}
+    args["fleets"]["prefill"] |= {
+        "engine": {"num_gpu_blocks_override": 40},  # of the prompts below no three fit
+        "kv_tiers": {"host_bytes": 2 << 20, "disk_path": str(folder / "kv"), "disk_bytes": 40 << 20, "min_tokens": 64},
+    }
+    config.write_text(yaml.safe_dump(application))
+    with baton_serve(config, port) as server:
+        yield server
+
+
+def answers(server: Server) -> list[str]:
+    found = []
+    for number in range(NUM_PROMPTS):
+        body = {
+            "model": "baton-demo",
+            "prompt": f"# {number}\n" + "def fox(lazy, dog):\n    return lazy + dog\n" * 11,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).raise_for_status()
+        assert response.headers["x-baton-path"].startswith("disaggregated")
+        found.append(response.json()["choices"][0]["text"])
+    return found
+
+
+def measured(server: Server, name: str) -> float:
+    """Of the engines that live now, summed."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10.0).raise_for_status().text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"baton_{name}"
+    )
+
+
+def test_prefixes_come_out_of_tiers_and_answers_are_the_same_also_after_a_kill(server: Server) -> None:
+    server.wait_until_whole(ROLES)
+    computed = answers(server)
+    server.wait_until_all_blocks_are_free()
+    assert answers(server) == computed
+    server.wait_until_all_blocks_are_free()
+    eventually(lambda: measured(server, "kv_tier_restored_tokens_total") > 0, 10.0, "nothing was restored")
+    assert measured(server, "kv_buffer_blocks") == 0
+
+    os.kill(server.rank_of("prefill")["pid"], signal.SIGKILL)
+    eventually(lambda: measured(server, "kv_tier_written_bytes_total") == 0, 30.0, "the engine lives on")
+    server.wait_until_whole(ROLES)
+    assert measured(server, "kv_tier_blocks") > 0, "the disk is found again"
+    assert answers(server) == computed
+    eventually(lambda: measured(server, "kv_tier_restored_tokens_total") > 0, 10.0, "nothing was restored")
+    assert measured(server, "kv_tier_failures_total") == 0
+    server.wait_until_all_blocks_are_free()
