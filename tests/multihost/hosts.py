@@ -40,6 +40,12 @@ LOCK_TIMEOUT_S = 60.0
 GONE_S = 5.0
 
 
+def code_below(folder: str) -> list[Path]:
+    """Where there is something that a process needs to run our code, outermost first."""
+    roots = {Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)}
+    return sorted(root.resolve() for root in roots if root.resolve().is_relative_to(folder))
+
+
 def missing_here() -> str:
     """Why this machine cannot make hosts; empty where it can."""
     if os.geteuid() != 0:
@@ -147,7 +153,11 @@ class Host:
             f"hostname {self.name}",
             f"mount -t tmpfs -o size={SHARED_MEMORY_BYTES} tmpfs /dev/shm",
             *(f"mount --bind {self.folder}/etc/{name} /etc/{name}" for name in ("passwd", "hosts")),
-            f"mount --bind {self.folder}/tmp /tmp",
+            *(
+                f"mkdir -p {self.folder}{root} && mount --bind {root} {self.folder}{root}"
+                for root in code_below("/tmp")
+            ),
+            f"mount --rbind {self.folder}/tmp /tmp",
             f"exec {sys.executable} {INIT} {PREFIX}{self.name}",
         ]
         apart = ["--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
