@@ -17,6 +17,8 @@ import xxhash
 
 from baton.engine.core.layout import KVRegion
 
+from .device_blocks import device_blocks
+
 DIGEST_BYTES = 8
 
 BlockBytes = Callable[[int], bytes | bytearray | memoryview]  # what a rank keeps of a block
@@ -27,23 +29,7 @@ def region_bytes(region: KVRegion) -> BlockBytes:
     size = region.block_bytes
     if region.device == "cpu":
         return lambda block: (ctypes.c_char * size).from_address(region.address + block * size).raw
-    return _device_bytes(region)
-
-
-def _device_bytes(region: KVRegion) -> BlockBytes:
-    import torch
-
-    class Exposed:
-        """The region in the form that torch adopts without a copy."""
-
-        __cuda_array_interface__ = {
-            "shape": (region.num_blocks, region.block_bytes),
-            "typestr": "|u1",
-            "data": (region.address, False),
-            "version": 3,
-        }
-
-    blocks = torch.as_tensor(Exposed(), device=region.device)
+    blocks = device_blocks(region)
     return lambda block: blocks[block].cpu().numpy().tobytes()
 
 

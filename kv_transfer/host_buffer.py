@@ -178,7 +178,7 @@ class HostBuffer(GrowingConnector):
         """A copy that is on its way still writes into its places."""
         if staged.ended and not staged.num_copies:
             del self._offers[own]
-            self._give_back(staged.places)
+            self._places.release(staged.places)
 
     # ------------------------------------------------------------------ receives
 
@@ -240,7 +240,7 @@ class HostBuffer(GrowingConnector):
     def _forget(self, own: TransferId) -> None:
         receive = self._receives.pop(own)
         assert receive.places is not None, "a receive begins with places"
-        self._give_back(receive.places)
+        self._places.release(receive.places)
 
     def _fail(self, own: TransferId, reason: str) -> None:
         """The blocks have not been touched."""
@@ -288,9 +288,6 @@ class HostBuffer(GrowingConnector):
 
     def _unlink(self, own: TransferId) -> None:
         del self._own_of[self._inner_of.pop(own)]
-
-    def _give_back(self, places: list[int]) -> None:
-        self._places.release(places)
 
 
 def _pairs(blocks: Sequence[int], places: Sequence[int]) -> list[Pair]:

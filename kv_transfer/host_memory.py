@@ -14,6 +14,7 @@ from typing import Protocol
 
 from baton.engine.core.layout import KVRegion
 
+from .device_blocks import device_blocks
 from .errors import TransportError
 from .transports.memory import use_device
 
@@ -99,7 +100,7 @@ class _CudaCopies:
 
         self._torch = torch
         self._stream = torch.cuda.Stream(region.device)
-        self._blocks = torch.as_tensor(_DeviceBytes(region), device=region.device).view(region.num_blocks, -1)
+        self._blocks = device_blocks(region)
         whole = (ctypes.c_char * memory.num_bytes).from_address(memory.address)
         self._slots = torch.frombuffer(whole, dtype=torch.uint8).view(memory.num_slots, -1)
         self._memory = memory
@@ -115,15 +116,3 @@ class _CudaCopies:
             for block, slot in pairs:
                 self._blocks[block].copy_(self._slots[slot], non_blocking=True)
         self._stream.synchronize()
-
-
-class _DeviceBytes:
-    """A region as torch takes memory that is not its own."""
-
-    def __init__(self, region: KVRegion) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (region.num_bytes,),
-            "typestr": "|u1",
-            "data": (region.address, False),
-            "version": 3,
-        }

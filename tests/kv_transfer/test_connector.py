@@ -339,34 +339,26 @@ def test_a_ticket_for_more_blocks_than_are_to_be_filled_fails_the_receive(connec
     assert "offers 3 blocks; from block 1 on that is 2, but 1 are to be filled" in failed.reason
 
 
-def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
+def ticket_of_nobody(address: str = "tcp://127.0.0.1:9") -> bytes:
+    """Of a holder that does not exist."""
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
     ticket = Ticket(
-        TICKET_VERSION,
-        lease,
-        "tcp://127.0.0.1:9",
-        SMALL.fingerprint,
-        "nixl/UCX",
-        16,
-        30.0,
-        DigestMode.OFF,
-        1,
-        runs_of([1]),
+        TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, runs_of([1])
     )
-    connector.receive("request", 0, ticket.encode(), 0, [1])
+    return ticket.encode()
+
+
+def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
+    connector.receive("request", 0, ticket_of_nobody(), 0, [1])
     failed, _ = events_of(connector, 2)
     assert "no connection to nobody at tcp://127.0.0.1:9 within 2 s" in failed.reason
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://nonsense", "ipc:///tmp/elsewhere"])
 def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
-    lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(
-        TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, runs_of([1])
-    )
     for _ in range(2):
         connector.peers_changed([PeerInfo("nobody", 7, address, SMALL.fingerprint)])
-        connector.receive("request", 0, ticket.encode(), 0, [1])
+        connector.receive("request", 0, ticket_of_nobody(address), 0, [1])
         failed, released = events_of(connector, 2)
         assert address in failed.reason
         assert released == BlocksReleased(failed.transfer_id)
@@ -399,20 +391,7 @@ def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: py
 def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
     connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(
-        TICKET_VERSION,
-        lease,
-        "tcp://127.0.0.1:9",
-        SMALL.fingerprint,
-        "nixl/UCX",
-        16,
-        30.0,
-        DigestMode.OFF,
-        1,
-        runs_of([1]),
-    )
-    transfer = connector.receive("request", 0, ticket.encode(), 0, [1])
+    transfer = connector.receive("request", 0, ticket_of_nobody(), 0, [1])
     wait_until(lambda: connector.stats().receives_active == 1)
     monkeypatch.setattr(Handoff, "pump", lambda self: 1 / 0)
     connector.cancel(12345)  # any call: the thread looks up
