@@ -17,11 +17,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from .autoscaling.serve_policy import FollowDirectory
 from .contracts import LoadBalancing, Role
-from .draining import LONGEST_S
-from .gateway_keeper import GatewayKeeper
-from .gateway_replica import GatewayReplica
-from .plan import check_model
-from .replica import EngineReplica
+from .engines.replica import EngineReplica
+from .ingress.keeper import GatewayKeeper
+from .ingress.replica import GatewayReplica
+from .membership.draining import LONGEST_S
+from .planning.plan import check_model
 from .spec import SMALLEST_AMOUNT, Fleet, FleetSpec, load_spec
 
 APP_NAME = "baton"

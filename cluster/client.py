@@ -28,7 +28,7 @@ from baton.kv_transfer.handoff import TransferStats
 
 from .cached_blocks import CachedBlocks
 from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
-from .engine_server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from .engines.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Submit, WireError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import ray
 from ray.serve.config import AutoscalingContext
 
 from baton.cluster.contracts import Role
-from baton.cluster.directory import NAMESPACE, directory_name
+from baton.cluster.membership.directory import NAMESPACE, directory_name
 
 from .scaler import Wanted
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from baton.cluster.cli_words import DEFAULT_URL, ApiKey, fail
+from baton.cluster.cli.words import DEFAULT_URL, ApiKey, fail
 
 from .task import TOKENS_PER_ANSWER, make_question
 

@@ -19,8 +19,8 @@ import openai
 import yaml
 from served import BATON, config_file, eventually, free_port
 
+from baton.cluster.cli.processes import descendants, kill
 from baton.cluster.eval.task import make_question
-from baton.cluster.processes import descendants, kill
 
 READY_S = 120.0
 DRAIN_TIMEOUT_S = 20.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord, Reach, Role
-from baton.cluster.engine_server import EngineServer
+from baton.cluster.engines.server import EngineServer
 from baton.engine.core.block_log import BlockLog
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
 from baton.engine.core.sampling import SamplingParams

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import yaml
 
-from baton.cluster.processes import Process, descendants, kill
+from baton.cluster.cli.processes import Process, descendants, kill
 
 BATON = str(Path(sys.executable).parent / "baton")
 STEP_TIMEOUT_S = 5.0  # of the engines that `config_file` describes

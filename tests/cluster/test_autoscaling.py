@@ -28,7 +28,7 @@ from baton.cluster.autoscaling.scaler import Scaler, Wanted
 from baton.cluster.autoscaling.serve_policy import groups_to_have
 from baton.cluster.autoscaling.simulation import Outcome, Simulation, World
 from baton.cluster.autoscaling.sizes import Autoscaled, FixedSizes, Sizer
-from baton.cluster.cli import app
+from baton.cluster.cli.main import app
 from baton.cluster.contracts import Bounds, DirectorySnapshot, EngineGroup, EnginePulse, Role, ScalePlan
 from baton.cluster.gateway.cost import CostRates
 from baton.cluster.gateway.metrics import GatewayMetrics

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from served import BATON, free_port
 
-from baton.cluster.local import gist
+from baton.cluster.cli.local import gist
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from fakes import make_gateway, make_record
 
-from baton.cluster import directory
 from baton.cluster.contracts import DrainCounters, Drained, EngineGroup
-from baton.cluster.directory import presence
-from baton.cluster.members import Membership, NoSuchRank, Standing
+from baton.cluster.membership import directory
+from baton.cluster.membership.directory import presence
+from baton.cluster.membership.members import Membership, NoSuchRank, Standing
 
 
 class Clock:

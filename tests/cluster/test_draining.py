@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from fakes import STEP_S, CountingEngine, ListedSource, make_request, serve_engine
 
-from baton.cluster import draining
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import EnginePulse, EngineRecord, EngineView, Role
-from baton.cluster.draining import drain
-from baton.cluster.engine_server import EngineServer
+from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway.cost import CostRates
 from baton.cluster.gateway.router import Path, Router
+from baton.cluster.membership import draining
+from baton.cluster.membership.draining import drain
 from baton.cluster.replay.engines import make_record
 from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.sampling import SamplingParams

@@ -21,7 +21,7 @@ import openai
 import pytest
 from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually, free_port
 
-from baton.cluster.processes import wait_until_gone
+from baton.cluster.cli.processes import wait_until_gone
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

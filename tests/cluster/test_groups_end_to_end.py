@@ -25,7 +25,7 @@ from balanced import HAPROXY, Load, answered_by, is_missing, running, wait_until
 from checkpoints import DIFFERENCES, SHAPE
 from served import BATON, Server, baton_serve, config_file, eventually, free_port
 
-from baton.cluster.processes import Process, descendants, wait_until_gone
+from baton.cluster.cli.processes import Process, descendants, wait_until_gone
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from baton.cluster import http_protocol
-from baton.cluster.http_protocol import MAX_HEAD_BYTES, GuardedHttpProtocol
+from baton.cluster.ingress import http_protocol
+from baton.cluster.ingress.http_protocol import MAX_HEAD_BYTES, GuardedHttpProtocol
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 

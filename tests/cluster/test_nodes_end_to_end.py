@@ -15,7 +15,7 @@ import pytest
 import yaml
 from served import Server, baton_serve, config_file, eventually, free_port
 
-from baton.cluster.processes import descendants, kill
+from baton.cluster.cli.processes import descendants, kill
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -15,8 +15,8 @@ from checkpoints import DIFFERENCES, SHAPE
 from served import BATON
 
 from baton.cluster.contracts import Role
-from baton.cluster.plan import GB, Machines, Plan, Traffic, make_plan
-from baton.cluster.sizing import block_bytes, weights_of_rank
+from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
+from baton.cluster.planning.sizing import block_bytes, weights_of_rank
 from baton.cluster.spec import load_spec, specs_in_file
 from baton.engine.config import EngineConfig
 from baton.engine.layers.base import Layer

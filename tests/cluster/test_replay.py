@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.cluster.cli import app
+from baton.cluster.cli.main import app
 from baton.cluster.replay.compare import InvalidReplay, compare
 from baton.cluster.replay.engines import Speed, VirtualTime
 from baton.cluster.replay.policies import POLICIES, RememberedBlocks

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.group import places_of
-from baton.cluster.seats import bundles_on, seats_of
-from baton.cluster.worker import Opening, Place
+from baton.cluster.engines.group import places_of
+from baton.cluster.engines.seats import bundles_on, seats_of
+from baton.cluster.engines.worker import Opening, Place
 
 
 def nodes_of(nodes: list[str], tp_size: int) -> str:

@@ -12,7 +12,7 @@ from fakes import CountingEngine, ListedSource, make_request, serve_engine
 
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, Reach
-from baton.cluster.engine_server import EngineServer
+from baton.cluster.engines.server import EngineServer
 from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.messages import ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey

@@ -24,7 +24,7 @@ import pytest
 import yaml
 from charts import Object, Release, merged, render, values_of
 
-from baton.cluster.processes import Process, descendants, kill
+from baton.cluster.cli.processes import Process, descendants, kill
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from baton.cluster.processes import Process, descendants, kill, wait_until_gone
+from baton.cluster.cli.processes import Process, descendants, kill, wait_until_gone
 
 PREFIX = "btn-"  # of every network interface and folder that is made here
 BRIDGE = f"{PREFIX}bridge"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from baton.cluster.processes import descendants, kill
+from baton.cluster.cli.processes import descendants, kill
 
 CONFIGS = Path(__file__).parents[3] / "configs/load_balancer"
 NUM_TOKENS = 60

@@ -13,7 +13,7 @@ from fake_cluster import FakeEngine
 from gateway_service import Clock, Service
 from rich.console import Console
 
-from baton.cluster.client_commands import print_ranks
+from baton.cluster.cli.client import print_ranks
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.breaker import (
     IDLE_PERIODS,

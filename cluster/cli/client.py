@@ -11,7 +11,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from .gateway.ranks import spell_ranks
+from baton.cluster.gateway.ranks import spell_ranks
 
 TIMEOUT_S = 600.0
 CONNECT_S = 5.0

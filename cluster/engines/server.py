@@ -25,14 +25,13 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from baton.cluster.contracts import EnginePulse
+from baton.cluster.wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Outputs, Submit, WireError
 from baton.engine.core.block_log import BlockLog, BlockNews
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.handoff import TransferStats
-
-from .contracts import EnginePulse
-from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Outputs, Submit, WireError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 from typing import Protocol
 
-from .contracts import Drained, EnginePulse
+from baton.cluster.contracts import Drained, EnginePulse
 
 SETTLE_S = 0.5  # until every gateway has heard, and what it had sent before has arrived
 LOOK_S = 0.1  # between looks at what is left

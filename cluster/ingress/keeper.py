@@ -25,10 +25,11 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .contracts import DirectorySnapshot, EngineRecord, GatewayRecord, LoadBalancing, Reach
-from .directory import NAMESPACE, DirectoryWatch, presence
-from .gateway_server import GatewayLaunch, GatewayServer, digest
-from .spec import load_spec
+from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord, LoadBalancing, Reach
+from baton.cluster.membership.directory import NAMESPACE, DirectoryWatch, presence
+from baton.cluster.spec import load_spec
+
+from .server import GatewayLaunch, GatewayServer, digest
 
 logger = logging.getLogger(__name__)
 

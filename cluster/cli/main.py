@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from .cli_bench import bench_app
-from .cli_words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail
+from .bench import bench_app
+from .words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail
 
 app = typer.Typer(
     name="baton",
@@ -41,7 +41,7 @@ def _refuse_environment() -> None:
 def _mount_eval() -> None:
     """Imported only when it is asked for: it brings in what it evaluates with."""
     if sys.argv[1:2] == ["eval"]:
-        from .eval.recall import eval_app
+        from baton.cluster.eval.recall import eval_app
     else:
         eval_app = typer.Typer()
     app.add_typer(eval_app, name="eval", help="Check the answers of a running server.")
@@ -80,9 +80,10 @@ def serve(
 
     baton serve --config configs/serve/demo.yaml --port 9000
     """
-    from .plan import check_model
-    from .serve_command import Overrides, application_spec, run
-    from .spec import InvalidSpec
+    from baton.cluster.planning.plan import check_model
+    from baton.cluster.spec import InvalidSpec
+
+    from .serve import Overrides, application_spec, run
 
     overrides = Overrides(model, model_id, unified, prefill, decode, host, port, api_key or [])
     engine_args = engine_args_from(context.args)
@@ -105,8 +106,8 @@ def check(
 
     Models need not be on this machine: what then is left to check is said.
     """
-    from .plan import check_model
-    from .spec import InvalidSpec, has_model, specs_in_file
+    from baton.cluster.planning.plan import check_model
+    from baton.cluster.spec import InvalidSpec, has_model, specs_in_file
 
     failed = False
     for file in files:
@@ -152,9 +153,10 @@ def plan(
     """
     from rich.console import Console
 
-    from .plan import GB, Machines, Traffic, make_plan
-    from .plan_command import print_plan
-    from .spec import InvalidSpec, specs_in_file
+    from baton.cluster.planning.plan import GB, Machines, Traffic, make_plan
+    from baton.cluster.spec import InvalidSpec, specs_in_file
+
+    from .plan import print_plan
 
     machines = Machines(gpus_per_node, int(gpu_memory * GB), nodes)
     try:
@@ -172,7 +174,7 @@ def plan(
 @app.command()
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Show the engines of a running server."""
-    from .client_commands import show_status
+    from .client import show_status
 
     raise SystemExit(show_status(url, api_key))
 
@@ -187,7 +189,7 @@ def drain(
 
     `baton status` shows when it has gone. What is left after fleets.*.drain_timeout_s goes on in other engines.
     """
-    from .drain_command import drain_rank
+    from .drain import drain_rank
 
     raise SystemExit(drain_rank(rank, application, address))
 
@@ -202,7 +204,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
 ) -> None:
     """Talk to a running server. An empty line or Ctrl-D ends."""
-    from .client_commands import ChatSettings, run_chat
+    from .client import ChatSettings, run_chat
 
     raise SystemExit(run_chat(url, api_key, ChatSettings(model, system, max_tokens, temperature)))
 

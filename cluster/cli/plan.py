@@ -7,9 +7,9 @@ from collections import defaultdict
 from rich.console import Console
 from rich.table import Table
 
-from .contracts import LoadBalancing
-from .gateway.ranks import spell_ranks
-from .plan import GB, Plan, RankPlan
+from baton.cluster.contracts import LoadBalancing
+from baton.cluster.gateway.ranks import spell_ranks
+from baton.cluster.planning.plan import GB, Plan, RankPlan
 
 
 def print_plan(console: Console, name: str, plan: Plan) -> None:

@@ -12,9 +12,10 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
-from .contracts import Reach
-from .gateway_server import GatewayLaunch, GatewayServer
-from .spec import load_spec
+from baton.cluster.contracts import Reach
+from baton.cluster.spec import load_spec
+
+from .server import GatewayLaunch, GatewayServer
 
 _app: FastAPI | None = None  # of this process; Serve asks for it after the constructor
 

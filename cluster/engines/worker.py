@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord, Role
+from baton.cluster.membership.directory import DirectoryWatch
+from baton.cluster.spec import FleetSpec
 from baton.engine.core.connector import KVConnector
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
 from baton.kv_transfer.curve import ClusterKey
 
-from .contracts import DirectorySnapshot, EnginePulse, EngineRecord, Role
-from .directory import DirectoryWatch
-from .engine_server import EngineServer
 from .seats import Seat
-from .spec import FleetSpec
+from .server import EngineServer
 
 if TYPE_CHECKING:
     from baton.engine.build import Engine

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail
+from .words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail
 
 bench_app = typer.Typer(no_args_is_help=True)
 
@@ -227,8 +227,8 @@ def autoscale(
     import msgspec
     from rich.console import Console
 
-    from .autoscaling.compare import Case, InvalidSimulation, compare, table
-    from .replay.traffic import InvalidTrace, Shape
+    from baton.cluster.autoscaling.compare import Case, InvalidSimulation, compare, table
+    from baton.cluster.replay.traffic import InvalidTrace, Shape
 
     shape = Shape(num_prompts, request_rate, input_len, output_len, seed)
     try:
@@ -262,9 +262,9 @@ def router(
     import msgspec
     from rich.console import Console
 
-    from .replay.compare import InvalidReplay, compare, table
-    from .replay.replay import Fleets
-    from .replay.traffic import InvalidTrace, Shape
+    from baton.cluster.replay.compare import InvalidReplay, compare, table
+    from baton.cluster.replay.replay import Fleets
+    from baton.cluster.replay.traffic import InvalidTrace, Shape
 
     unified = 0 if prefill or decode else unified
     fleets = Fleets(unified, prefill, decode, num_blocks, gateways)

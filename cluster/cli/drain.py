@@ -7,7 +7,8 @@ import os
 
 from rich.console import Console
 
-from .gateway.ranks import spell_ranks
+from baton.cluster.gateway.ranks import spell_ranks
+
 from .local import RAY_ENVIRONMENT
 
 
@@ -17,8 +18,8 @@ def drain_rank(rank: int, app: str, ray_address: str) -> int:
         os.environ.setdefault(name, value)
     import ray
 
-    from .directory import NAMESPACE, directory_name
-    from .members import NoSuchRank
+    from baton.cluster.membership.directory import NAMESPACE, directory_name
+    from baton.cluster.membership.members import NoSuchRank
 
     console = Console()
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from .gateway.errors import ApiError
+from baton.cluster.gateway.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last

@@ -24,11 +24,11 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from baton.cluster.autoscaling.load import GatewayLoad
+from baton.cluster.autoscaling.scaler import Scaler, Wanted
+from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
 from baton.kv_transfer.curve import ClusterKey
 
-from .autoscaling.load import GatewayLoad
-from .autoscaling.scaler import Scaler, Wanted
-from .contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
 from .members import Membership, Standing
 
 logger = logging.getLogger(__name__)

@@ -18,14 +18,14 @@ from typing import Any
 import ray
 from ray import serve
 
+from baton.cluster.contracts import EngineGroup, Role
+from baton.cluster.membership.directory import DirectoryWatch, presence, stay_registered
+from baton.cluster.membership.draining import drain
+from baton.cluster.membership.members import Standing
+from baton.cluster.spec import load_spec
 from baton.kv_transfer.curve import ClusterKey
 
-from .contracts import EngineGroup, Role
-from .directory import DirectoryWatch, presence, stay_registered
-from .draining import drain
 from .group import WorkerGroup
-from .members import Standing
-from .spec import load_spec
 from .worker import EngineLaunch
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .contracts import DirectorySnapshot, DrainCounters, EngineGroup, EngineRecord, GatewayRecord
+from baton.cluster.contracts import DirectorySnapshot, DrainCounters, EngineGroup, EngineRecord, GatewayRecord
 
 
 class Standing(enum.StrEnum):

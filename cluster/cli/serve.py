@@ -14,10 +14,11 @@ import yaml
 from rich.console import Console
 from rich.status import Status
 
-from .client_commands import print_ranks
+from baton.cluster.spec import FleetSpec, InvalidSpec, load_spec
+
+from .client import print_ranks
 from .local import LocalApplication, Progress, ServeFailed, check_ports_free, started_processes
 from .processes import kill
-from .spec import FleetSpec, InvalidSpec, load_spec
 
 DEFAULT_HOST = "127.0.0.1"
 IMPORT_PATH = "baton.cluster.app:build_app"

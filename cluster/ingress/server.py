@@ -25,15 +25,16 @@ import uvicorn
 from fastapi import FastAPI
 from ray.actor import ActorHandle
 
-from .client import ZmqEngineClient
-from .contracts import GatewayRecord, Reach
-from .directory import DirectoryWatch, stay_registered
-from .gateway.app import create_app
-from .gateway.drain import Drain
-from .gateway.metrics import GatewayMetrics
-from .gateway.model import ServedModel
+from baton.cluster.client import ZmqEngineClient
+from baton.cluster.contracts import GatewayRecord, Reach
+from baton.cluster.gateway.app import create_app
+from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.model import ServedModel
+from baton.cluster.membership.directory import DirectoryWatch, stay_registered
+from baton.cluster.spec import FleetSpec, load_spec
+
 from .http_protocol import GuardedHttpProtocol
-from .spec import FleetSpec, load_spec
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from baton.cluster.contracts import Role
+from baton.cluster.engines.seats import seats_of
+from baton.cluster.spec import FleetSpec, InvalidSpec
 from baton.engine.config import DTYPES, EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
 from baton.engine.model_config import ModelConfig, ModelError
 from baton.engine.parallel.division import check_division
 
-from .contracts import Role
-from .seats import seats_of
 from .sizing import block_bytes, weights_of_rank
-from .spec import FleetSpec, InvalidSpec
 
 GB = 10**9
 CPU_KV_BYTES = 4 << 30  # at most, where nobody says how much

@@ -25,9 +25,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from .contracts import LoadBalancing
+from baton.cluster.contracts import LoadBalancing
+from baton.cluster.spec import FleetSpec
+
 from .processes import Process, descendants, kill, wait_until_gone
-from .spec import FleetSpec
 
 # Ray's own switches; it reads them when it is imported. Its token authentication stays on.
 RAY_ENVIRONMENT = {
@@ -147,7 +148,7 @@ class LocalApplication:
 
     def _logical_cpus(self) -> float:
         """What the application books with Ray: a small machine may run it all the same, only slower."""
-        from .app import REPLICA_CPUS
+        from baton.cluster.app import REPLICA_CPUS
 
         spec = self._spec
         workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
@@ -157,7 +158,7 @@ class LocalApplication:
     def _start_application(self, show: Show) -> None:
         from ray import serve
 
-        from .app import build_app
+        from baton.cluster.app import build_app
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         with _step("Ray Serve", show):
@@ -252,7 +253,7 @@ class LocalApplication:
     def _end_directory(self) -> None:
         import ray
 
-        from .directory import NAMESPACE, directory_name
+        from baton.cluster.membership.directory import NAMESPACE, directory_name
 
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
             ray.get(ray.get_actor(directory_name(self._name), namespace=NAMESPACE).end.remote())

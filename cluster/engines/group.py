@@ -24,9 +24,10 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .contracts import EnginePulse, EngineRecord
+from baton.cluster.contracts import EnginePulse, EngineRecord
+from baton.cluster.spec import Bundle
+
 from .seats import Seat, bundles_on, seats_of
-from .spec import Bundle
 from .worker import EngineLaunch, EngineWorker, Opening, Place
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""One engine group: the replica that places and watches it, the actors of its ranks, the server gateways talk to."""

@@ -1,0 +1,1 @@
+"""Who belongs to an application: the directory, what it knows, and how a group leaves."""
