@@ -1,8 +1,8 @@
-"""On two GPUs, in bfloat16: a model that is divided, or has its experts spread, says what it says on one.
+"""On two and four GPUs, in bfloat16: a model that is divided, or has its experts spread, says what it says on one.
 
-An engine on two writes; an engine on one then reads all of that as a prompt, and must find every token as likely as the
-first one did. So prompts and decodes, captured and eager, of two devices are compared with a prompt on one. Engines are
-in processes of a pool: one that hangs on a device ends with its test.
+An engine on several writes; an engine on one then reads all of that as a prompt, and must find every token as likely as
+the first one did. So prompts and decodes, captured and eager, of several devices are compared with a prompt on one.
+Engines are in processes of a pool: one that hangs on a device ends with its test.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp2-ep-eager": {"data_parallel_size": 2, "enforce_eager": True, **EXPERTS},
     "dp2-ep-all-to-all": {"data_parallel_size": 2, "all2all_backend": "all_to_all", **EXPERTS},
     "dp2-ep-moves": {"data_parallel_size": 2, **EXPERTS, **MOVES},
+    "tp4": {"tensor_parallel_size": 4},
+    "tp4-ep": {"tensor_parallel_size": 4, **EXPERTS},
+    "dp4-ep": {"data_parallel_size": 4, **EXPERTS},
+    "tp2-dp2-ep": {"tensor_parallel_size": 2, "data_parallel_size": 2, **EXPERTS},
 }
 CASES = [
     ("qwen3", "tp2"),
@@ -57,6 +61,12 @@ CASES = [
     *(("qwen3_moe", way) for way in WAYS if "ep" in way),
     ("deepseek_v3", "dp2-ep"),
     ("gpt_oss", "dp2-ep-all-to-all"),
+]
+ON_FOUR = [
+    ("qwen3", "tp4"),
+    ("deepseek_v3", "tp4-ep"),
+    ("qwen3_moe", "dp4-ep"),
+    ("qwen3_moe", "tp2-dp2-ep"),
 ]
 ON_CPUS = [("qwen3", "tp2"), ("qwen3_moe", "dp2-ep-moves")]
 PROMPTS = [random_tokens(length, seed=length) for length in (2, 16, 17, 50, 90, 150)]
@@ -151,6 +161,7 @@ def free_memory() -> None:
     ("architecture", "way", "device"),
     [
         *(pytest.param(*case, "cuda", marks=pytest.mark.gpu(2)) for case in CASES),
+        *(pytest.param(*case, "cuda", marks=pytest.mark.gpu(4)) for case in ON_FOUR),
         *((*case, "cpu") for case in ON_CPUS),
     ],
 )
