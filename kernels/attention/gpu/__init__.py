@@ -11,6 +11,7 @@ from ..batch import AttentionBatch
 from .decode import paged_decode, plan_decode
 from .plan import Prepared, prepared
 from .prefill import paged_prefill
+from .prefill_few import plan_few
 from .prefill_plan import plan_prefill
 
 __all__ = ["paged_attention", "prepare"]
@@ -20,11 +21,11 @@ def prepare(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_di
     """See `baton.kernels.attention.prepare`. Looks at shapes only: safe inside a captured graph."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     first_prefill = batch.num_decodes
-    plans = Prepared(
-        decode=plan_decode(batch, **heads) if first_prefill > 0 else None,
-        prefill=plan_prefill(batch, first_prefill, **heads) if first_prefill < batch.num_tokens else None,
-    )
-    return dataclasses.replace(batch, prepared=plans)
+    decode = plan_decode(batch, **heads) if first_prefill > 0 else None
+    prefill = None
+    if first_prefill < batch.num_tokens:
+        prefill = plan_few(batch, first_prefill, **heads) or plan_prefill(batch, first_prefill, **heads)
+    return dataclasses.replace(batch, prepared=Prepared(decode, prefill))
 
 
 def paged_attention(

@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.kernels.device import is_hopper
 
 from ..batch import AttentionBatch
+from .prefill_few import prefill_few
 from .prefill_plan import PrefillPlan
 from .prefill_tiles import prefill_tiles
 
@@ -40,7 +41,9 @@ def paged_prefill(
     options: dict[str, Any] = {"score_unit": score_unit, "cap_scale": cap_scale, "window": window}
     options |= {"sinks": sinks, "out": out}
     hopper = _hopper(q.device)
-    if hopper is not None and hopper.fits(q, kv, plan):
+    if plan.split is not None:
+        prefill_few(q, kv, layer, batch, plan, plan.split, **options, k_scale=k_scale, v_scale=v_scale)
+    elif hopper is not None and hopper.fits(q, kv, plan):
         hopper.prefill_pages(q, kv, layer, batch, plan, **options)
     else:
         prefill_tiles(q, kv, layer, batch, plan, **options, k_scale=k_scale, v_scale=v_scale)

@@ -25,6 +25,16 @@ QUEUE_WORDS = 2  # the next tile to attend; programs that are through with all
 
 
 @dataclass(frozen=True)
+class KeySplit:
+    """Where programs that share the keys of a tile leave their parts: see `prefill_few`. A unit is a tile of heads."""
+
+    count: int  # of programs for each unit, at most
+    sums: Tensor  # [units, count, rows, padded head_dim] float32: weighted sums of values
+    tops: Tensor  # [units, count, 2, rows] float32: top scores, sums of weights
+    arrivals: Tensor  # [units] int32: parts that are there; zero, and zero again after a kernel that counted
+
+
+@dataclass(frozen=True)
 class PrefillPlan:
     """Work of one step. A tile of sequences of length 0 starts at a negative position, so that it sees no key."""
 
@@ -34,6 +44,7 @@ class PrefillPlan:
     rows: int  # of a tile: LONG_ROWS or SHORT_ROWS
     pack: int  # query heads in a tile; divides the query heads of a KV head
     tile_tokens: int  # rows // pack
+    split: KeySplit | None = None  # of the keys of each tile; None: a program has them all
 
     @property
     def num_items(self) -> int:
@@ -41,18 +52,25 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    batch: AttentionBatch, first_seq: int, *, num_heads: int, num_kv_heads: int, head_dim: int
+    batch: AttentionBatch,
+    first_seq: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rows: int | None = None,
 ) -> PrefillPlan:
     """The tiles of the sequences from `first_seq` on. The sequences before it have one query token each.
 
-    Looks at shapes and at `max_query_len` only: safe inside a captured graph.
+    Looks at shapes and at `max_query_len` only: safe inside a captured graph. `rows`: of a tile, other than fit best.
     """
     group = num_heads // num_kv_heads
-    rows = LONG_ROWS if batch.max_query_len * group >= LONG_ROWS else SHORT_ROWS
+    if rows is None:
+        rows = LONG_ROWS if batch.max_query_len * group >= LONG_ROWS else SHORT_ROWS
     pack = heads_per_tile(group, rows)
     tile_tokens = rows // pack
     num_seqs = batch.num_seqs - first_seq
-    num_items = (batch.num_tokens - first_seq) // tile_tokens + num_seqs + 1  # each sequence ends in a partial tile
+    num_items = _room_for_tiles(batch, first_seq, tile_tokens)
     device = batch.query_start.device
     listed = torch.empty((ITEM_WORDS + 1, num_items), dtype=torch.int32, device=device)
     items = torch.empty((num_items, ITEM_WORDS), dtype=torch.int32, device=device)
@@ -74,6 +92,17 @@ def plan_prefill(
         listed, items, num_tiles, queue, num_items, BLOCK=32, CHUNK=512, num_warps=4
     )
     return PrefillPlan(items, num_tiles, queue, rows, pack, tile_tokens)
+
+
+def num_units_of(batch: AttentionBatch, first_seq: int, rows: int, num_heads: int, num_kv_heads: int) -> int:
+    """How many programs tiles of `rows` are for all heads, at most."""
+    pack = heads_per_tile(num_heads // num_kv_heads, rows)
+    return _room_for_tiles(batch, first_seq, rows // pack) * (num_heads // pack)
+
+
+def _room_for_tiles(batch: AttentionBatch, first_seq: int, tile_tokens: int) -> int:
+    """Each sequence, and the padding, may end in a partial tile."""
+    return (batch.num_tokens - first_seq) // tile_tokens + batch.num_seqs - first_seq + 1
 
 
 def heads_per_tile(group: int, rows: int) -> int:

@@ -65,7 +65,7 @@ def prefill_tiles(
 
 
 @triton.jit
-def _attend_keys(
+def attend_keys(
     acc,
     total,
     top,
@@ -200,7 +200,7 @@ def attend_tile(
         middle_end = tl.maximum(middle, middle_end)
     for part in tl.static_range(3):
         if part != 0 or HAS_WINDOW:
-            acc, total, top = _attend_keys(
+            acc, total, top = attend_keys(
                 acc,
                 total,
                 top,
