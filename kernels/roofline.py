@@ -137,7 +137,15 @@ def memory_bytes_per_s(device: torch.device) -> float:
     num_bytes = CACHES_BYTES if device.type == "cpu" else 4 * CACHES_BYTES
     source, target = (torch.ones(num_bytes // 4, dtype=torch.float32, device=device) for _ in range(2))
     copied = 2 * num_bytes / seconds_per_call(lambda: target.copy_(source), device)
-    return max(copied, num_bytes / seconds_per_call(source.sum, device))
+    return max(copied, num_bytes / seconds_per_call(lambda: _read(source), device))
+
+
+def _read(source: torch.Tensor) -> torch.Tensor:
+    if source.is_cpu:
+        return source.sum()
+    from .streaming import read
+
+    return read(source)
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SHORT_CONTEXT = 1024  # tokens; a decode of one sequence that is no longer may be served otherwise than a longer one
+
 FIELD_TYPES = {
     "query_start": torch.int32,
     "seq_lens": torch.int32,

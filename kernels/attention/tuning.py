@@ -12,33 +12,40 @@ from baton.kernels.roofline import copies_beyond_caches, cycling
 from baton.kernels.tune import Problem
 from baton.kernels.tuned import Options
 
-from . import paged_attention
+from . import SHORT_CONTEXT, paged_attention
 from .bench import Model, step
 from .gpu.decode import decode_plan, tuning_key
+from .gpu.decode_sums import MOST_SEQS
 from .gpu.plan import prepared
 
 HEADS = ((16, 8, 128), (32, 8, 128), (32, 4, 128), (64, 8, 128), (32, 8, 64))  # query heads, KV heads, dimensions
-CONTEXTS = {1: 2048, 4: 2048, 16: 2048, 64: 2048, 256: 1024}  # by number of sequences
-BLOCKS = ((32, 4, 2), (32, 3, 4), (64, 2, 4))  # unit_tokens, programs, num_warps
+CONTEXTS = ((1, 256), (1, 8192), (4, 2048), (16, 2048), (64, 2048), (256, 1024))  # sequences, tokens of each
+BLOCKS = ((32, 4, 2), (32, 3, 4), (64, 2, 4), (128, 1, 8))  # unit_tokens, programs, num_warps
 CANDIDATES: list[Options] = [
     {
         "unit_tokens": unit_tokens,
         "programs": programs,
         "min_units": min_units,
         "early_units": early_tokens // unit_tokens,
+        "apart": 0,
         "num_warps": num_warps,
-        "num_stages": 5,
+        "num_stages": 3 if unit_tokens == 128 else 5,
     }
     for (unit_tokens, programs, num_warps), min_units, early_tokens in itertools.product(BLOCKS, (1, 2), (0, 128))
 ]
 
 
+FEW_CANDIDATES: list[Options] = [{**options, "apart": apart} for options in CANDIDATES for apart in (0, 1)]
+
+
 def problems(device: torch.device) -> Iterator[Problem]:
-    for heads, num_seqs in itertools.product(HEADS, CONTEXTS):
-        yield _problem(*heads, num_seqs, device)
+    for heads, (num_seqs, context) in itertools.product(HEADS, CONTEXTS):
+        yield _problem(*heads, num_seqs, context, device)
 
 
-def _problem(num_heads: int, num_kv_heads: int, head_dim: int, num_seqs: int, device: torch.device) -> Problem:
+def _problem(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_seqs: int, context: int, device: torch.device
+) -> Problem:
     """A step of `num_seqs` decodes over so many layers that no cache holds the keys and values of all."""
 
     def make_run(options: Options) -> Callable[[], object]:
@@ -46,9 +53,14 @@ def _problem(num_heads: int, num_kv_heads: int, head_dim: int, num_seqs: int, de
         planned = dataclasses.replace(batch, prepared=dataclasses.replace(prepared(batch), decode=plan))
         return cycling(lambda layer: paged_attention(q, kv, layer, planned, scale=head_dim**-0.5), range(kv.shape[2]))
 
-    context = CONTEXTS[num_seqs]
     layer_bytes = 2 * 2 * num_seqs * context * num_kv_heads * head_dim
     model = Model(num_heads, num_kv_heads, head_dim, num_layers=copies_beyond_caches(layer_bytes))
     batch, kv, q = step(model, [(1, context)] * num_seqs, torch.bfloat16, device)
-    key = tuning_key(group=num_heads // num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=num_seqs)
-    return Problem(key, CANDIDATES, make_run)
+    key = tuning_key(
+        group=num_heads // num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_seqs=num_seqs,
+        short=num_seqs == 1 and context <= SHORT_CONTEXT,
+    )
+    return Problem(key, FEW_CANDIDATES if num_seqs <= MOST_SEQS else CANDIDATES, make_run)

@@ -9,7 +9,7 @@ import torch
 from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
 
 from . import RowNorm, gated_linear, linear, pack
-from .shapes import QWEN3_LAYERS, LayerShape
+from .shapes import LAYERS, LayerShape
 
 ON_CPU = (
     LayerShape("qkv", 2048, 1024),
@@ -23,7 +23,7 @@ TOKENS_ON_GPU = (1, 4, 16, 64, 256)
 
 def cases(device: torch.device) -> Iterator[BenchCase]:
     if device.type == "cuda":
-        for shape in QWEN3_LAYERS:
+        for shape in LAYERS:
             yield from _cases_of(shape, torch.bfloat16, TOKENS_ON_GPU, device)
         return
     for shape in ON_CPU:

@@ -21,7 +21,7 @@ class LayerShape:
         return 2 * self.columns if self.gated else self.columns
 
 
-QWEN3_LAYERS = (
+LAYERS = (
     LayerShape("0.6b qkv", 4096, 1024, norm=True),
     LayerShape("0.6b o", 1024, 2048, add=True),
     LayerShape("0.6b gate_up", 3072, 1024, gated=True, norm=True),
@@ -35,5 +35,11 @@ QWEN3_LAYERS = (
     LayerShape("30b qkv", 5120, 2048, norm=True),
     LayerShape("30b o", 2048, 4096, add=True),
     LayerShape("30b head", 151936, 2048),
+    LayerShape("dsv2-lite q, latents", 3648, 2048, norm=True),
+    LayerShape("dsv2-lite o", 2048, 2048, add=True),
+    LayerShape("dsv2-lite router", 64, 2048),
+    LayerShape("dsv2-lite shared gate_up", 2816, 2048, gated=True),
+    LayerShape("dsv2-lite shared down", 2048, 2816, add=True),
+    LayerShape("dsv2-lite head", 102400, 2048),
 )
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

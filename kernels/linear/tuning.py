@@ -14,7 +14,7 @@ from baton.kernels.tuned import Options
 from . import gpu
 from .gpu import Method
 from .norm import RowNorm
-from .shapes import QWEN3_LAYERS, TOKENS, LayerShape
+from .shapes import LAYERS, TOKENS, LayerShape
 
 # What one thread of `few_tokens` can hold beside its sums, in registers of two weights each.
 MOST_REGISTERS = 96
@@ -30,7 +30,7 @@ FULL_DEVICE = range(90, 1100)  # programs between which a split of the depth can
 
 
 def problems(device: torch.device) -> Iterator[Problem]:
-    for shape in QWEN3_LAYERS:
+    for shape in LAYERS:
         yield from _problems_of(shape, device)
 
 
@@ -67,7 +67,7 @@ def _candidates(shape: LayerShape, tokens: int) -> Iterator[Options]:
 
 
 def _few_tokens(shape: LayerShape, tokens: int) -> Iterator[Options]:
-    warps_of = ((512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
+    warps_of = ((256, 1), (256, 2), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
     for rows, (block_k, num_warps) in itertools.product((2, 4, 8, 16), warps_of):
         registers = rows * block_k // (64 * num_warps)  # of one step
         steps = shape.depth // block_k

@@ -260,9 +260,10 @@ class SamplingRows:
         return gate.token_ids if gate is not None and position < gate.opens_at else None
 
     def _pack(self, token_ids: Sequence[int]) -> Tensor:
-        bits = torch.zeros(-(-self._vocab_size // 32) * 32, dtype=torch.int64)
-        bits[torch.tensor(list(token_ids))] = 1
-        words = (bits.view(-1, 32) << torch.arange(32)).sum(dim=1)
+        """A bit a token. Looks at the tokens given only: a vocabulary has 150 000."""
+        tokens = torch.tensor(list(token_ids), dtype=torch.int64).unique()
+        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int64)
+        words.index_add_(0, tokens >> 5, 1 << (tokens & 31))
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 

@@ -17,12 +17,22 @@ from baton.kernels.attention import AttentionBatch, reference
 pytest.importorskip("triton")
 
 from baton.kernels.attention import tuning
-from baton.kernels.attention.gpu import decode, paged_attention, prepare
+from baton.kernels.attention.gpu import decode, decode_sums, paged_attention, prepare
 from baton.kernels.attention.gpu.plan import UNLIMITED, plan_shares
 
 LAYER = 1
 RAGGED = [37, 1, 16, 150, 17, 64]
-SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 1, "num_warps": 4, "num_stages": 2}
+SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 1, "apart": 0} | {
+    "num_warps": 4,
+    "num_stages": 2,
+}
+
+
+@pytest.fixture(params=[0, 1], ids=["together", "apart"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are added by the program that comes last, or by a kernel of their own."""
+    monkeypatch.setitem(SMALL_UNITS, "apart", request.param)
+    monkeypatch.setattr(decode_sums, "PARTS_AT_ONCE", 4)
 
 
 def decodes(device: torch.device, seq_lens: Sequence[int] = RAGGED, **shape: object) -> PagedSequences:
@@ -70,12 +80,14 @@ def check(q: Tensor, sequences: PagedSequences, num_shares: int | None = None, *
     assert_as_accurate(result, exact, same, slack=4.0 if q.dtype == torch.float32 else 2.0)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("num_shares", [1, 2, 5, 9, 40])
 def test_the_result_is_right_in_however_many_shares(triton_device: torch.device, num_shares: int) -> None:
     sequences = decodes(triton_device)
     check(queries(sequences, 4), sequences, num_shares)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (3, 1), (8, 1), (20, 1)])
 def test_query_heads_share_key_value_heads_in_any_ratio(
     triton_device: torch.device, num_heads: int, num_kv_heads: int
@@ -84,6 +96,7 @@ def test_query_heads_share_key_value_heads_in_any_ratio(
     check(queries(sequences, num_heads), sequences, 3)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 def test_heads_have_any_multiple_of_16_dimensions(triton_device: torch.device, head_dim: int) -> None:
     sequences = decodes(triton_device, [70, 5], head_dim=head_dim)
@@ -96,6 +109,7 @@ def test_blocks_may_be_larger_than_a_unit(triton_device: torch.device, block_siz
     check(queries(sequences, 4), sequences, 3)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("window", [1, 16, 50, 1000])
 @pytest.mark.parametrize("num_shares", [1, 7])
 def test_a_window_hides_older_keys(triton_device: torch.device, window: int, num_shares: int) -> None:
@@ -103,6 +117,7 @@ def test_a_window_hides_older_keys(triton_device: torch.device, window: int, num
     check(queries(sequences, 4), sequences, num_shares, window=window)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("num_shares", [1, 7])
 def test_scores_are_capped_and_sinks_take_weight_once(triton_device: torch.device, num_shares: int) -> None:
     sequences = decodes(triton_device)
@@ -111,6 +126,7 @@ def test_scores_are_capped_and_sinks_take_weight_once(triton_device: torch.devic
     check(queries(sequences, 4), sequences, num_shares, sinks=sinks)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_keys_and_values_have_scales(triton_device: torch.device) -> None:
     sequences = decodes(triton_device, [70, 5])
     scales = {"k_scale": torch.tensor(0.25, device=triton_device), "v_scale": torch.tensor([3.0], device=triton_device)}
@@ -239,6 +255,7 @@ def compile_decode(
             "PARTS": decode.ELEMENTS_AT_ONCE // (group * SHAPE["DIM"]),
             "UNIT": options["unit_tokens"],
             "EARLY_UNITS": options["early_units"],
+            "APART": bool(options["apart"]),
             "HAS_CAP": False,
             **constexprs,
         },
@@ -255,7 +272,9 @@ def test_pages_are_read_16_bytes_at_a_time_and_ahead_of_their_use() -> None:
 
 
 TUNED = [(entry.key["group"], entry.config) for entry in tuned.entries("attention", "NVIDIA_H200")]
-RUN = {(group, *options.items()): (group, options) for group, options in [*((8, o) for o in tuning.CANDIDATES), *TUNED]}
+RUN = {
+    (group, *options.items()): (group, options) for group, options in [*((8, o) for o in tuning.FEW_CANDIDATES), *TUNED]
+}
 
 
 @pytest.mark.parametrize(("group", "options"), RUN.values())
@@ -270,6 +289,16 @@ def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, option
 def test_every_option_together_spills_nothing() -> None:
     options = dict.fromkeys(("sinks", "k_scale", "v_scale"), "*fp32")
     compile_decode({**SIGNATURE, **options, "kv": "*fp8e4nv"}, HAS_CAP=True)
+
+
+def test_many_parts_are_loaded_at_once_where_they_are_added_apart() -> None:
+    signature = dict.fromkeys(("sinks", "v_scale", "sums", "tops"), "*fp32") | {"out": "*bf16"}
+    signature |= dict.fromkeys(("words", "seq_lens"), "*i32")
+    signature |= dict.fromkeys(("num_seqs", "num_shares", "window", "num_heads"), "i32")
+    constants = {"SEQS": 8, "DIM": 128, "PADDED_DIM": 128, "UNIT": 64, "PARTS": decode_sums.PARTS_AT_ONCE}
+    compiled = compile_for_h200(decode_sums._add_parts, signature, constants, num_warps=4)
+    assert compiled.widest_load_bytes == 16
+    assert compiled.registers <= 128
 
 
 # ---- on the device --------------------------------------------------------------------------------------------------
@@ -287,6 +316,15 @@ def test_half_precisions_are_as_accurate_as_the_reference(
     sequences = decodes(torch.device("cuda"), lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     check(queries(sequences, num_heads), sequences)
     check(queries(sequences, num_heads), sequences, window=100, soft_cap=20.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("lengths", [[9000], [5000, 1, 700]], ids=str)
+def test_parts_in_half_precision_are_put_together_either_way(lengths: list[int]) -> None:
+    sequences = decodes(torch.device("cuda"), lengths, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    check(queries(sequences, 32), sequences, 33)
+    check(queries(sequences, 32), sequences, 33, window=2000)
 
 
 @pytest.mark.gpu
@@ -313,8 +351,9 @@ def test_blocks_beyond_4_gib_of_elements_are_found() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_lengths_that_came_after_it() -> None:
-    sequences = decodes(torch.device("cuda"), [600, 600, 600], dtype=torch.bfloat16, num_kv_heads=8, head_dim=128)
+@pytest.mark.parametrize("num_seqs", [1, 3])  # one alone may have its parts added apart
+def test_a_captured_graph_serves_lengths_that_came_after_it(num_seqs: int) -> None:
+    sequences = decodes(torch.device("cuda"), [600] * num_seqs, dtype=torch.bfloat16, num_kv_heads=8, head_dim=128)
     clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
     q = queries(sequences, 32)
     attend(q, clean)
@@ -323,8 +362,8 @@ def test_a_captured_graph_serves_lengths_that_came_after_it() -> None:
         batch = prepare(clean.batch, num_heads=32, num_kv_heads=8, head_dim=128)
         options = dict.fromkeys(("window", "soft_cap", "sinks", "k_scale", "v_scale", "out"))
         results = [paged_attention(q, clean.kv, LAYER, batch, scale=128**-0.5, **options) for _ in range(2)]
-    for lengths in ([600, 600, 600], [1, 599, 0], [17, 300, 64]):
-        clean.batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+    for lengths in ([600, 600, 600], [1, 599, 0], [17, 300, 64], [64, 0, 500]):
+        clean.batch.seq_lens.copy_(torch.tensor(lengths[-num_seqs:], dtype=torch.int32))
         graph.replay()
         expected = attend(q, clean)
         assert all(torch.equal(result, expected) for result in results)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from aot import compile_for_h200
 
 from baton.kernels import bench, roofline
 
@@ -69,3 +70,17 @@ def test_on_a_gpu_a_captured_graph_is_what_runs() -> None:
 
     assert roofline.seconds_per_call(run, torch.device("cuda")) > 0
     assert x[0].item() > 2 * len(calls)
+
+
+def test_what_is_read_for_the_roof_is_read(triton_device: torch.device) -> None:
+    streaming = pytest.importorskip("baton.kernels.streaming")
+    source = torch.rand(3 * streaming.BLOCK, device=triton_device)
+    torch.testing.assert_close(streaming.read(source), source.view(3, -1).sum(1))
+
+
+def test_the_roof_is_read_16_bytes_at_a_time() -> None:
+    streaming = pytest.importorskip("baton.kernels.streaming")
+    types = {"source": "*fp32", "sums": "*fp32"}
+    compiled = compile_for_h200(streaming._sum_block, types, {"BLOCK": streaming.BLOCK}, num_warps=8)
+    assert compiled.widest_load_bytes == 16
+    assert compiled.registers <= 64  # 1024 threads on a multiprocessor

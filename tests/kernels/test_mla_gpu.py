@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from baton.kernels.mla import reference
 pytest.importorskip("triton")
 
 from baton.kernels.mla import gpu
-from baton.kernels.mla.gpu import absorbed, absorbed_hopper, dense, expanded
+from baton.kernels.mla.gpu import absorbed, absorbed_hopper, cache, dense, expanded
 from baton.kernels.mla.gpu.work import Tiles, deal
 
 RAGGED = [37, 1, 16, 70, 17, 32]
@@ -208,6 +209,17 @@ def signature(kernel: Any, constexprs: dict[str, object], **others: str) -> dict
     known = {**NUMBERS, **others}
     plain = {name: "*bf16" if name.endswith("_ptr") else "i32:16" if "stride" in name else "i32" for name in names}
     return {name: known.get(name, plain[name]) for name in names}
+
+
+def test_latents_and_rotated_pairs_are_read_and_written_side_by_side() -> None:
+    constexprs = {**SIZES, "HEADS": 16}
+    types = dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64")
+    types |= {"cos_sin_ptr": "*fp32", "layer_offset": "i32:16", "block_stride": "i32:16", "eps": "fp32"}
+    kernel = cache._latent_and_cache
+    compiled = compile_for_h200(kernel, signature(kernel, constexprs, **types), constexprs, num_warps=4)
+    assert compiled.widest_load_bytes == 16
+    narrow = re.findall(r"(?:ld|st)\.global[\w.:]*\.b16 ", compiled.ptx)
+    assert narrow == ["st.global.b16 "]  # the key part, which has fewer values than there are threads
 
 
 @pytest.mark.parametrize(("rows", "num_stages"), [(16, 3), (64, 2)])

@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from baton.kernels.attention import SHORT_CONTEXT
+
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is what a lightly loaded engine sees most
 
@@ -48,12 +50,14 @@ class CapturedShapes:
     @property
     def padding(self) -> StepShape:
         """One sequence and token that are nobody's."""
-        return StepShape(1, 1, 1, 1, self._max_model_len)
+        return self._any(1)
 
-    def decode(self, num_seqs: int) -> StepShape | None:
-        """For a step of one token of each of `num_seqs` sequences."""
+    def decode(self, num_seqs: int, max_seq_len: int) -> StepShape | None:
+        """For a step of one token of each of `num_seqs` sequences, none of them longer than `max_seq_len`."""
         size = _at_least(self._decodes, num_seqs)
-        return None if size is None else StepShape(size, size, size, 1, self._max_model_len)
+        if size is None:
+            return None
+        return self._alone if size == 1 and max_seq_len <= self._alone.max_seq_len else self._any(size)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
         """For a step of any chunks; None where nothing so large is captured."""
@@ -66,7 +70,17 @@ class CapturedShapes:
         for seqs, tokens in sorted(mixes, key=lambda size: (size[1], size[0]), reverse=True):
             yield self._mix(seqs, tokens)
         for size in reversed(self._decodes):
-            yield StepShape(size, size, size, 1, self._max_model_len)
+            yield self._any(size)
+        if self._alone != self._any(1):
+            yield self._alone
+
+    @property
+    def _alone(self) -> StepShape:
+        """Of one short sequence, what a lightly loaded engine sees most: its attention has kernels of its own."""
+        return StepShape(1, 1, 1, 1, min(SHORT_CONTEXT, self._max_model_len))
+
+    def _any(self, num_seqs: int) -> StepShape:
+        return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
 
     def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
         return StepShape(num_seqs, num_tokens, 0, min(num_tokens, self._max_model_len), self._max_model_len)

@@ -8,7 +8,8 @@ A memory-bound kernel: every key and value is read once, and the work lies in ke
 * A short step is a chain of waits for memory: share, page, key. So a program asks for its first pages while the kernel
   before it still runs: they are in L2 when the query is there.
 * A sequence that lies in one share is written at once. The parts of one that is shared out are put together by the
-  program that comes last, in the order of the shares, so that the result does not depend on who came when.
+  program that comes last, in the order of the shares, so that the result does not depend on who came when; or, where
+  the plan says so, by a kernel behind this one (`decode_sums`).
 
 Scores are kept in units of log 2: the device's exponential has base 2.
 """
@@ -23,32 +24,45 @@ from torch import Tensor
 from baton.kernels import tuned
 from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
 
-from ..batch import AttentionBatch
+from ..batch import SHORT_CONTEXT, AttentionBatch
+from .decode_sums import LOG2_E, LOWEST, MOST_SEQS, add_parts
 from .plan import SHARE_WORDS, UNLIMITED, DecodePlan, first_visible, shares_that_fill, units_of
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e38)  # below any score, yet finite: it can be subtracted from itself
 MIN_ROWS = 16  # of a matrix product
 LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
 ELEMENTS_AT_ONCE = 2048  # of the partial sums, when they are put together: they have registers to share with the loop
 
 # unit_tokens: keys of one step of the loop; programs: on a multiprocessor at a time; min_units: of a share;
-# early_units: of a share, prefetched before the query is there
-DEFAULT = {"unit_tokens": 64, "programs": 2, "min_units": 2, "early_units": 2, "num_warps": 4, "num_stages": 5}
+# early_units: of a share, prefetched before the query is there; apart: parts are added by `decode_sums`, as far as it
+# serves so many sequences
+DEFAULT = {
+    "unit_tokens": 64,
+    "programs": 2,
+    "min_units": 2,
+    "early_units": 2,
+    "apart": 0,
+    "num_warps": 4,
+    "num_stages": 5,
+}
 
 
 def plan_decode(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> DecodePlan:
     """The plan for the first `batch.num_decodes` sequences. Looks at shapes only: safe inside a captured graph."""
     group = num_heads // num_kv_heads
-    key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes)
+    short = batch.num_decodes == 1 and batch.max_seq_len <= SHORT_CONTEXT
+    key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes, short=short)
     options = tuned.config("attention", batch.seq_lens.device, key, DEFAULT)
     return decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
-def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -> dict[str, int | str]:
+def tuning_key(
+    *, group: int, num_kv_heads: int, head_dim: int, num_seqs: int, short: bool = False
+) -> dict[str, int | str]:
+    """`short`: one sequence of at most `SHORT_CONTEXT` tokens, which needs no help with its parts."""
     return {
         "kernel": "decode",
         "head_dim": str(head_dim),
+        "reach": "short" if short else "any",
         "group": group,
         "num_kv_heads": num_kv_heads,
         "num_seqs": num_seqs,
@@ -68,6 +82,7 @@ def decode_plan(
         unit_tokens=options["unit_tokens"],
         min_units=options["min_units"],
         early_units=options["early_units"],
+        apart=bool(options["apart"]) and batch.num_decodes <= MOST_SEQS,
         options={name: options[name] for name in ("num_warps", "num_stages")},
         sums=torch.empty((num_shares, 2, num_heads, head_dim), dtype=torch.float32, device=device),
         tops=torch.empty((2, num_shares, 2, num_heads), dtype=torch.float32, device=device),
@@ -125,11 +140,14 @@ def paged_decode(
         UNIT=shares.unit_tokens,
         EARLY_UNITS=plan.early_units,
         PARTS=max(1, ELEMENTS_AT_ONCE // (padded_group * padded_dim)),
+        APART=plan.apart,
         BLOCK_SIZE=kv.shape[4],
         HAS_CAP=soft_cap is not None,
         **plan.options,
         **launch_options(),
     )
+    if plan.apart:
+        add_parts(out[: batch.num_decodes], plan, shares, window=window, sinks=sinks, v_scale=v_scale)
 
 
 @triton.jit(do_not_specialize=["layer", "window", "num_shares", "table_stride"])
@@ -167,6 +185,7 @@ def attend_share(
     UNIT: tl.constexpr,
     EARLY_UNITS: tl.constexpr,
     PARTS: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
@@ -227,30 +246,31 @@ def attend_share(
             tl.store(sums + (part + row)[:, None] * DIM + dim[None, :], total, mask=is_real)
             tl.store(tops + part + row, top, mask=row < GROUP)
             tl.store(tops + num_shares * 2 * HEADS * GROUP + part + row, weight, mask=row < GROUP)
-            seq_begin = share * per_share + (count - left) - unit
-            first_share = seq_begin // per_share
-            last_share = (seq_begin + all_units - 1) // per_share
-            arrival = arrivals + first_share * HEADS + head
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            if tl.atomic_add(arrival, 1, sem="acq_rel") == last_share - first_share:
-                tl.store(arrival, 0)  # for the next layer
-                _combine(
-                    sums,
-                    tops,
-                    first_share,
-                    last_share,
-                    num_shares,
-                    place,
-                    sinks,
-                    v_scale,
-                    head,
-                    HEADS=HEADS,
-                    GROUP=GROUP,
-                    PADDED_GROUP=PADDED_GROUP,
-                    DIM=DIM,
-                    PADDED_DIM=PADDED_DIM,
-                    PARTS=PARTS,
-                )
+            if not APART:
+                seq_begin = share * per_share + (count - left) - unit
+                first_share = seq_begin // per_share
+                last_share = (seq_begin + all_units - 1) // per_share
+                arrival = arrivals + first_share * HEADS + head
+                tl.debug_barrier()  # all threads have stored before one of them says so
+                if tl.atomic_add(arrival, 1, sem="acq_rel") == last_share - first_share:
+                    tl.store(arrival, 0)  # for the next layer
+                    _combine(
+                        sums,
+                        tops,
+                        first_share,
+                        last_share,
+                        num_shares,
+                        place,
+                        sinks,
+                        v_scale,
+                        head,
+                        HEADS=HEADS,
+                        GROUP=GROUP,
+                        PADDED_GROUP=PADDED_GROUP,
+                        DIM=DIM,
+                        PADDED_DIM=PADDED_DIM,
+                        PARTS=PARTS,
+                    )
         seq += 1
         unit = 0
         left -= units

@@ -54,6 +54,7 @@ class DecodePlan:
     unit_tokens: int
     min_units: int
     early_units: int  # of a share, that are prefetched
+    apart: bool  # whether a kernel of its own puts parts together
     options: dict[str, int]  # of the kernel's launch
     # of two parts a share: 0 of the sequence that began in a share before, 1 of the one that goes on in the next
     sums: Tensor  # [num_shares, 2, num_heads, head_dim] float32: weighted sums of values

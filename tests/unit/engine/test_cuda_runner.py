@@ -486,8 +486,9 @@ def test_every_size_that_is_chosen_is_captured_and_large_enough(max_num_seqs: in
     captured = list(shapes.largest_first())
     assert len(set(captured)) == len(captured)
     for num_seqs in range(1, max_num_seqs + 1):
-        decode = shapes.decode(num_seqs)
+        decode = shapes.decode(num_seqs, 4096)
         assert decode in captured
+        assert decode.max_seq_len == 4096
         assert num_seqs <= decode.num_seqs == decode.num_tokens == decode.num_decodes
         assert decode.num_seqs < 2 * num_seqs
         assert decode.num_seqs <= num_seqs + 31
@@ -499,6 +500,17 @@ def test_every_size_that_is_chosen_is_captured_and_large_enough(max_num_seqs: in
             if mix is not None:
                 assert mix in captured
                 assert (mix.num_seqs >= num_seqs, mix.num_tokens >= num_tokens) == (True, True)
+
+
+def test_one_short_sequence_has_a_size_of_its_own() -> None:
+    shapes = shapes_of()
+    short, longer = shapes.decode(1, 1024), shapes.decode(1, 1025)
+    assert {short, longer} <= set(shapes.largest_first())
+    assert (short.max_seq_len, longer.max_seq_len) == (1024, 4096)
+    assert shapes.decode(2, 10).max_seq_len == 4096
+    few = shapes_of(max_model_len=500)
+    assert few.decode(1, 10) == few.decode(1, 500)
+    assert few.decode(1, 500).max_seq_len == 500
 
 
 def test_the_largest_are_captured_first() -> None:
