@@ -48,7 +48,7 @@ def config(op: str, device: torch.device, key: Key, default: Options) -> Options
     memo = (op, device, *key.items())
     found = _chosen.get(memo)
     if found is None:
-        entry = nearest(entries(op, device_name(device)), key) if device.type == "cuda" else None
+        entry = nearest(known(op, device), key)
         found = _chosen[memo] = default if entry is None else entry.config
         if found.keys() != default.keys():
             raise ValueError(f"{op} is tuned for {sorted(found)} but takes {sorted(default)}: tune it again")
@@ -56,6 +56,11 @@ def config(op: str, device: torch.device, key: Key, default: Options) -> Options
 
 
 _chosen: dict[tuple[object, ...], Options] = {}
+
+
+def known(op: str, device: torch.device) -> list[Entry]:
+    """All that was measured for an op: nothing on CPUs."""
+    return entries(op, device_name(device)) if device.type == "cuda" else []
 
 
 def nearest(known: list[Entry], key: Key) -> Entry | None:

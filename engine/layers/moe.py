@@ -11,6 +11,7 @@ from baton.engine.parallel.groups import ALONE, ExpertSpread, Group, ParallelGro
 from baton.engine.parallel.placement import ExpertPlacement
 from baton.kernels.linear import RowNorm
 from baton.kernels.locate import ExpertTable
+from baton.kernels.peers import Routed
 
 from .base import Share
 from .experts import Experts, Router
@@ -39,7 +40,7 @@ class MoE(FeedForward):
         """
         self._group = groups.tp
         if groups.spread is not None and groups.ep.size > 1:
-            self.spread = SpreadExperts(self.experts, groups, groups.spread)
+            self.spread = SpreadExperts(self.experts, groups, groups.spread, self.gate.rule.top_k)
         else:
             self.experts.keep_width(Share.part(self.experts.width.size, groups.tp))
         if self.shared_experts is not None:
@@ -71,9 +72,11 @@ class SpreadExperts:
     Which ones changes while serving: `placement`, `table` and the weights always say the same.
     """
 
-    def __init__(self, experts: Experts, groups: ParallelGroups, spread: ExpertSpread) -> None:
+    def __init__(self, experts: Experts, groups: ParallelGroups, spread: ExpertSpread, top_k: int) -> None:
         """Takes the experts that are not this rank's out of `experts`. Comes before memory is allocated."""
         self.experts = experts
+        self._top_k = top_k
+        self._one_of_each_rank = (1,) * groups.dp.size
         self.placement = ExpertPlacement.initial(experts.held.whole, spread.num_redundant, groups.ep.size)
         self._dispatches = Dispatches.of(groups, self.placement, spread.backend)
         self._table: ExpertTable | None = None
@@ -88,6 +91,17 @@ class SpreadExperts:
         placement = self.placement
         self._table = ExpertTable.empty(placement.num_experts, placement.most_replicas, device)
         self._table.write(placement.replicas())
+
+    def rehearse(self, dtype: torch.dtype) -> None:
+        """Sends a token without experts the eager way, and back: captured steps may go another. All ranks call it."""
+        device, shape = self.table.places.device, (1, self._top_k)
+        token = Routed(
+            torch.zeros(1, self.experts.down.shape[1], dtype=dtype, device=device),
+            torch.full(shape, -1, dtype=torch.int32, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+        )
+        served = self._dispatches.eager.prepare(token, self.table, self._one_of_each_rank)
+        self._dispatches.eager.finalize(torch.zeros_like(served.hidden, memory_format=torch.contiguous_format), served)
 
     def place(self, placement: ExpertPlacement) -> None:
         """The experts lie like that now: whoever calls has moved their weights."""
@@ -104,7 +118,7 @@ class SpreadExperts:
     ) -> Tensor:
         """As `Experts`, but for the sum over the ranks that have the same tokens."""
         dispatch = self._dispatches.captured if of_ranks is None else self._dispatches.eager
-        served = dispatch.prepare(hidden, expert_ids, weights, self.table, of_ranks)
+        served = dispatch.prepare(Routed(hidden, expert_ids, weights), self.table, of_ranks)
         if dispatch.is_local:
             return self.experts(served.hidden, served.expert_ids, served.weights, add_to)
         partial = self.experts(served.hidden, served.expert_ids, served.weights, None)

@@ -5,6 +5,7 @@
 
     Replicated      all ranks have the same tokens: each serves those that want its experts
     GatherScatter   everybody's tokens to everybody; shapes depend on nothing but the numbers of tokens
+    OverPeers       the same shapes, but a token's row goes only where its experts are, over the memory of peers
     AllToAll        a token goes only where its experts are; how many go where is known when it has been routed
 
 What `finalize` gives is still to be summed over the ranks that share the rank's requests (`groups.tp`): the caller does
@@ -14,19 +15,19 @@ so, together with what else is divided over them.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from baton.kernels import peers
 from baton.kernels.locate import ExpertTable, locate
+from baton.kernels.peers import Routed
 
 from .groups import ParallelGroups
 from .placement import ExpertPlacement
-
-ROW_VALUES = 16  # rows of hidden states begin at multiples of so many values, which lets kernels load them wide
+from .symmetric import SymmetricGroup
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Served:
     weights: Tensor  # [N, top_k] float32
     num_own: int  # tokens that `finalize` gives back
     trip: Trip | None = None
+    visits: Tensor | None = None  # as `peers.dispatch` gives it, where that brought the tokens
 
 
 class ExpertDispatch(abc.ABC):
@@ -56,18 +58,10 @@ class ExpertDispatch(abc.ABC):
     is_local = False  # whether the tokens served are the rank's own, so that their sum may be added up in place
 
     @abc.abstractmethod
-    def prepare(
-        self,
-        hidden: Tensor,
-        expert_ids: Tensor,
-        weights: Tensor,
-        table: ExpertTable,
-        of_ranks: Sequence[int] | None,
-    ) -> Served:
-        """Brings the tokens that this rank's experts serve.
+    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+        """Brings the tokens that this rank's experts serve, given its own, which all ranks of a column have: T of them.
 
-        hidden [T, hidden_size], the same on all ranks of a column, with expert_ids [T, top_k] int32 (-1: none) and
-        weights [T, top_k] float32. `of_ranks`: T of each data-parallel rank; None: the same everywhere.
+        `of_ranks`: T of each data-parallel rank; None: the same everywhere.
         """
 
     @abc.abstractmethod
@@ -81,17 +75,10 @@ class Replicated(ExpertDispatch):
     def __init__(self, groups: ParallelGroups, placement: ExpertPlacement) -> None:
         self._places = placement.places(groups.ep.rank)
 
-    def prepare(
-        self,
-        hidden: Tensor,
-        expert_ids: Tensor,
-        weights: Tensor,
-        table: ExpertTable,
-        of_ranks: Sequence[int] | None,
-    ) -> Served:
-        num_own = len(hidden)
-        ids = locate(expert_ids, table, places=self._places, counted=range(num_own))
-        return Served(hidden, ids, weights, num_own)
+    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+        num_own = len(tokens.hidden)
+        ids = locate(tokens.expert_ids, table, places=self._places, counted=range(num_own))
+        return Served(tokens.hidden, ids, tokens.weights, num_own)
 
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
         return partial
@@ -102,26 +89,41 @@ class GatherScatter(ExpertDispatch):
         self._dp = groups.dp
         self._places = placement.places(groups.ep.rank)
 
-    def prepare(
-        self,
-        hidden: Tensor,
-        expert_ids: Tensor,
-        weights: Tensor,
-        table: ExpertTable,
-        of_ranks: Sequence[int] | None,
-    ) -> Served:
-        num_own, most = len(hidden), max(of_ranks) if of_ranks else len(hidden)
-        if most > num_own:
-            padding = (0, 0, 0, most - num_own)
-            hidden, weights = functional.pad(hidden, padding), functional.pad(weights, padding)
-            expert_ids = functional.pad(expert_ids, padding, value=-1)
+    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+        num_own = len(tokens.hidden)
+        most = max(of_ranks) if of_ranks else num_own
         first = self._dp.rank * most
-        hidden, ids, weights = _Packed(hidden, expert_ids, weights).through(self._dp.all_gather)
-        ids = locate(ids, table, places=self._places, counted=range(first, first + num_own))
-        return Served(hidden, ids, weights.contiguous(), num_own)
+        came = tokens.padded(most).through(self._dp.all_gather)
+        ids = locate(came.expert_ids, table, places=self._places, counted=range(first, first + num_own))
+        return Served(came.hidden, ids, came.weights.contiguous(), num_own)
 
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
         return self._dp.reduce_scatter(partial)[: served.num_own]
+
+
+class OverPeers(ExpertDispatch):
+    """`GatherScatter` for steps of one size on all ranks, to the bit, which leaves out rows that a rank has no use for.
+
+    Each way goes through the memory of peers where that was measured to be faster, and else as `GatherScatter` has it.
+    """
+
+    def __init__(self, groups: ParallelGroups, placement: ExpertPlacement, group: SymmetricGroup) -> None:
+        """`group` is the data-parallel one."""
+        self._otherwise = GatherScatter(groups, placement)
+        self._group = group
+        slots, column = placement.slots, groups.tp.size
+        self._places = peers.PlacesOfRanks(first=groups.tp.rank * slots, apart=column * slots, of_each=slots)
+
+    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+        if of_ranks is not None or not peers.serves_tokens(tokens, self._group.memory):
+            return self._otherwise.prepare(tokens, table, of_ranks)
+        brought = peers.dispatch(tokens, table, self._places, self._group.memory)
+        return Served(brought.hidden, brought.expert_ids, brought.weights, len(tokens.hidden), visits=brought.visits)
+
+    def finalize(self, partial: Tensor, served: Served) -> Tensor:
+        if served.visits is None or not peers.serves(peers.Op.COMBINE, partial, self._group.memory):
+            return self._otherwise.finalize(partial, served)
+        return peers.combine(partial, served.visits, self._group.memory)
 
 
 class AllToAll(ExpertDispatch):
@@ -135,18 +137,11 @@ class AllToAll(ExpertDispatch):
         self._ep = groups.ep
         self._slots = placement.slots
 
-    def prepare(
-        self,
-        hidden: Tensor,
-        expert_ids: Tensor,
-        weights: Tensor,
-        table: ExpertTable,
-        of_ranks: Sequence[int] | None,
-    ) -> Served:
-        num_own, size = len(hidden), self._ep.size
-        places = locate(expert_ids, table, places=range(size * self._slots), counted=range(num_own))
+    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+        num_own, size = len(tokens.hidden), self._ep.size
+        places = locate(tokens.expert_ids, table, places=range(size * self._slots), counted=range(num_own))
         first, end = (num_own * part // self._tp.size for part in (self._tp.rank, self._tp.rank + 1))
-        hidden, places, weights = hidden[first:end], places[first:end], weights[first:end]
+        hidden, places, weights = tokens.hidden[first:end], places[first:end], tokens.weights[first:end]
         ranks = torch.where(places < 0, -1, places // self._slots)
         goes = (ranks[:, None] == torch.arange(size, device=ranks.device)[:, None]).any(2)  # [n, size]
         to, token = goes.T.nonzero(as_tuple=True)  # by rank, then by token
@@ -154,11 +149,11 @@ class AllToAll(ExpertDispatch):
         received_counts = self._ep.all_to_all(counts, [1] * size, [1] * size)
         sent, received = counts.tolist(), received_counts.tolist()
         there = torch.where(ranks[token] == to[:, None], places[token] % self._slots, -1)
-        hidden, ids, weights = _Packed(hidden[token], there, weights[token]).through(
+        came = Routed(hidden[token], there, weights[token]).through(
             lambda packed: self._ep.all_to_all(packed, sent, received)
         )
         trip = Trip(sent, received, first, _parts(goes, places.shape[1]))
-        return Served(hidden, ids.contiguous(), weights.contiguous(), num_own, trip)
+        return Served(came.hidden, came.expert_ids.contiguous(), came.weights.contiguous(), num_own, trip)
 
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
         trip = served.trip
@@ -172,27 +167,6 @@ class AllToAll(ExpertDispatch):
             summed += back[rows]
         own.copy_(summed)
         return total
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """Tokens and their routing side by side, so that one collective takes both."""
-
-    hidden: Tensor  # [n, hidden_size]
-    expert_ids: Tensor  # [n, top_k] int32
-    weights: Tensor  # [n, top_k] float32
-
-    def through(self, collective: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The same three of the rows that the collective brings, as columns of one tensor."""
-        hidden, (_, top_k) = self.hidden, self.expert_ids.shape
-        size = hidden.shape[1]
-        columns = [hidden, *(each.contiguous().view(hidden.dtype) for each in (self.expert_ids, self.weights))]
-        width = sum(each.shape[1] for each in columns)
-        if filling := -width % ROW_VALUES:
-            columns.append(hidden.new_zeros(len(hidden), filling))
-        packed = collective(torch.cat(columns, dim=1))
-        routing = packed[:, size : size + 2 * top_k * 4 // hidden.itemsize].view(torch.int32)
-        return packed[:, :size], routing[:, :top_k], routing[:, top_k:].view(torch.float32)
 
 
 def _parts(goes: Tensor, most: int) -> Tensor:
@@ -219,4 +193,5 @@ class Dispatches:
         if groups.dp.size == 1:
             return cls(*[Replicated(groups, placement)] * 2)
         gather = GatherScatter(groups, placement)
-        return cls(gather, gather if backend == "allgather_reducescatter" else AllToAll(groups, placement))
+        captured = OverPeers(groups, placement, groups.dp) if isinstance(groups.dp, SymmetricGroup) else gather
+        return cls(captured, gather if backend == "allgather_reducescatter" else AllToAll(groups, placement))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "all_to_all")  # how tokens reach experts on other data-parallel ranks
@@ -52,6 +53,9 @@ class Group(abc.ABC):
 
     def wait_closed(self, timeout_s: float) -> None:  # noqa: B027 (most groups end at once)
         """Behind `close`: until nothing of it is left, which captured steps hold up. Warns where it takes longer."""
+
+    def rehearse(self, dtype: torch.dtype) -> None:  # noqa: B027 (most groups launch no kernels of ours)
+        """Before ready: whatever collectives of that type will launch, whatever their size, is compiled."""
 
     def sketch(self, rank: int) -> Group:
         """What looks like this group to its `rank` and waits for nobody: results have their shapes and mean nothing."""
@@ -149,14 +153,22 @@ class ParallelGroups:
         dp, ep = _sketched(self.dp), _sketched(self.ep)
         return [ParallelGroups(_sketched(self.tp, rank), dp, ep, self.spread) for rank in sorted({0, self.tp.size - 1})]
 
+    def rehearse(self, dtype: torch.dtype) -> None:
+        """See `Group.rehearse`. All members call it."""
+        for group in self._each():
+            group.rehearse(dtype)
+
     def close(self) -> None:
-        for group in {id(group): group for group in (self.ep, self.dp, self.tp)}.values():
+        for group in self._each():
             group.close()
 
     def wait_closed(self, timeout_s: float) -> None:
         """See `Group.wait_closed`."""
-        for group in {id(group): group for group in (self.ep, self.dp, self.tp)}.values():
+        for group in self._each():
             group.wait_closed(timeout_s)
+
+    def _each(self) -> list[Group]:
+        return list({id(group): group for group in (self.ep, self.dp, self.tp)}.values())
 
 
 ALL_ALONE = ParallelGroups()

@@ -23,21 +23,21 @@ class SymmetricGroup(Group):
     def __init__(self, group: Group, memory: PeerMemory) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
-        self._memory = memory
+        self.memory = memory
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if peers.serves(Op.ALL_REDUCE, x, self._memory):
-            return peers.all_reduce(x, self._memory)
+        if peers.serves(Op.ALL_REDUCE, x, self.memory):
+            return peers.all_reduce(x, self.memory)
         return self._group.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if peers.serves(Op.ALL_GATHER, x, self._memory):
-            return peers.all_gather(x, self._memory)
+        if peers.serves(Op.ALL_GATHER, x, self.memory):
+            return peers.all_gather(x, self.memory)
         return self._group.all_gather(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        if peers.serves(Op.REDUCE_SCATTER, x, self._memory):
-            return peers.reduce_scatter(x, self._memory)
+        if peers.serves(Op.REDUCE_SCATTER, x, self.memory):
+            return peers.reduce_scatter(x, self.memory)
         return self._group.reduce_scatter(x)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -46,13 +46,16 @@ class SymmetricGroup(Group):
     def agree(self, values: Sequence[int]) -> list[int]:
         return self._group.agree(values)
 
+    def rehearse(self, dtype: torch.dtype) -> None:
+        peers.rehearse(self.memory, dtype)
+
     def sketch(self, rank: int) -> Group:
         """Kernels over the memory of peers are launched all the same, and so recorded with those of the layers."""
-        memory = PeerMemory.sketch(rank, self.size, self._memory.ended.device)
+        memory = PeerMemory.sketch(rank, self.size, self.memory.ended.device)
         return SymmetricGroup(self._group.sketch(rank), memory)
 
     def close(self) -> None:
-        self._memory.end()
+        self.memory.end()
         self._group.close()
 
     def wait_closed(self, timeout_s: float) -> None:

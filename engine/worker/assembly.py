@@ -43,7 +43,7 @@ class Assembly(Protocol):
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM: ...
 
-    def size_kv_cache(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
+    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
         """Tokens of the longest sequence, and how many blocks there are. `layout` is of what lies on this rank.
 
         Raises `InvalidEngineConfig`.
@@ -98,7 +98,7 @@ class CpuAssembly:
         with loading_bar() as progress:
             return load_model(model_config, progress=progress, groups=self._place.groups)
 
-    def size_kv_cache(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
+    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
         budget = functools.partial(cpu_budget, self._place.member.num_local)
         return size_kv_cache(self._config, model_config.max_model_len, layout, budget)
 

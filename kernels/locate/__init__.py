@@ -11,9 +11,10 @@ __all__ = ["ExpertTable", "locate"]
 
 
 def locate(expert_ids: Tensor, table: ExpertTable, *, places: range, counted: range) -> Tensor:
-    """Of expert ids [T, K] int32 (-1: none), which of the `places` each has there: [T, K] int32.
+    """Of expert ids [T, K] int32, which of the `places` each has there: [T, K] int32.
 
-    The result counts from the start of `places`; -1 where the expert lies outside of them. Token t goes to replica
+    Numbers that are no expert's stand for none: -1, and what a collective leaves whose group has ended. The result
+    counts from the start of `places`; -1 where the expert lies outside of them. Token t goes to replica
     t % (how many the expert has), so equal ids give equal places on every rank. Tokens `counted` add to `table.loads`.
     """
     if not expert_ids.is_cuda:

@@ -23,6 +23,7 @@ def locate(expert_ids: Tensor, table: ExpertTable, places: range, counted: range
             table.counts,
             table.loads,
             out,
+            len(table.counts),
             num_tokens,
             expert_ids.stride(0),
             places.start,
@@ -37,13 +38,16 @@ def locate(expert_ids: Tensor, table: ExpertTable, places: range, counted: range
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ids_stride", "first", "num_places", "counted_from", "counted_to"])
+@triton.jit(
+    do_not_specialize=["num_experts", "num_tokens", "ids_stride", "first", "num_places", "counted_from", "counted_to"]
+)
 def _locate(
     expert_ids,  # [T, TOP_K] int32, rows ids_stride apart
     places,  # [E, REPLICAS] int32
     counts,  # [E] int32
     loads,  # [E] int64
     out,  # [T, TOP_K] int32
+    num_experts,
     num_tokens,
     ids_stride,
     first,
@@ -58,7 +62,7 @@ def _locate(
     token = pair // TOP_K
     here = token < num_tokens
     expert = tl.load(expert_ids + token.to(tl.int64) * ids_stride + pair % TOP_K, mask=here, other=-1)
-    routed = here & (expert >= 0)
+    routed = here & (expert >= 0) & (expert < num_experts)
     replica = token % tl.load(counts + expert, mask=routed, other=1)
     place = tl.load(places + expert * REPLICAS + replica, mask=routed, other=-1) - first
     tl.store(out + pair, tl.where(routed & (place >= 0) & (place < num_places), place, -1), mask=here)

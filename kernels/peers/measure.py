@@ -3,7 +3,8 @@
     python -m baton.kernels.peers.measure [OP ...] [--ranks N] [--out DIR]
 
 One process a GPU. Times are of calls in a captured graph; every rank's graph has the same calls. Sizes are those of
-what a rank gives: all_gather brings as much from each rank, reduce_scatter a part of it.
+what a rank gives: all_gather brings as much from each rank, reduce_scatter a part of it. dispatch and combine are of
+tokens with experts at random, beside the same step by all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,65 +27,49 @@ from torch._C._distributed_c10d import AllgatherOptions  # `torch.distributed` f
 from baton.kernels.tune import as_json
 from baton.kernels.tuned import LIBRARY, Entry, Options, device_name, entries, path_for
 
-from . import gpu
+from .cases import BLOCKS, Case, Collective, Run, cases_of
 from .memory import Exchange, PeerMemory
-from .options import METHODS, Method, Op, fitting_method, tuning_key
+from .options import METHODS, Method, Op, tuning_key
 
-SIZES = tuple(1 << bits for bits in range(12, 26))  # bytes
-BLOCKS = (512, 1024, 2048, 4096)
 ROOM_BYTES = 64 << 20  # so that it is not room that decides
 CALLS, REPLAYS = 40, 15  # the same on every rank
-MOST_BUFFERS_BYTES = 128 << 20
-
-RUNS: Mapping[Op, Callable[[Tensor, PeerMemory, Options], Tensor]] = {
-    Op.ALL_REDUCE: gpu.all_reduce,
-    Op.ALL_GATHER: gpu.all_gather,
-    Op.REDUCE_SCATTER: gpu.reduce_scatter,
-}
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one op and size, in microseconds."""
+    """Of one op and size, in microseconds. `otherwise`: of what would serve in its place."""
 
     op: Op
     num_bytes: int
-    library: float
+    otherwise: Mapping[str, float]
     by_options: list[tuple[Options, float]]
 
     @property
     def best(self) -> Options:
-        """The library's way is one of them."""
+        """The method is the library's where one of the other ways is faster."""
         if not self.by_options:
             return {"method": int(Method.LIBRARY), "BLOCK": BLOCKS[0]}
         options, elapsed = min(self.by_options, key=lambda pair: pair[1])
-        return options if elapsed < self.library else {**options, "method": int(Method.LIBRARY)}
+        return options if elapsed < min(self.otherwise.values()) else {**options, "method": int(Method.LIBRARY)}
 
     def __str__(self) -> str:
-        said = [f"{self.op} {self.num_bytes:>9} bytes: library {self.library:.2f} us"]
+        said = [f"{name} {elapsed:.2f} us" for name, elapsed in self.otherwise.items()]
         for method in METHODS[self.op]:
             found = [(elapsed, options["BLOCK"]) for options, elapsed in self.by_options if options["method"] == method]
             if found:
                 elapsed, block = min(found)
                 said.append(f"{method.name.lower()} {elapsed:.2f} us with blocks of {block}")
-        return ", ".join(said)
+        return f"{self.op} {self.num_bytes:>9} bytes: {', '.join(said)}"
 
 
-def measure(op: Op, memory: PeerMemory, device: torch.device, library: Callable[[Tensor], object]) -> Iterator[Times]:
-    """All sizes, smallest first. Called by all ranks at the same time."""
-    for num_bytes in SIZES:
-        copies = max(1, min(CALLS, MOST_BUFFERS_BYTES // num_bytes))
-        buffers = [torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device) for _ in range(copies)]
-        by_options = []
-        for method, block in itertools.product(METHODS[op], BLOCKS):
-            options = {"method": int(method), "BLOCK": block}
-            if fitting_method(op, options, buffers[0], memory) is method:
-                run = lambda x, options=options: RUNS[op](x, memory, options)  # noqa: E731
-                by_options.append((options, microseconds(run, buffers)))
-        yield Times(op, num_bytes, microseconds(library, buffers), by_options)
+def measure(case: Case) -> Times:
+    """Called by all ranks at the same time."""
+    otherwise = {name: microseconds(run, case.buffers) for name, run in case.otherwise.items()}
+    by_options = [(options, microseconds(run, case.buffers)) for options, run in case.by_options]
+    return Times(case.op, case.num_bytes, otherwise, by_options)
 
 
-def microseconds(run: Callable[[Tensor], object], buffers: Sequence[Tensor]) -> float:
+def microseconds(run: Run, buffers: Sequence[Any]) -> float:
     """Of one call, in the median over replays of a graph of them. Called by all ranks at the same time."""
     run(buffers[0])  # compiles
     torch.cuda.synchronize()
@@ -129,17 +114,28 @@ def exchange_over(store: dist.Store, rank: int, size: int) -> Exchange:
     return exchange
 
 
-def nccl_runs(group: Any) -> dict[Op, Callable[[Tensor], object]]:
-    """What the library does for each op, in the current stream."""
+def nccl_runs(group: Any) -> dict[Op, Collective]:
+    """What the library does for each op that it has, in the current stream."""
     total, gather, scatter = dist.AllreduceOptions(), AllgatherOptions(), dist.ReduceScatterOptions()
     for options in (total, gather, scatter):
         options.asyncOp = False
     size = group.size()
-    return {
-        Op.ALL_REDUCE: lambda x: group.allreduce([x], total),
-        Op.ALL_GATHER: lambda x: group._allgather_base(x.new_empty(size * len(x)), x, gather),
-        Op.REDUCE_SCATTER: lambda x: group._reduce_scatter_base(x.new_empty(len(x) // size), x, scatter),
-    }
+
+    def all_reduce(x: Tensor) -> Tensor:
+        group.allreduce([x], total)
+        return x
+
+    def all_gather(x: Tensor) -> Tensor:
+        gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+        group._allgather_base(gathered, x, gather)
+        return gathered
+
+    def reduce_scatter(x: Tensor) -> Tensor:
+        own = x.new_empty(x.shape[0] // size, *x.shape[1:])
+        group._reduce_scatter_base(own, x, scatter)
+        return own
+
+    return {Op.ALL_REDUCE: all_reduce, Op.ALL_GATHER: all_gather, Op.REDUCE_SCATTER: reduce_scatter}
 
 
 def _measure_as(rank: int, size: int, folder: str, root: str, ops: Sequence[Op]) -> None:
@@ -152,10 +148,10 @@ def _measure_as(rank: int, size: int, folder: str, root: str, ops: Sequence[Op])
     memory = PeerMemory.share(rank, size, device, exchange_over(store, rank, size), room_bytes=ROOM_BYTES)
     found = []
     for op in ops:
-        for times in measure(op, memory, device, library[op]):
-            found.append(times)
+        for case in cases_of(op, memory, device, library):
+            found.append(measure(case))
             if rank == 0:
-                print(times, flush=True)
+                print(found[-1], flush=True)
     if rank == 0:
         print(write(entries_of(found, size), device, Path(root)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 
 import torch
@@ -14,12 +16,16 @@ from .memory import CHANNELS, PeerMemory
 
 ELEMENTS_PER_THREAD = 8  # 16 bytes
 MOST_PROGRAMS = CHANNELS
+ROUTING_VALUES = 64  # room for a token's routing, in values of 16 bits, ahead of each block of its row
+MOST_CHOICES = ROUTING_VALUES // 4  # experts of a token that it has room for: a number and a weight of 32 bits each
 
 
 class Op(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
 
 
 class Method(IntEnum):
@@ -32,7 +38,11 @@ METHODS = {
     Op.ALL_REDUCE: (Method.ONE_SHOT, Method.TWO_SHOTS),
     Op.ALL_GATHER: (Method.ONE_SHOT,),
     Op.REDUCE_SCATTER: (Method.ONE_SHOT,),
+    Op.DISPATCH: (Method.ONE_SHOT,),
+    Op.COMBINE: (Method.ONE_SHOT,),
 }
+IN_PARTS = (Op.REDUCE_SCATTER, Op.COMBINE)  # what is given has a part for each rank
+OF_TOKENS = (Op.DISPATCH, Op.COMBINE)  # rows [T, hidden_size], of which a program takes a block at a time
 
 
 def options_for(op: Op, x: Tensor, memory: PeerMemory) -> tuned.Options:
@@ -40,6 +50,16 @@ def options_for(op: Op, x: Tensor, memory: PeerMemory) -> tuned.Options:
     num_bytes = next_power_of_2(x.numel() * x.itemsize)
     key = tuning_key(op, memory.size, num_bytes)
     return tuned.config("peers", x.device, key, untuned(op, memory.size, num_bytes))
+
+
+def options_of_any_size(op: Op, memory: PeerMemory) -> list[tuned.Options]:
+    """Each set once that `options_for` may give for a tensor of whatever size, but for the library's."""
+    words = {"op": op.value, "ranks": str(memory.size)}
+    measured = [
+        entry.config for entry in tuned.known("peers", memory.addresses.device) if words.items() <= entry.key.items()
+    ]
+    found = measured or [untuned(op, memory.size, 1 << bits) for bits in range(40)]
+    return [each for index, each in enumerate(found) if each["method"] != Method.LIBRARY and each not in found[:index]]
 
 
 def tuning_key(op: Op, ranks: int, num_bytes: int) -> tuned.Key:
@@ -64,15 +84,22 @@ def fitting_method(op: Op, options: tuned.Options, x: Tensor, memory: PeerMemory
     method, block = Method(options["method"]), options["BLOCK"]
     if method is Method.LIBRARY or not _is_plain(op, x, memory.size):
         return Method.LIBRARY
-    _, steps = programs_and_steps(op, method, block, x.numel(), memory.size)
-    needed = steps * block * memory.size * (2 if method is Method.TWO_SHOTS else 1)
+    _, steps = programs_and_steps(op, method, block, x.shape, memory.size)
+    of_rank = block + (ROUTING_VALUES if op is Op.DISPATCH else 0)
+    needed = steps * of_rank * memory.size * (2 if method is Method.TWO_SHOTS else 1)
     return method if needed <= room(memory) else Method.LIBRARY
 
 
-def programs_and_steps(op: Op, method: Method, block: int, size: int, ranks: int) -> tuple[int, int]:
-    """Of `size` values a program takes a block in a step; where each rank gets its own part, a block of each rank."""
-    is_parted = op is Op.REDUCE_SCATTER or method is Method.TWO_SHOTS
-    blocks = cdiv(size, block * ranks if is_parted else block)
+def programs_and_steps(op: Op, method: Method, block: int, shape: Sequence[int], ranks: int) -> tuple[int, int]:
+    """Of values of `shape` a program takes a block in a step; where each rank gets its own part, a block of each rank.
+
+    Of tokens, it is a block of a row.
+    """
+    parts = ranks if op in IN_PARTS or method is Method.TWO_SHOTS else 1
+    if op in OF_TOKENS:
+        blocks = shape[0] // parts * cdiv(shape[1], block)
+    else:
+        blocks = cdiv(math.prod(shape), block * parts)
     programs = min(blocks, MOST_PROGRAMS)
     return programs, cdiv(blocks, programs)
 
@@ -83,12 +110,14 @@ def room(memory: PeerMemory) -> int:
 
 
 def _is_plain(op: Op, x: Tensor, ranks: int) -> bool:
-    """Whole vectors of values of 16 bits, one behind the other, in each rank's part."""
+    """Whole vectors of values of 16 bits, one behind the other, in each rank's part; of tokens, in each row."""
+    parts = ranks if op in IN_PARTS else 1
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and x.is_contiguous()
         and x.numel() > 0
-        and x.numel() % (ELEMENTS_PER_THREAD * ranks if op is Op.REDUCE_SCATTER else ELEMENTS_PER_THREAD) == 0
-        and (op is not Op.REDUCE_SCATTER or x.shape[0] % ranks == 0)
+        and x.numel() % (ELEMENTS_PER_THREAD * parts) == 0
+        and x.shape[0] % parts == 0
+        and (op not in OF_TOKENS or (x.dim() == 2 and x.shape[1] % ELEMENTS_PER_THREAD == 0))
         and x.data_ptr() % (2 * ELEMENTS_PER_THREAD) == 0
     )

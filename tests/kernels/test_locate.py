@@ -32,6 +32,13 @@ def test_only_counted_tokens_add_to_the_loads() -> None:
     assert table.loads.tolist() == [1, 3, 2]
 
 
+def test_numbers_that_are_no_experts_stand_for_none() -> None:
+    table = table_of([[1], [0]])
+    ids = torch.tensor([[2, 1], [-(2**31), 2**31 - 1]], dtype=torch.int32)
+    assert locate(ids, table, places=range(2), counted=range(2)).tolist() == [[-1, 0], [-1, -1]]
+    assert table.loads.tolist() == [0, 1]
+
+
 def test_a_table_is_rewritten_in_place() -> None:
     table = table_of([[0, 2], [1, 3]])
     address = table.places.data_ptr()
@@ -46,7 +53,7 @@ def test_the_kernel_agrees_with_the_definition(num_tokens: int, top_k: int, trit
     gpu: Any = pytest.importorskip("baton.kernels.locate.gpu")
     generator = torch.Generator().manual_seed(num_tokens)
     places = [[e] if e % 3 else [e, 16 + e, 32 + e] for e in range(16)]
-    ids = torch.randint(-1, 16, (num_tokens, top_k), generator=generator, dtype=torch.int32)
+    ids = torch.randint(-2, 20, (num_tokens, top_k), generator=generator, dtype=torch.int32)
     expected_table, table = table_of(places), table_of(places, triton_device)
     for span, counted in ((range(48), range(num_tokens)), (range(16, 32), range(3, 20))):
         wide = torch.full((num_tokens, 2 * top_k), 7, dtype=torch.int32, device=triton_device)
@@ -59,7 +66,7 @@ def test_the_kernel_agrees_with_the_definition(num_tokens: int, top_k: int, trit
 def test_the_kernel_compiles_for_the_device_without_spills() -> None:
     gpu: Any = pytest.importorskip("baton.kernels.locate.gpu")
     pointers = {"expert_ids": "*i32", "places": "*i32", "counts": "*i32", "loads": "*i64", "out": "*i32"}
-    numbers = ("num_tokens", "ids_stride", "first", "num_places", "counted_from", "counted_to")
+    numbers = ("num_experts", "num_tokens", "ids_stride", "first", "num_places", "counted_from", "counted_to")
     compiled = compile_for_h200(
         gpu._locate, {**pointers, **dict.fromkeys(numbers, "i32")}, {"TOP_K": 8, "REPLICAS": 4, "BLOCK": gpu.BLOCK}
     )

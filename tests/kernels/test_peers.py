@@ -15,7 +15,7 @@ import pytest
 import torch
 from aot import compile_for_h200
 from member_pool import MemberPool
-from peer_cases import CPU, ROOM_BYTES, WAYS, Way, gpu, inputs_of, interpreted, make_files, map_memory
+from peer_cases import COLLECTIVES, CPU, ROOM_BYTES, WAYS, Way, gpu, inputs_of, interpreted, make_files, map_memory
 from torch import Tensor
 
 from baton.engine.parallel import Member, ParallelGroups
@@ -25,7 +25,7 @@ from baton.engine.parallel.placement import ExpertPlacement
 from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.kernels import peers, tuned
 from baton.kernels.locate import ExpertTable
-from baton.kernels.peers import Op, PeerMemory, measure, options, reference, serves
+from baton.kernels.peers import Op, PeerMemory, Routed, measure, options, reference, serves
 from baton.kernels.peers.gpu import parts, sums
 from baton.kernels.peers.memory import CHANNELS, EMPTY, total_bytes
 from baton.kernels.peers.options import METHODS, Method
@@ -105,7 +105,7 @@ def dispatch_over_peers(member: Member, folder: Path) -> tuple[Served, Tensor]:
         table = ExpertTable.empty(4, placement.most_replicas, CPU)
         table.write(placement.replicas())
         dispatch = GatherScatter(ParallelGroups(dp=group, ep=group), placement)
-        served = dispatch.prepare(*tokens_of(member.rank), table, None)
+        served = dispatch.prepare(Routed(*tokens_of(member.rank)), table, None)
         return served, dispatch.finalize(served.hidden * (member.rank + 1), served)
 
 
@@ -138,7 +138,7 @@ def test_programs_take_several_blocks_where_there_are_more_than_programs(
     monkeypatch.setattr(options, "MOST_PROGRAMS", 4)
     size = 4 * way.block * 2 + 16
     is_parted = way.op is Op.REDUCE_SCATTER or way.method is Method.TWO_SHOTS
-    assert options.programs_and_steps(way.op, way.method, way.block, size, 2) == (4, 2 if is_parted else 3)
+    assert options.programs_and_steps(way.op, way.method, way.block, (size,), 2) == (4, 2 if is_parted else 3)
     check(pool, tmp_path, 2, [(way, size)] * 2, most_programs=4)
 
 
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_the_librarys() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("op", COLLECTIVES)
 def test_what_is_not_whole_vectors_of_16_bits_is_refused(op: Op) -> None:
     memory, way = PeerMemory(0, [0, 0], CPU), Way(op)
     fits = torch.zeros(256 * CHANNELS, dtype=torch.bfloat16)
@@ -213,10 +213,10 @@ def test_what_is_measured_replaces_its_own_and_leaves_other_ops_and_ranks(
     ]
     monkeypatch.setattr(measure, "entries", lambda *_: known)
     slow = measure.Times(
-        Op.ALL_GATHER, 8192, 9.0, [({"method": 1, "BLOCK": 512}, 3.0), ({"method": 1, "BLOCK": 1024}, 2.5)]
+        Op.ALL_GATHER, 8192, {"library": 9.0}, [({"method": 1, "BLOCK": 512}, 3.0), ({"method": 1, "BLOCK": 1024}, 2.5)]
     )
-    fast = measure.Times(Op.ALL_GATHER, 1 << 25, 2.0, slow.by_options)
-    again = measure.Times(Op.ALL_REDUCE, 4096, 9.0, [({"method": 2, "BLOCK": 512}, 3.0)])
+    fast = measure.Times(Op.ALL_GATHER, 1 << 25, {"one": 2.8, "other": 2.0}, slow.by_options)
+    again = measure.Times(Op.ALL_REDUCE, 4096, {"library": 9.0}, [({"method": 2, "BLOCK": 512}, 3.0)])
     written = measure.write(measure.entries_of([slow, fast], 2), CPU, tmp_path)
     found = json.loads(written.read_text())
     assert found[: len(known)] == [{"key": entry.key, "config": entry.config} for entry in known]

@@ -46,11 +46,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp2-ep-eager": {"data_parallel_size": 2, "enforce_eager": True, **EXPERTS},
     "dp2-ep-all-to-all": {"data_parallel_size": 2, "all2all_backend": "all_to_all", **EXPERTS},
     "dp2-ep-moves": {"data_parallel_size": 2, **EXPERTS, **MOVES},
+}
+WAYS_ON_FOUR: dict[str, dict[str, Any]] = {
     "tp4": {"tensor_parallel_size": 4},
     "tp4-ep": {"tensor_parallel_size": 4, **EXPERTS},
     "dp4-ep": {"data_parallel_size": 4, **EXPERTS},
     "tp2-dp2-ep": {"tensor_parallel_size": 2, "data_parallel_size": 2, **EXPERTS},
 }
+ARGS = {**WAYS, **WAYS_ON_FOUR}
 CASES = [
     ("qwen3", "tp2"),
     ("qwen3", "tp2-nccl"),
@@ -169,7 +172,7 @@ def test_every_token_is_as_likely_as_on_one_device_and_nothing_compiles_late(
     pool: MemberPool, folder_of: Callable[[str], Path], architecture: str, way: str, device: str
 ) -> None:
     folder = folder_of(architecture)
-    (written,) = pool.run(write, folder, device, PROMPTS, WAYS[way], timeout_s=START_S)
+    (written,) = pool.run(write, folder, device, PROMPTS, ARGS[way], timeout_s=START_S)
     texts = [text.tokens for text in written.texts]
     assert len({tuple(text[-40:]) for text in texts}) >= len(PROMPTS)  # nothing degenerate
     ((expected, num_late),) = pool.run(score, folder, device, texts, timeout_s=START_S)
@@ -181,7 +184,7 @@ def test_every_token_is_as_likely_as_on_one_device_and_nothing_compiles_late(
     assert statistics.median(errors) < NEAR_TIE / 4
     assert off <= (0.01 if architecture == "qwen3" else MISROUTED)
     assert (written.num_late_compilations, num_late) == (0, 0)
-    if "enable_eplb" in WAYS[way]:
+    if "enable_eplb" in ARGS[way]:
         assert written.experts is not None
         assert written.experts.num_moves > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,16 +17,19 @@ from ...core.layout import KVLayout
 from ...layers.decoder import CausalLM
 from ...model_config import ModelConfig
 from ...models import load_model, sketch_model
+from ...parallel import ParallelGroups
 from ...phases import Phases
 from ...weights import loading_bar
 from ..kv_cache import size_kv_cache
 from ..runner import Model
 from ..workplace import Workplace
-from .memory import gpu_budget, peak_bytes
+from .memory import Needs, gpu_budget, peak_bytes
 from .queue import CudaQueue
-from .rehearsal import Rehearsal
+from .rehearsal import Rehearsal, exchanges
 from .runner import DeviceRunner
 from .shapes import CapturedShapes
+
+_HOST_THREADS = 4  # of an op on the host, which is a small one: more would only wait for each other
 
 
 class CudaAssembly:
@@ -34,6 +38,7 @@ class CudaAssembly:
     def __init__(self, config: EngineConfig, place: Workplace, phases: Phases, compiler: Compiler | None) -> None:
         """`compiler` compiles ahead, and is closed when it has."""
         self._config = config
+        self._num_local = place.member.num_local
         self._groups = place.groups
         self._phases = phases
         self._compiler = compiler
@@ -43,15 +48,19 @@ class CudaAssembly:
     def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
         """Wakes the device up, and has other processes compile what steps launch while the weights come.
 
-        What is compiled from here on is counted.
+        What is compiled from here on is counted. Sets how many threads an op on the host uses, unless OMP_NUM_THREADS
+        says so.
         """
+        if "OMP_NUM_THREADS" not in os.environ:
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(max(1, min(_HOST_THREADS, cores // self._num_local)))
         jit.mark_starting()
         if self._compiler is not None:
             with self._phases("recording"):
                 with recording(self._compiler.submit):
                     for groups in self._groups.sketches():
                         model = sketch_model(model_config, device=self._queue.device, groups=groups)
-                        self._rehearsal(model, model_config, layout).run()
+                        self._rehearse(model, groups, model_config, layout)
                         del model
                 torch.cuda.empty_cache()
 
@@ -59,7 +68,7 @@ class CudaAssembly:
         with loading_bar() as progress:
             return load_model(model_config, device=self._queue.device, progress=progress, groups=self._groups)
 
-    def size_kv_cache(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
+    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
         """Launches every kernel on the way: the largest step is run to see what it takes."""
         if self._compiler is not None:
             with self._phases("compiling"):
@@ -67,7 +76,7 @@ class CudaAssembly:
                 self._compiler.close()
         self._groups.widest.agree([0])  # what one member compiles for all is there
         with self._phases("rehearsal"), model.shortened():
-            needs = self._rehearsal(model, model_config, layout).run()
+            needs = self._rehearse(model, self._groups, model_config, layout)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._queue.device)
         budget = gpu_budget(needs, utilization=self._config.gpu_memory_utilization, free=free, total=total)
@@ -96,17 +105,22 @@ class CudaAssembly:
     def release(self) -> None:
         self._queue.release()
 
-    def _rehearsal(self, model: Model, model_config: ModelConfig, layout: KVLayout) -> Rehearsal:
-        """Over a single block of KV."""
+    def _rehearse(self, model: CausalLM, groups: ParallelGroups, model_config: ModelConfig, layout: KVLayout) -> Needs:
+        """All that will be launched, over a single block of KV."""
+        with self._queue.current():
+            exchanges(model, groups, getattr(torch, model_config.dtype))
+        self._queue.synchronize()
         context_len = model_config.max_model_len
-        captured = [] if self._config.enforce_eager else list(self._shapes(context_len).largest_first())
+        sizes = list(self._shapes(context_len).largest_first())
+        eager = self._config.enforce_eager
         kv = self.allocate_kv(layout, 1)
         return Rehearsal(
             lambda: self._runner(model, kv, model_config, context_len),
-            captured,
+            [] if eager else sizes,
             functools.partial(peak_bytes, device=self._queue.device),
             **self._limits(context_len),
-        )
+            eager_decodes=[size for size in sizes if size.is_decode] if eager else [],
+        ).run()
 
     def _runner(self, model: Model, kv: torch.Tensor, model_config: ModelConfig, max_model_len: int) -> DeviceRunner:
         return DeviceRunner(

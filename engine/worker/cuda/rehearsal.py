@@ -12,6 +12,9 @@ from baton.kernels.mla import MAX_EXPANDED_TOKENS
 from ...core.layout import BLOCK_SIZE
 from ...core.sampling import MAX_LOGPROBS
 from ...core.step import Chunk, RowStart, StepPlan
+from ...layers.base import Layer
+from ...parallel.balance import spread_experts
+from ...parallel.groups import ParallelGroups
 from ..warmup import EVERY_KIND
 from .memory import Needs
 from .runner import DeviceRunner
@@ -33,10 +36,14 @@ class Rehearsal:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        eager_decodes: Sequence[StepShape] = (),
     ) -> None:
-        """`captured`: the sizes that will be, largest first. `peak_bytes(work)` does work and says what it took."""
+        """`captured`: the sizes that will be, largest first; `eager_decodes`: those that kernels are chosen by where
+        nothing is captured. `peak_bytes(work)` does work and says what it took.
+        """
         self._make_runner = make_runner
         self._captured = captured
+        self._eager_decodes = eager_decodes
         self._peak_bytes = peak_bytes
         self._limits = {
             "max_num_seqs": max_num_seqs,
@@ -53,9 +60,17 @@ class Rehearsal:
             self._peak_bytes(lambda: idle_steps(self._make_runner(), eager[:1])),
         )
         captured_bytes = self._peak_bytes(lambda: idle_steps(self._make_runner(), self._captured[:1]))
-        idle_steps(self._make_runner(), [*eager[1:], *self._captured[1:]])
+        idle_steps(self._make_runner(), [*eager[1:], *self._captured[1:], *self._eager_decodes])
         scored_steps(self._make_runner(), **self._limits, up_to=max(largest_captured, MOST_ROWS_SCORED))
         return Needs(step_bytes, captured_bytes, len(self._captured))
+
+
+@torch.inference_mode()
+def exchanges(model: Layer, groups: ParallelGroups, dtype: torch.dtype) -> None:
+    """What the ranks bring each other, in each way that a step of some size may take. All ranks do so."""
+    groups.rehearse(dtype)
+    for spread in spread_experts(model):
+        spread.rehearse(dtype)
 
 
 def eager_shapes(

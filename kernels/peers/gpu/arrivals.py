@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from baton.kernels import pdl
+
 from ..memory import CHANNELS, EMPTY
 from ..options import ELEMENTS_PER_THREAD
 
@@ -18,21 +20,34 @@ VALUES_PER_VECTOR = tl.constexpr(ELEMENTS_PER_THREAD)
 
 
 @triton.jit
-def memory_of(addresses, ranks, dtype: tl.constexpr, RANKS: tl.constexpr):
+def begin(addresses, turns, rank, dtype: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr):
+    """How each program begins: its channel, the turn, where the channel starts in it, ranks, their memory, and its own.
+
+    Ranks are [ranks, 1], memory is pointers to `dtype`, of which a channel has ROOM. What comes behind this call comes
+    behind all kernels before.
+    """
+    pdl.let_next_start()
+    channel = tl.program_id(0)
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
+    receivers = _memory_of(addresses, ranks, dtype, RANKS)
+    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(dtype)), 16)
+    pdl.wait_for_previous()
+    turn = tl.load(turns + channel)
+    return channel, turn, ((turn & 1) * _CHANNELS + channel) * ROOM, ranks, receivers, own
+
+
+@triton.jit
+def end(turns, channel, turn):
+    """How each program ends: the next call takes the other turn, once all of this one has been received."""
+    tl.debug_barrier()
+    tl.store(turns + channel, turn + 1)
+
+
+@triton.jit
+def _memory_of(addresses, ranks, dtype: tl.constexpr, RANKS: tl.constexpr):
     """Where the memory of each of `ranks` begins, as pointers to `dtype`."""
     found = tl.load(addresses + ranks, mask=ranks < RANKS, other=0).to(tl.pointer_type(dtype))
     return tl.multiple_of(found, (16, 16))
-
-
-@triton.jit
-def own_memory(addresses, rank, dtype: tl.constexpr):
-    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(dtype)), 16)
-
-
-@triton.jit
-def start_of(turn, channel, room):
-    """Of a channel in this turn; `room` is that of a channel."""
-    return ((turn & 1) * _CHANNELS + channel) * room
 
 
 @triton.jit

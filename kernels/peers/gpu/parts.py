@@ -5,19 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baton.kernels import pdl
-
-from .arrivals import (
-    EMPTY_VALUE,
-    EMPTY_WORD,
-    VALUES_PER_VECTOR,
-    memory_of,
-    own_memory,
-    receive,
-    sent,
-    start_of,
-    sum_of,
-)
+from .arrivals import EMPTY_VALUE, EMPTY_WORD, VALUES_PER_VECTOR, begin, end, receive, sent, sum_of
 
 
 @triton.jit(do_not_specialize=["num_vectors", "steps", "rank"])
@@ -35,20 +23,13 @@ def gather_parts(
     BLOCK: tl.constexpr,
 ):
     """In words of two values: whole words are seen at once, and few bits are mistaken for an empty one."""
-    pdl.let_next_start()
-    channel = tl.program_id(0)
     WORDS: tl.constexpr = BLOCK // 2
     size = num_vectors * (VALUES_PER_VECTOR // 2)
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
     lanes = tl.arange(0, WORDS)[None, :]
+    channel, turn, start, ranks, receivers, own = begin(addresses, turns, rank, tl.int32, RANKS, ROOM // 2)
     others = (ranks < RANKS) & (ranks != rank)
-    receivers = memory_of(addresses, ranks, tl.int32, RANKS)
-    own = own_memory(addresses, rank, tl.int32)
     given = x.to(tl.pointer_type(tl.int32), bitcast=True)
     taken = gathered.to(tl.pointer_type(tl.int32), bitcast=True)
-    pdl.wait_for_previous()
-    turn = tl.load(turns + channel)
-    start = start_of(turn, channel, ROOM // 2)
     for step in range(steps):
         at = (step * tl.num_programs(0) + channel) * WORDS + lanes
         words = sent(tl.load(given + at, mask=at < size, other=0), EMPTY_WORD)
@@ -61,8 +42,7 @@ def gather_parts(
         mask = others & (at < size)
         words = receive(own + slots, mask, EMPTY_WORD, ended, WORDS)
         tl.store(taken + ranks * size + at, words, mask=mask)
-    tl.debug_barrier()
-    tl.store(turns + channel, turn + 1)
+    end(turns, channel, turn)
 
 
 @triton.jit(do_not_specialize=["num_vectors", "steps", "rank"])
@@ -79,16 +59,9 @@ def sum_own_part(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pdl.let_next_start()
-    channel = tl.program_id(0)
     size = num_vectors * VALUES_PER_VECTOR
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
     lanes = tl.arange(0, BLOCK)[None, :]
-    receivers = memory_of(addresses, ranks, tl.int16, RANKS)
-    own = own_memory(addresses, rank, tl.int16)
-    pdl.wait_for_previous()
-    turn = tl.load(turns + channel)
-    start = start_of(turn, channel, ROOM)
+    channel, turn, start, ranks, receivers, own = begin(addresses, turns, rank, tl.int16, RANKS, ROOM)
     for step in range(steps):
         at = (step * tl.num_programs(0) + channel) * BLOCK + lanes
         mask = (ranks < RANKS) & (at < size)
@@ -99,5 +72,4 @@ def sum_own_part(
         slots = start + (step * RANKS + ranks) * BLOCK + lanes
         came = receive(own + slots, (ranks < RANKS) & (at < size), EMPTY_VALUE, ended, BLOCK)
         tl.store(total + at, sum_of(came, x.dtype.element_ty), mask=at < size)
-    tl.debug_barrier()
-    tl.store(turns + channel, turn + 1)
+    end(turns, channel, turn)

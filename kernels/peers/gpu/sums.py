@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baton.kernels import pdl
-
-from .arrivals import EMPTY_VALUE, VALUES_PER_VECTOR, memory_of, own_memory, receive, sent, start_of, sum_of
+from .arrivals import EMPTY_VALUE, VALUES_PER_VECTOR, begin, end, receive, sent, sum_of
 
 
 @triton.jit(do_not_specialize=["num_vectors", "steps", "rank"])
@@ -23,16 +21,9 @@ def one_shot(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pdl.let_next_start()
-    channel = tl.program_id(0)
     size = num_vectors * VALUES_PER_VECTOR
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
     lanes = tl.arange(0, BLOCK)[None, :]
-    receivers = memory_of(addresses, ranks, tl.int16, RANKS)
-    own = own_memory(addresses, rank, tl.int16)
-    pdl.wait_for_previous()
-    turn = tl.load(turns + channel)
-    start = start_of(turn, channel, ROOM)
+    channel, turn, start, ranks, receivers, own = begin(addresses, turns, rank, tl.int16, RANKS, ROOM)
     for step in range(steps):
         at = (step * tl.num_programs(0) + channel) * BLOCK + lanes
         bits = sent(tl.load(x + at, mask=at < size, other=0.0).to(tl.int16, bitcast=True), EMPTY_VALUE)
@@ -43,8 +34,7 @@ def one_shot(
         slots = start + (step * RANKS + ranks) * BLOCK + lanes
         came = receive(own + slots, (ranks < RANKS) & (at < size), EMPTY_VALUE, ended, BLOCK)
         tl.store(x + at, sum_of(came, x.dtype.element_ty), mask=at < size)
-    tl.debug_barrier()
-    tl.store(turns + channel, turn + 1)
+    end(turns, channel, turn)
 
 
 @triton.jit(do_not_specialize=["num_vectors", "steps", "rank"])
@@ -60,16 +50,9 @@ def two_shots(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pdl.let_next_start()
-    channel = tl.program_id(0)
     size = num_vectors * VALUES_PER_VECTOR
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
     lanes = tl.arange(0, BLOCK)[None, :]
-    receivers = memory_of(addresses, ranks, tl.int16, RANKS)
-    own = own_memory(addresses, rank, tl.int16)
-    pdl.wait_for_previous()
-    turn = tl.load(turns + channel)
-    parts = start_of(turn, channel, ROOM)
+    channel, turn, parts, ranks, receivers, own = begin(addresses, turns, rank, tl.int16, RANKS, ROOM)
     sums = parts + steps * RANKS * BLOCK
     for step in range(steps):
         block = (step * tl.num_programs(0) + channel) * RANKS
@@ -91,5 +74,4 @@ def two_shots(
         slots = sums + (step * RANKS + ranks) * BLOCK + lanes
         bits = receive(own + slots, mask, EMPTY_VALUE, ended, BLOCK)
         tl.store(x + at, bits.to(x.dtype.element_ty, bitcast=True), mask=mask)
-    tl.debug_barrier()
-    tl.store(turns + channel, turn + 1)
+    end(turns, channel, turn)

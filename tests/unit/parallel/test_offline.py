@@ -86,6 +86,16 @@ def test_ranks_without_requests_cost_nothing(make: Callable[..., LLM]) -> None:
         assert cpu_seconds(pids) - before < 0.05
 
 
+def test_nobody_waits_for_ranks_that_have_no_requests(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(data_parallel_size=2, **EXPERTS) as llm:
+        tokens(llm)
+        monkeypatch.setattr("baton.engine.parallel.offline.zmq.select", lambda *_: pytest.fail("waited"))
+        (result,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(result.outputs[0].token_ids) == 3
+
+
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["apart", "together"])
 @pytest.mark.parametrize("busy", [True, False], ids=["in a step", "between requests"])
 def test_a_rank_that_dies_ends_all_soon(busy: bool, changes: dict[str, Any], make: Callable[..., LLM]) -> None:

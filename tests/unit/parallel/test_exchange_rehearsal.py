@@ -1,0 +1,114 @@
+"""What ranks bring each other launches nothing after ready that was not rehearsed, whatever size a step has.
+
+Launches are noted and skipped, as in test_rehearsal_variants.py. Options of collectives are those measured on an H200.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import json
+import random
+import sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Device:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+
+triton.runtime.driver.set_active(Device())
+
+from baton.engine.layers.moe import MoE
+from baton.engine.models.experts import ExpertsConfig
+from baton.engine.parallel.groups import ALONE, ExpertSpread, ParallelGroups, _Sketched
+from baton.engine.parallel.symmetric import SymmetricGroup
+from baton.engine.worker.cuda.rehearsal import exchanges
+from baton.kernels import tuned
+from baton.kernels.compiler import recording
+from baton.kernels.peers import PeerMemory, Routed
+
+tuned.known = lambda op, device: tuned.entries(op, "NVIDIA_H200") if op == "peers" else []
+tp, dp, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+def group(size):
+    memory = PeerMemory.sketch(0, size, torch.device("cpu"))
+    return SymmetricGroup(_Sketched(0, size), memory) if size > 1 else ALONE
+
+ranks = group(dp)
+groups = ParallelGroups(group(tp), ranks, ranks if tp == 1 else _Sketched(0, tp * dp), ExpertSpread(0, backend))
+shape = {"num_experts": 16, "top_k": 3, "intermediate_size": 64, "shared_intermediate_size": 0}
+moe = MoE(256, ExpertsConfig(**shape, sparse_layers=(True,)))
+moe.divide(groups)
+moe.allocate("cpu", torch.bfloat16)
+spread, rng = moe.spread, random.Random(1)
+torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kernels for a GPU are chosen
+
+def tokens(count):
+    routing = torch.zeros(count, 3, dtype=torch.int32)
+    return Routed(torch.zeros(count, 256, dtype=torch.bfloat16), routing, torch.zeros(count, 3))
+
+def step(count):
+    groups.tp.all_reduce(torch.zeros(count, 256, dtype=torch.bfloat16))
+    groups.tp.all_gather(torch.zeros(count, 512, dtype=torch.bfloat16))
+    of_ranks = [rng.randint(1, count) for _ in range(dp)]
+    served = spread._dispatches.eager.prepare(tokens(of_ranks[0]), spread.table, of_ranks)
+    spread._dispatches.eager.finalize(torch.zeros(served.hidden.shape, dtype=torch.bfloat16), served)
+
+def captured(count):
+    served = spread._dispatches.captured.prepare(tokens(count), spread.table, None)
+    spread._dispatches.captured.finalize(torch.zeros(served.hidden.shape, dtype=torch.bfloat16), served)
+
+with torch.inference_mode(), recording() as variants:
+    if sys.argv[4] == "rehearsed":
+        exchanges(moe, groups, torch.bfloat16)
+    for count in (128, 64, 32, 16, 8, 4, 2, 1):
+        captured(count)
+    rehearsed = len(variants)
+    assert rehearsed, "nothing is launched here"
+    for count in [*(1 << bits for bits in range(14)), *(rng.randint(1, 20_000) for _ in range(40))]:
+        step(count)
+print("forgotten", sorted({json.loads(variant.specialization)["name"] for variant in variants[rehearsed:]}))
+"""
+
+
+def forgotten(*arguments: object) -> str:
+    """The kernels that some size of step launches behind the captured ones and the rehearsal."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+@pytest.mark.parametrize(
+    ("tp", "dp", "backend"),
+    [
+        (1, 2, "allgather_reducescatter"),
+        (1, 4, "allgather_reducescatter"),
+        (2, 2, "all_to_all"),
+        (4, 1, "allgather_reducescatter"),
+    ],
+)
+def test_no_exchange_launches_what_was_not_rehearsed(tp: int, dp: int, backend: str) -> None:
+    assert forgotten(tp, dp, backend, "rehearsed") == "forgotten []"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+def test_captured_steps_by_themselves_would_leave_some_out() -> None:
+    left_out = forgotten(1, 4, "allgather_reducescatter", "captured steps only")
+    assert "_locate" in left_out
+    assert "gather_parts" in left_out
