@@ -59,15 +59,12 @@ def build_engine(
     `connect` gets the memory of the blocks before the first step and returns who moves them; it is called on this
     thread, and so is `open_tiers`, which returns who keeps blocks that the pool may lose. Without the first the engine
     neither offers nor receives blocks, without the second it forgets what it evicts. Of a tensor-parallel group,
-    `member` is the rank that schedules; the others `follow`.
+    `member` is the rank that schedules; the others `follow`, and move their shares of the blocks as theirs tells them.
 
     Raises `InvalidEngineConfig` where the machine cannot serve the arguments, `ModelError` for a checkpoint that this
     version cannot load, `GroupFailed` where another member of the group does not come or fails.
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
-    if open_tiers is not None and member.tensor_parallel_size > 1:
-        size = member.tensor_parallel_size
-        raise InvalidEngineConfig("tensor_parallel_size", f"is {size}, but tiers keep the blocks of one rank: give 1")
     phases = Phases()
     with _prepare(config, member, phases) as ready:
         with phases("connect"):

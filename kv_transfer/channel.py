@@ -1,11 +1,11 @@
 """The control channel: small messages between engines.
 
     reader's DEALER, one a peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
-    other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`crew.py`)
+    other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`crew.py`, `team.py`)
 
 Whoever reads connects; answers go back over the connection on which the question came. Messages may be lost when a
-connection breaks: the state machines ask again. A peer that restarts at the same address gets a new connection (its
-`kv_address` may be the same, its epoch is not).
+connection breaks: the state machines ask again. One over which nothing comes any more breaks, too (`silence.py`). A
+peer that restarts at the same address gets a new connection (its `kv_address` may be the same, its epoch is not).
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ import zmq
 
 from .curve import ClusterKey
 from .errors import TransportError
+from .silence import SILENCE_S, notice_silence
 
 Route = int | bytes  # a connection that we opened, or the one on which a peer's message came
 
 MAX_MESSAGE_BYTES = 4 << 20
 SHORTEST_SLEEP_S = 5e-5
+GROUP_SILENCE_S = 10.0  # within a group, where a connection that breaks is the end of all its ranks
+LOOK_EVERY_S = 0.02  # for broken connections: who reads comes by every 100 us
+CONNECT_MS = 1_000  # then anew: the kernel asks a host that was away ever more rarely
 LINGER_MS = 200  # what was said last (Finish, Abort) still goes out when a socket is closed
 
 
@@ -48,21 +52,31 @@ class Channel(Protocol):
         """Everything that has come."""
         ...
 
+    def lost(self) -> list[Route]:
+        """Connections that we opened and that broke since the last call. They are being made again."""
+        ...
+
     def close(self) -> None: ...
 
 
 class ZmqChannel:
     """A `Channel` over TCP. `wait` and `wake` let the thread that uses it sleep."""
 
-    def __init__(self, host: str | None, key: ClusterKey | None, port: int = 0) -> None:
+    def __init__(
+        self, host: str | None, key: ClusterKey | None, port: int = 0, *, silence_s: float = SILENCE_S
+    ) -> None:
         """Binds `host` at once (None: it only connects); port 0 is a free one.
 
         Without a key anyone who reaches the port may talk: for tests.
         """
         self._key = key
+        self._silence_s = silence_s
         self._context = zmq.Context()
         self._numbers = itertools.count(1)
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[int, zmq.Socket[bytes]] = {}  # of the dealers' connections
+        self._broken: set[int] = set()
+        self._looked_at_s = 0.0
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._wakeup, zmq.POLLIN)
@@ -74,16 +88,19 @@ class ZmqChannel:
             self._poller.register(self._server, zmq.POLLIN)
 
     def connect(self, address: str) -> Route:
-        dealer = self._dial(address)
+        dealer, monitor = self._dial(address)
         number = next(self._numbers)
-        self._dealers[number] = dealer
-        self._poller.register(dealer, zmq.POLLIN)
+        self._dealers[number], self._monitors[number] = dealer, monitor
+        for socket in (dealer, monitor):
+            self._poller.register(socket, zmq.POLLIN)
         return number
 
     def disconnect(self, route: Route) -> None:
         if isinstance(route, int) and (dealer := self._dealers.pop(route, None)) is not None:
+            monitor = self._monitors.pop(route)
             self._poller.unregister(dealer)
-            dealer.close()
+            self._poller.unregister(monitor)
+            _close(dealer, monitor)
 
     def send(self, route: Route, data: bytes) -> bool:
         try:
@@ -106,6 +123,13 @@ class ZmqChannel:
             arrived += ((number, b"".join(frames)) for frames in _drain(dealer))
         return arrived
 
+    def lost(self) -> list[Route]:
+        if time.monotonic() - self._looked_at_s >= LOOK_EVERY_S:
+            self._look_at_connections()
+        broken: list[Route] = [number for number in self._dealers if number in self._broken]
+        self._broken.clear()
+        return broken
+
     def watch(self, other: ZmqChannel) -> None:
         """From now on `wait` also returns when a message has come to where `other` is bound."""
         assert other._server is not None, "only what is bound can be watched"
@@ -119,7 +143,9 @@ class ZmqChannel:
         if timeout_s < 1e-3:
             time.sleep(timeout_s if timeout_s >= SHORTEST_SLEEP_S else 0)
         else:
-            self._poller.poll(math.ceil(timeout_s * 1e3))
+            woken_by = {socket for socket, _ in self._poller.poll(math.ceil(timeout_s * 1e3))}
+            if not woken_by.isdisjoint(self._monitors.values()):
+                self._look_at_connections()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
 
@@ -135,6 +161,10 @@ class ZmqChannel:
         self._context.term()
         os.close(self._wakeup)
 
+    def _look_at_connections(self) -> None:
+        self._looked_at_s = time.monotonic()
+        self._broken.update(number for number, monitor in self._monitors.items() if _drain(monitor))
+
     def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
         server = self._socket(zmq.ROUTER, host)
         server.router_mandatory = True  # a reply to a peer that left is an error, not silence
@@ -144,7 +174,8 @@ class ZmqChannel:
         server.bind(f"tcp://{bracketed}:{port or '*'}")
         return server
 
-    def _dial(self, address: str) -> zmq.Socket[bytes]:
+    def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """And what tells when its connection breaks."""
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
         try:
@@ -153,12 +184,13 @@ class ZmqChannel:
             raise TransportError(f"no socket is left for {address}: {error}") from error
         if self._key is not None:
             self._key.secure_client(dealer)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             dealer.connect(address)
         except zmq.ZMQError as error:
-            dealer.close()
+            _close(dealer, monitor)
             raise TransportError(f"cannot connect to {address!r}: {error}") from error
-        return dealer
+        return dealer, monitor
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -166,8 +198,35 @@ class ZmqChannel:
         socket.ipv6 = "[" in address or address.count(":") > 1
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
-        socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 15000  # a host that vanished is a broken connection
+        socket.connect_timeout = CONNECT_MS
+        notice_silence(socket, self._silence_s)
         return socket
+
+
+class RankSocket:
+    """Where the other ranks of a group reach rank 0. Bound when made, so that `address` can be told to them early.
+
+    Without a `key` anyone may join: for tests only.
+    """
+
+    def __init__(self, size: int, host: str, key: ClusterKey | None) -> None:
+        self.size = size
+        self.channel = ZmqChannel(host, key, silence_s=GROUP_SILENCE_S)
+        self.address = self.channel.address
+        self._closed = False
+
+    def close(self) -> None:
+        """Closing twice changes nothing. Must be called: a context that is collected with open sockets may hang."""
+        if not self._closed:
+            self._closed = True
+            self.channel.close()
+
+
+def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Both: a context waits for all its sockets to be closed."""
+    dealer.disable_monitor()
+    monitor.close()
+    dealer.close()
 
 
 def _drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:

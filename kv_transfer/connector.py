@@ -22,10 +22,11 @@ from .channel import ZmqChannel
 from .crew import Crew, CrewSocket
 from .curve import ClusterKey
 from .errors import RankLost, TransferThreadDied, TransportError
-from .handoff import Handoff, TransferStats
+from .handoff import Handoff
 from .messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
 from .rank_reader import RankReader
 from .settings import PeerInfo, TransferSettings
+from .stats import TransferStats
 from .transports.opening import START_TIMEOUT_S, open_transport
 
 __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
@@ -54,12 +55,15 @@ class TransferConnector(GrowingConnector):
         settings: TransferSettings | None = None,
         wake: Callable[[], None] = lambda: None,
         crew: CrewSocket | None = None,
+        buffered: bool = False,
     ) -> None:
         """`host`: the address of this machine that peers reach. Without a `key` anyone may talk: for tests only.
 
         `crew`: where the other ranks of a tensor-parallel group join, of which this is rank 0; it is closed with the
-        connector. They must all be there before this returns, or it raises `TransportError`.
+        connector, and stays open where this raises. They must all be there before this returns, or it raises
+        `TransportError`. `buffered`: the region is a host buffer's.
         """
+        self._buffered = buffered
         self._me = EngineKey(engine_id, epoch)
         self._region = region
         self._settings = settings or TransferSettings()
@@ -75,7 +79,7 @@ class TransferConnector(GrowingConnector):
         self._closing = threading.Event()
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
         self._crew_socket = crew
-        self._channel = ZmqChannel(host, key)
+        self._channel = ZmqChannel(host, key, silence_s=self._settings.silence_s)
         if crew is not None:
             self._channel.watch(crew.channel)
         self.address = self._channel.address  # this engine's `kv_address`
@@ -88,6 +92,7 @@ class TransferConnector(GrowingConnector):
             self._closing.set()  # the thread is stuck inside the transport: it leaves by itself when it comes back
             raise TransportError(f"the transport did not start within {START_TIMEOUT_S:g} s") from None
         except Exception:
+            self._crew_socket = None
             self.close()
             raise
 
@@ -230,7 +235,7 @@ class TransferConnector(GrowingConnector):
 
     def _make_crew(self) -> Crew:
         transport = open_transport(self._settings, self._region, f"{self._me.engine_id}:{self._me.epoch}")
-        reader = RankReader(0, self._region, transport)
+        reader = RankReader(0, self._region, transport, buffered=self._buffered)
         if self._crew_socket is None:
             return Crew(reader)
         try:

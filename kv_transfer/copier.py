@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from baton.engine.core.layout import KVRegion
-
 from .affinity import pin_thread
 from .errors import TransferThreadDied
-from .host_memory import Copies, HostMemory, Pair, open_copies
+from .host_memory import Copies, Pair
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +27,18 @@ class _Job(NamedTuple):
 
 
 class Copier:
-    """`wake` is called from its thread when `poll` has something new. Raises `TransportError` for an unknown device."""
+    """`wake` is called from its thread when `poll` has something new.
 
-    def __init__(self, region: KVRegion, memory: HostMemory, wake: Call, cpu_affinity: str) -> None:
+    `begin` is called in that thread; what it raises, this raises.
+    """
+
+    def __init__(self, begin: Callable[[], Copies], wake: Call, device: str, cpu_affinity: str) -> None:
         self._wake = wake
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: collections.deque[Call] = collections.deque()
         self._failure: Exception | None = None
         started: Future[None] = Future()
-        arguments = (region, memory, cpu_affinity, started)
+        arguments = (begin, device, cpu_affinity, started)
         self._thread = threading.Thread(target=self._run, args=arguments, name="baton-copies", daemon=True)
         self._thread.start()
         started.result()
@@ -65,10 +66,10 @@ class Copier:
         self._jobs.put(None)
         self._thread.join()
 
-    def _run(self, region: KVRegion, memory: HostMemory, cpu_affinity: str, started: Future[None]) -> None:
+    def _run(self, begin: Callable[[], Copies], device: str, cpu_affinity: str, started: Future[None]) -> None:
         try:
-            pin_thread(cpu_affinity, region.device)
-            copies = open_copies(region, memory)
+            pin_thread(cpu_affinity, device)
+            copies = begin()
         except Exception as error:
             started.set_exception(error)
             return

@@ -17,140 +17,16 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.core.layout import UnevenHeads
 
-from .channel import Channel, Route, ZmqChannel
-from .crew_messages import (
-    AddPeer,
-    Attend,
-    CheckReport,
-    Compare,
-    Farewell,
-    Join,
-    MakeDigests,
-    Order,
-    PeerReport,
-    ReadReport,
-    RemovePeer,
-    Report,
-    StartRead,
-    decode_report,
-    encode,
-)
-from .curve import ClusterKey
+from .channel import Channel, RankSocket
+from .crew_messages import CheckHandle, CheckReport, Join, decode_report
 from .errors import MalformedMessage, RankLost, TransportError
-from .rank_reader import RankMemory, RankReader, group_metadata, worst
+from .rank_reader import RankReader, group_metadata, worst
+from .remote_rank import RemoteRank
 from .transports import PeerHandle, PeerState, ReadHandle, ReadState
 
 logger = logging.getLogger(__name__)
 
-CheckHandle = int
-
 JOIN_TIMEOUT_S = 50.0
-ATTEND_EVERY_S = 0.5
-ATTEND_FOR_S = 2 * ATTEND_EVERY_S
-MAX_UNANSWERED = 20  # a rank that leaves so many `Attend`s in a row without a word is lost
-
-
-class RemoteRank:
-    """A rank of the group that is another process, used like a `RankReader`.
-
-    Orders go out at once; answers are what it has reported so far. Calls raise `RankLost` once it cannot be reached.
-    """
-
-    def __init__(
-        self, rank: int, memory: RankMemory, route: Route, channel: Channel, clock: Callable[[], float]
-    ) -> None:
-        self.rank = rank
-        self.memory = memory
-        self.route = route
-        self.num_bytes = 0
-        self.num_descriptors = 0
-        self._channel = channel
-        self._clock = clock
-        self._peers: dict[PeerHandle, PeerState] = {}
-        self._reads: dict[ReadHandle, ReadReport] = {}
-        self._checks: dict[CheckHandle, CheckReport | None] = {}
-        self._attend_at = 0.0
-        self._unanswered = 0
-
-    def add_peer(self, peer: PeerHandle, metadata: bytes) -> None:
-        self._peers[peer] = PeerState.CONNECTING
-        self._send(AddPeer(peer, metadata))
-
-    def peer_state(self, peer: PeerHandle) -> PeerState:
-        return self._peers[peer]
-
-    def remove_peer(self, peer: PeerHandle) -> None:
-        del self._peers[peer]
-        self._send(RemovePeer(peer))
-
-    def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        self._reads[read] = ReadReport(read, ReadState.RUNNING, "", False, 0, 0)
-        self._send(StartRead(read, peer, list(source_blocks), list(blocks)))
-
-    def poll(self, read: ReadHandle) -> ReadState:
-        return self._reads[read].state
-
-    def reason(self, read: ReadHandle) -> str:
-        return f"rank {self.rank}: {self._reads[read].reason}"
-
-    def release(self, read: ReadHandle) -> bool:
-        if not self._reads[read].released:
-            return False
-        del self._reads[read]
-        return True
-
-    def digest(self, check: CheckHandle, blocks: Sequence[int]) -> None:
-        self._checks[check] = None
-        self._send(MakeDigests(check, list(blocks)))
-
-    def compare(self, check: CheckHandle, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> None:
-        self._checks[check] = None
-        self._send(Compare(check, peer, list(blocks), tuple(by_rank)))
-
-    def report_of(self, check: CheckHandle) -> CheckReport | None:
-        return self._checks[check]
-
-    def forget(self, check: CheckHandle) -> None:
-        del self._checks[check]
-
-    def progress(self) -> None:
-        if self._clock() < self._attend_at:
-            return
-        if self._unanswered == MAX_UNANSWERED:
-            raise RankLost(f"rank {self.rank} has not answered for {MAX_UNANSWERED * ATTEND_EVERY_S:g} s")
-        self._unanswered += 1
-        self._attend_at = self._clock() + ATTEND_EVERY_S
-        self._send(Attend(ATTEND_FOR_S))
-
-    def watch(self) -> None:
-        """Sees to it that whatever it owes us an answer for ends: with the answer, or with `RankLost`."""
-        if self._reads or self._checks or PeerState.CONNECTING in self._peers.values():
-            self.progress()
-
-    def on_report(self, report: Report) -> None:
-        self._unanswered = 0
-        match report:
-            case PeerReport():
-                if report.peer in self._peers:  # it may be removed meanwhile
-                    self._peers[report.peer] = report.state
-                if report.reason:
-                    logger.warning("rank %d cannot reach a peer's memory: %s", self.rank, report.reason)
-            case ReadReport():
-                if report.read not in self._reads:
-                    raise RankLost(f"rank {self.rank} reports of a read that it was not asked for")
-                self._reads[report.read] = report
-                self.num_bytes, self.num_descriptors = report.num_bytes, report.num_descriptors
-            case CheckReport():
-                if report.check not in self._checks:
-                    raise RankLost(f"rank {self.rank} reports of digests that it was not asked for")
-                self._checks[report.check] = report
-            case Farewell():
-                raise RankLost(f"rank {self.rank} cannot go on: {report.reason}")
-
-    def _send(self, order: Order) -> None:
-        if not self._channel.send(self.route, encode(order)):
-            raise RankLost(f"the connection to rank {self.rank} is broken")
-
 
 Rank = RankReader | RemoteRank
 
@@ -323,6 +199,12 @@ def _check(join: Join, own: RankReader, size: int, found: dict[int, RemoteRank])
     """Raises `TransportError` where a rank does not fit to rank 0."""
     if join.rank >= size or join.rank in found:
         raise TransportError(f"rank {join.rank} joined a group of {size} ranks that has no place for it")
+    if join.buffered != own.buffered:
+        ways = {False: "its blocks themselves", True: "the host's memory, as its blocks cannot be registered"}
+        raise TransportError(
+            f"rank {join.rank} hands over by way of {ways[join.buffered]}, rank 0 by way of {ways[own.buffered]}:"
+            " set transfer.buffer to 'host', or to 'device' and make all memory registrable"
+        )
     ours = (own.region.layout.fingerprint, own.region.num_blocks, own.transport_name)
     theirs = (join.fingerprint, join.num_blocks, join.transport)
     if ours != theirs:
@@ -341,21 +223,9 @@ def _check_heads(rank: int, heads: range, own: RankReader, size: int) -> None:
         raise TransportError(f"rank {rank} of {size} keeps {heads} of the KV heads, and should keep {expected}")
 
 
-class CrewSocket:
-    """Where the other ranks of a group reach rank 0's transfers.
-
-    Bound when made, so that `address` can be told to them before anything else is there. Who makes it hands it on to
-    `TransferConnector`, which closes it. Without a `key` anyone may join: for tests only.
-    """
-
-    def __init__(self, size: int, host: str, key: ClusterKey | None) -> None:
-        self.size = size
-        self.channel = ZmqChannel(host, key)
-        self.address = self.channel.address
+class CrewSocket(RankSocket):
+    """Where the other ranks of a group join rank 0's transfers. `TransferConnector` closes it once it has started."""
 
     def gather(self, own: RankReader, clock: Callable[[], float]) -> Crew:
         """Raises `TransportError`; see `gather`."""
         return gather(own, self.size, self.channel, clock=clock, wait=self.channel.wait)
-
-    def close(self) -> None:
-        self.channel.close()

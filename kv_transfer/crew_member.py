@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 from baton.engine.core.layout import KVRegion
 
-from .channel import Channel, Route, ZmqChannel
+from .channel import GROUP_SILENCE_S, Channel, Route, ZmqChannel
 from .crew_messages import (
     AddPeer,
     Attend,
@@ -66,7 +66,14 @@ class Follower:
         self._serve_until = 0.0
         region = reader.region
         self._tell(
-            Join(reader.rank, region.layout.fingerprint, region.num_blocks, reader.transport_name, reader.memory)
+            Join(
+                reader.rank,
+                region.layout.fingerprint,
+                region.num_blocks,
+                reader.transport_name,
+                reader.memory,
+                reader.buffered,
+            )
         )
 
     def pump(self) -> float:
@@ -167,13 +174,16 @@ class CrewMember:
         engine_id: str,
         key: ClusterKey | None,
         settings: TransferSettings | None = None,
+        buffered: bool = False,
     ) -> None:
+        """`buffered`: the region is a host buffer's."""
+        self._buffered = buffered
         self._region = region
         self._rank = rank
         self._name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # no two agents that one peer knows share a name
         self._settings = settings or TransferSettings()
         self._closing = threading.Event()
-        self._channel = ZmqChannel(None, key)
+        self._channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
         try:
             self._leader = self._channel.connect(leader)
         except TransportError:
@@ -207,7 +217,8 @@ class CrewMember:
 
     def _run(self, started: Future[None]) -> None:
         try:
-            reader = RankReader(self._rank, self._region, open_transport(self._settings, self._region, self._name))
+            transport = open_transport(self._settings, self._region, self._name)
+            reader = RankReader(self._rank, self._region, transport, buffered=self._buffered)
             follower = Follower(reader, self._channel, self._leader, time.monotonic)
         except Exception as error:
             started.set_exception(error)

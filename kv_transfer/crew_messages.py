@@ -27,6 +27,8 @@ from .messages import MAX_BLOCKS, MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Nam
 from .rank_reader import MAX_RANKS, RankMemory
 from .transports import PeerState, ReadState
 
+CheckHandle = int
+
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Blocks = Annotated[list[Id], Meta(min_length=1, max_length=MAX_BLOCKS)]
 MaybeBlocks = Annotated[list[Id], Meta(max_length=MAX_BLOCKS)]
@@ -39,6 +41,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=0):
     num_blocks: Id
     transport: Name
     memory: RankMemory
+    buffered: bool = False  # these are places of a host buffer
 
 
 class PeerReport(msgspec.Struct, frozen=True, array_like=True, tag=1):

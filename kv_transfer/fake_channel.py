@@ -35,6 +35,9 @@ class FakeNetwork:
         channel = self._channels[address] = FakeChannel(self, address)
         return channel
 
+    def bound(self, address: str) -> FakeChannel:
+        return self._channels[address]
+
     def unbind(self, channel: FakeChannel) -> None:
         if self._channels.get(channel.address) is channel:
             del self._channels[channel.address]
@@ -71,6 +74,7 @@ class FakeChannel:
         self._network = network
         self._links: dict[int, str] = {}
         self._inbox: list[tuple[Route, bytes]] = []
+        self._broken: list[Route] = []
 
     def connect(self, address: str) -> Route:
         number = self._network.number()
@@ -94,6 +98,15 @@ class FakeChannel:
         arrived = [(route, data) for route, data in self._inbox if isinstance(route, bytes) or route in self._links]
         self._inbox.clear()
         return arrived
+
+    def lost(self) -> list[Route]:
+        broken: list[Route] = [route for route in self._broken if route in self._links]
+        self._broken.clear()
+        return broken
+
+    def break_all(self) -> None:
+        """Every connection that it opened breaks, and is there again at once."""
+        self._broken += self._links
 
     def arrive(self, route: Route, data: bytes) -> None:
         self._inbox.append((route, data))

@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-import msgspec
-
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -56,35 +54,16 @@ from .pairing import Pairing
 from .peers import Peers, PeerStatus
 from .proofs import Compared, Digested, Proofs
 from .pulls import PullEvent, PullOutcome, Pulls
+from .receive import Receive
 from .receive_table import ReceiveOutcome
-from .receives import Receive, ReceiveTable
+from .receives import ReceiveTable
 from .settings import PeerInfo, TransferSettings
+from .stats import TransferStats
 
 logger = logging.getLogger(__name__)
 
 SERVE_AFTER_HELLO_S = 2.0  # a peer that greets reads a little at once
 MAX_READER_ROUTES = 4096
-
-
-class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one engine. Counters run from the process's start."""
-
-    offers: dict[str, int] = {}  # ended ones by outcome: finished, withdrawn, expired
-    receives: dict[str, int] = {}  # ended ones by outcome: see `ReceiveOutcome`
-    leases_held: int = 0
-    blocks_held: int = 0
-    receives_active: int = 0  # including quarantined ones
-    blocks_quarantined: int = 0
-    bytes_read: int = 0
-    descriptors_read: int = 0
-    blocks_read_early: int = 0  # while the holder was still writing others of the same prompt
-    receive_seconds: float = 0.0  # summed over those that were received, from the engine's call to the commit
-    messages_stale: int = 0  # of another epoch or generation, or after the end: dropped
-    messages_malformed: int = 0
-    messages_unsent: int = 0
-    peers_ready: int = 0
-    buffer_blocks: int = 0  # places of the host buffer in use, where blocks go by way of one
-    buffer_refusals: int = 0  # prompts for which it had too few places
 
 
 class Handoff:
@@ -105,7 +84,6 @@ class Handoff:
         self.me = me
         self.leases = LeaseTable(me, settings.lease_s)
         self.receives = ReceiveTable(me, settings.patience, settings.digest)
-        self._verifies = settings.digest is DigestMode.VERIFY
         self._pairing = Pairing.of(me, crew, settings.digest)
         self._channel = channel
         self._crew = crew
@@ -113,8 +91,7 @@ class Handoff:
         self._emit_event = emit
         self._peers = Peers(self._pairing, channel, crew, settings.retry_s)
         self._pulls = Pulls(crew, settings.batch_bytes, settings.reads_in_flight)
-        self._proofs = Proofs(crew)
-        self._undigested: dict[TransferId, list[int]] = {}  # blocks of offers that grow, where they will be digested
+        self._proofs = Proofs(crew, verifies=settings.digest is DigestMode.VERIFY)
         self._reader_routes: dict[EngineKey, Route] = {}
         self._started_at: dict[TransferId, float] = {}
         self._serve_until = 0.0
@@ -129,9 +106,8 @@ class Handoff:
     def offer(self, key: LeaseKey, block_ids: Sequence[int], num_ready: int) -> None:
         """The first `num_ready` blocks are written. `advance` tells of the others."""
         self.leases.offer(key, len(block_ids), self._clock(), num_ready)
-        if self._verifies:
-            self._undigested[key.offer] = list(block_ids)
-            self._digest_if_complete(key.offer)
+        self._proofs.offered(key.offer, block_ids)
+        self._digest_if_complete(key.offer)
 
     def advance(self, offer: TransferId, num_ready: int) -> None:
         self._perform(self.leases.advance(offer, num_ready, self._clock()))
@@ -154,6 +130,9 @@ class Handoff:
             return
         if peer.status is PeerStatus.REFUSED:
             self._refuse(receive, f"{peer.key.engine_id} refuses to pair: {peer.refusal}")
+            return
+        if peer.is_cut_off:
+            self._refuse(receive, f"{peer.key.engine_id} at {peer.address} is cut off")
             return
         self._started_at[receive] = now
         self.receives.start(receive, offered, first_block, block_ids, now)
@@ -180,6 +159,8 @@ class Handoff:
         now = self._clock()  # after receiving: a lease must not be counted from before the claim was sent
         for route, data in arrived:
             self._on_data(route, data, now)
+        for route in self._channel.lost():
+            self._on_cut_off(route, now)
         for peer in self._peers.poll(now, lambda memory: self._pulls.uses(memory) or self._proofs.uses(memory)):
             self._perform(self.receives.peer_ready(peer, now))
         for found in self._proofs.poll():
@@ -256,6 +237,13 @@ class Handoff:
         else:
             self._perform(self.receives.peer_lost(peer.key, f"{peer.key.engine_id} refuses to pair: {message.reason}"))
 
+    def _on_cut_off(self, route: Route, now: float) -> None:
+        peer = self._peers.cut_off(route, now)
+        if peer is not None:
+            where = f"{peer.key.engine_id} at {peer.address}"
+            logger.warning("%s is cut off: it ended, or is silent", where)
+            self._perform(self.receives.peer_lost(peer.key, f"{where} ended, or is silent"))
+
     def _on_pull(self, event: PullEvent) -> None:
         match event.outcome:
             case PullOutcome.FINISHED:
@@ -293,13 +281,13 @@ class Handoff:
                 case StopRead():
                     self._pulls.stop(action.receive)
                 case Verify():
-                    self._verify(action)
+                    self._proofs.compare(self.receives[action.receive], action.digests)
 
     def _emit(self, event: ConnectorEvent) -> None:
         if isinstance(event, Received | ReceiveFailed):
             self._proofs.forget(event.transfer_id)
         if isinstance(event, OfferEnded):
-            self._undigested.pop(event.transfer_id, None)
+            self._proofs.offer_ended(event.transfer_id)
         if isinstance(event, Received):
             self._receive_seconds += self._clock() - self._started_at.pop(event.transfer_id)
         elif isinstance(event, BlocksReleased):
@@ -320,20 +308,12 @@ class Handoff:
         assert peer is not None, "a read starts when its peer is ready"
         assert peer.memory is not None, "a read starts when its peer is ready"
         self._pulls.start(receive.id, peer.memory, len(receive.block_ids))
-        if self._verifies:
-            self._proofs.expect(receive.id, peer.memory)
-
-    def _verify(self, action: Verify) -> None:
-        """Digests are of all the offer's blocks; ours are the last of them."""
-        known = self.receives[action.receive]
-        offered = known.ticket.num_blocks
-        behind_prefix = [digests[len(digests) // offered * known.first_block :] for digests in action.digests]
-        self._proofs.compare(known.id, known.block_ids, behind_prefix)
+        self._proofs.expect(receive.id, peer.memory)
 
     def _digest_if_complete(self, offer: TransferId) -> None:
         lease = self.leases.get(offer)
-        if lease is not None and not lease.grows and offer in self._undigested:
-            self._proofs.digest(offer, self._undigested.pop(offer))
+        if lease is not None and not lease.grows:
+            self._proofs.written(offer)
 
     def _send(self, route: Route | None, message: Message) -> None:
         if route is None or not self._channel.send(route, encode(message)):

@@ -36,34 +36,40 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.layout import KVRegion
 
+from .channel import RankSocket
 from .connector import TransferConnector
 from .copier import Copier
-from .errors import NotRegistrable, TransportError
-from .handoff import TransferStats
-from .host_memory import HostMemory, Pair
+from .errors import NotRegistrable
+from .group_copies import GroupCopies
+from .host_memory import Copies, Pair, open_copies
 from .messages import Ticket
+from .places import take_places
 from .settings import PeerInfo, TransferSettings
+from .stats import TransferStats
 
 logger = logging.getLogger(__name__)
 
 
-def open_connector(region: KVRegion, *, settings: TransferSettings, **arguments: Any) -> TransferConnector | HostBuffer:
+def open_connector(
+    region: KVRegion, *, settings: TransferSettings, copies: RankSocket | None = None, **arguments: Any
+) -> TransferConnector | HostBuffer:
     """A connector over the blocks themselves or by way of the host's memory, as `settings.buffer` says.
 
-    The arguments are those of `TransferConnector`. Raises `TransportError`.
+    The other arguments are those of `TransferConnector`. `copies`: where the other ranks of a group join for copies; it
+    is closed with the connector, and stays open where this raises. Raises `TransportError`.
     """
-    alone = arguments.get("crew") is None
-    if settings.buffer == "host" and not alone:
-        raise TransportError("transfer.buffer is 'host': ranks of one group cannot share a buffer yet; give 'device'")
     if settings.buffer == "host":
-        return HostBuffer(region, settings=settings, **arguments)
+        return HostBuffer(region, settings=settings, copies=copies, **arguments)
     try:
-        return TransferConnector(region, settings=settings, **arguments)
+        direct = TransferConnector(region, settings=settings, **arguments)
     except NotRegistrable as error:
-        if settings.buffer == "device" or not alone:
+        if settings.buffer == "device":
             raise
         logger.warning("blocks go by way of the host's memory, which takes longer: %s", error)
-        return HostBuffer(region, settings=settings, **arguments)
+        return HostBuffer(region, settings=settings, copies=copies, **arguments)
+    if copies is not None:
+        copies.close()
+    return direct
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,19 +98,27 @@ class HostBuffer(GrowingConnector):
     """
 
     def __init__(
-        self, region: KVRegion, *, settings: TransferSettings, wake: Callable[[], None] = lambda: None, **arguments: Any
+        self,
+        region: KVRegion,
+        *,
+        settings: TransferSettings,
+        copies: RankSocket | None = None,
+        wake: Callable[[], None] = lambda: None,
+        **arguments: Any,
     ) -> None:
-        num_places = settings.buffer_bytes // region.block_bytes
-        if num_places < 1:
-            raise TransportError(
-                f"transfer.buffer_bytes is {settings.buffer_bytes} and a block has {region.block_bytes} bytes:"
-                " it should hold the blocks of several of the longest prompts"
-            )
-        memory = HostMemory(num_places, region.block_bytes, region.device)
-        places = msgspec.structs.replace(region, address=memory.address, num_blocks=num_places, device="cpu")
-        self._places = BlockPool(num_places)
-        self._inner = TransferConnector(places, settings=settings, wake=wake, **arguments)
-        self._copier = Copier(region, memory, wake, settings.cpu_affinity)
+        memory, places = take_places(region, settings.buffer_bytes)
+        self._places = BlockPool(places.num_blocks)
+        self._ranks = copies
+        self._inner = TransferConnector(places, settings=settings, wake=wake, buffered=True, **arguments)
+
+        def begin() -> Copies:
+            return open_copies(region, memory) if copies is None else GroupCopies(region, memory, copies)
+
+        try:
+            self._copier = Copier(begin, wake, region.device, settings.cpu_affinity)
+        except Exception:
+            self._inner.close()
+            raise
         self.offers_early = self._inner.offers_early
         self.address = self._inner.address
         self._ids = itertools.count(1)
@@ -280,6 +294,8 @@ class HostBuffer(GrowingConnector):
     def close(self) -> None:
         self._copier.close()
         self._inner.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _link(self, inner: TransferId, own: TransferId | None = None) -> TransferId:
         own = next(self._ids) if own is None else own

@@ -10,13 +10,17 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from baton.engine.core.layout import KVRegion
 
+from .cuda_copies import CudaCopies
 from .device_blocks import device_blocks
 from .errors import TransportError
 from .transports.memory import use_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pair = tuple[int, int]  # a block of the engine's, a slot
 
@@ -78,41 +82,68 @@ def open_copies(region: KVRegion, memory: HostMemory) -> Copies:
     return _CpuCopies(region, memory) if use_device(region.device) is None else _CudaCopies(region, memory)
 
 
+class Run(NamedTuple):
+    """Blocks that are neighbours, whose slots are, too: one copy."""
+
+    block: int
+    slot: int
+    length: int
+
+
+def runs_of(pairs: Sequence[Pair]) -> list[Run]:
+    """In order."""
+    runs: list[Run] = []
+    for block, slot in pairs:
+        last = runs[-1] if runs else None
+        if last is not None and (block, slot) == (last.block + last.length, last.slot + last.length):
+            runs[-1] = last._replace(length=last.length + 1)
+        else:
+            runs.append(Run(block, slot, 1))
+    return runs
+
+
 class _CpuCopies:
-    def __init__(self, region: KVRegion, memory: HostMemory) -> None:
-        self._region = region
-        self._memory = memory
+    """One call of torch for all runs: each would wait for Python again, where a step loop keeps it busy."""
 
-    def down(self, pairs: Sequence[Pair]) -> None:
-        size = self._region.block_bytes
-        for block, slot in pairs:
-            ctypes.memmove(self._memory.address + slot * size, self._region.address + block * size, size)
-
-    def up(self, pairs: Sequence[Pair]) -> None:
-        size = self._region.block_bytes
-        for block, slot in pairs:
-            ctypes.memmove(self._region.address + block * size, self._memory.address + slot * size, size)
-
-
-class _CudaCopies:
     def __init__(self, region: KVRegion, memory: HostMemory) -> None:
         import torch
 
-        self._torch = torch
-        self._stream = torch.cuda.Stream(region.device)
+        self._copy = torch._foreach_copy_
         self._blocks = device_blocks(region)
         whole = (ctypes.c_char * memory.num_bytes).from_address(memory.address)
         self._slots = torch.frombuffer(whole, dtype=torch.uint8).view(memory.num_slots, -1)
         self._memory = memory
 
     def down(self, pairs: Sequence[Pair]) -> None:
-        with self._torch.cuda.stream(self._stream):
-            for block, slot in pairs:
-                self._slots[slot].copy_(self._blocks[block], non_blocking=True)
-        self._stream.synchronize()
+        if runs := runs_of(pairs):
+            self._copy(self._of_slots(runs), self._of_blocks(runs))
 
     def up(self, pairs: Sequence[Pair]) -> None:
-        with self._torch.cuda.stream(self._stream):
-            for block, slot in pairs:
-                self._blocks[block].copy_(self._slots[slot], non_blocking=True)
-        self._stream.synchronize()
+        if runs := runs_of(pairs):
+            self._copy(self._of_blocks(runs), self._of_slots(runs))
+
+    def _of_blocks(self, runs: Sequence[Run]) -> list[Tensor]:
+        return [self._blocks[run.block : run.block + run.length] for run in runs]
+
+    def _of_slots(self, runs: Sequence[Run]) -> list[Tensor]:
+        return [self._slots[run.slot : run.slot + run.length] for run in runs]
+
+
+class _CudaCopies:
+    def __init__(self, region: KVRegion, memory: HostMemory) -> None:
+        self._blocks, self._slots, self._size = region.address, memory.address, region.block_bytes
+        self._driver = CudaCopies(region)
+        self._memory = memory
+
+    def down(self, pairs: Sequence[Pair]) -> None:
+        self._driver.copy([(at_host, at_gpu, size) for at_gpu, at_host, size in self._ranges(pairs)])
+
+    def up(self, pairs: Sequence[Pair]) -> None:
+        self._driver.copy([(at_gpu, at_host, size) for at_gpu, at_host, size in self._ranges(pairs)])
+
+    def _ranges(self, pairs: Sequence[Pair]) -> list[tuple[int, int, int]]:
+        size = self._size
+        return [
+            (self._blocks + run.block * size, self._slots + run.slot * size, run.length * size)
+            for run in runs_of(pairs)
+        ]

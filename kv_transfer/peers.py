@@ -3,7 +3,7 @@
 connect, Hello ──> GREETING ──Welcome──> WARMING ──memory answers──> READY
                       ^  │                  │                          │
                       │  └─Unwelcome─> REFUSED                         │
-                      └──────────── the transport broke ───────────────┘
+                      └───── the transport or the connection broke ────┘
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Peer:
     status: PeerStatus = PeerStatus.GREETING
     memory: PeerHandle | None = None
     refusal: str = ""
+    is_cut_off: bool = False  # it was connected, and has not answered a greeting since its connection broke
 
 
 class Peers:
@@ -111,11 +112,21 @@ class Peers:
             self._retire(peer)
             peer.status, peer.greet_at = PeerStatus.GREETING, now
 
+    def cut_off(self, route: Route, now: float) -> Peer | None:
+        """The peer over whose connection nothing can be had until it answers a greeting; None where that is no news."""
+        peer = next((peer for peer in self._peers.values() if peer.route == route), None)
+        if peer is None or peer.memory is None:
+            return None
+        self._retire(peer)
+        peer.status, peer.greet_at, peer.is_cut_off = PeerStatus.GREETING, now, True
+        return peer
+
     def on_welcome(self, route: Route, message: Welcome, now: float) -> bool:
         """False: not the answer to a greeting of ours."""
         peer = self._answering(route, message)
         if peer is None:
             return False
+        peer.is_cut_off = False
         try:
             peer.memory = self._crew.add_peer(message.metadata)
         except TransferError as error:

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
 
-from .crew import CheckHandle, Crew
+from .crew import Crew
+from .crew_messages import CheckHandle
+from .receive import Receive
 from .transports import PeerHandle
 
 
@@ -30,8 +32,11 @@ class Compared(NamedTuple):
 class Proofs:
     """What is being digested and compared. Ranks may take their time; `poll` tells what they found."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, *, verifies: bool) -> None:
+        """`verifies`: otherwise nothing is digested or compared."""
         self._crew = crew
+        self._verifies = verifies
+        self._undigested: dict[TransferId, list[int]] = {}  # blocks of offers that grow
         self._digesting: dict[CheckHandle, TransferId] = {}
         self._comparing: dict[CheckHandle, TransferId] = {}
         self._expected: dict[TransferId, PeerHandle] = {}  # receives that are to be proven
@@ -39,16 +44,29 @@ class Proofs:
     def uses(self, peer: PeerHandle) -> bool:
         return peer in self._expected.values()
 
-    def digest(self, offer: TransferId, blocks: Sequence[int]) -> None:
-        self._digesting[self._crew.digest(blocks)] = offer
+    def offered(self, offer: TransferId, blocks: Sequence[int]) -> None:
+        if self._verifies:
+            self._undigested[offer] = list(blocks)
+
+    def written(self, offer: TransferId) -> None:
+        """All of the offer's blocks are: they are digested, once."""
+        if offer in self._undigested:
+            self._digesting[self._crew.digest(self._undigested.pop(offer))] = offer
+
+    def offer_ended(self, offer: TransferId) -> None:
+        self._undigested.pop(offer, None)
 
     def expect(self, receive: TransferId, peer: PeerHandle) -> None:
         """What is read from that memory will be compared; until `forget` it must stay known."""
-        self._expected[receive] = peer
+        if self._verifies:
+            self._expected[receive] = peer
 
-    def compare(self, receive: TransferId, blocks: Sequence[int], by_rank: Sequence[bytes]) -> None:
-        """`by_rank`: the holder's digests of exactly these blocks."""
-        self._comparing[self._crew.compare(self._expected[receive], blocks, by_rank)] = receive
+    def compare(self, receive: Receive, by_rank: Sequence[bytes]) -> None:
+        """`by_rank`: the holder's digests of all the offer's blocks, of which ours are the last."""
+        offered = receive.ticket.num_blocks
+        behind_prefix = [digests[len(digests) // offered * receive.first_block :] for digests in by_rank]
+        check = self._crew.compare(self._expected[receive.id], receive.block_ids, behind_prefix)
+        self._comparing[check] = receive.id
 
     def forget(self, receive: TransferId) -> None:
         self._expected.pop(receive, None)

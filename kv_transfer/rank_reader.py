@@ -78,13 +78,21 @@ class _Read:
 class RankReader:
     """Reads blocks into `region` by means of `transport`, which knows the region.
 
-    `block_bytes`: how to look at what the region holds, where its address is not to be used.
+    `block_bytes`: how to look at what the region holds, where its address is not to be used. `buffered`: the region is
+    a host buffer's.
     """
 
     def __init__(
-        self, rank: int, region: KVRegion, transport: Transport, block_bytes: BlockBytes | None = None
+        self,
+        rank: int,
+        region: KVRegion,
+        transport: Transport,
+        block_bytes: BlockBytes | None = None,
+        *,
+        buffered: bool = False,
     ) -> None:
         self.rank = rank
+        self.buffered = buffered
         self.region = region
         self._transport = transport
         self._block_bytes = block_bytes

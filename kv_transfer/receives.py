@@ -17,7 +17,6 @@ Of an offer that grows, blocks are read when the holder says that they are writt
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed, TransferId
@@ -40,50 +39,8 @@ from .messages import (
     Ticket,
     Withdrawn,
 )
+from .receive import Patience, Receive
 from .receive_table import RECEIVE_TABLE, ReceiveEvent, ReceiveOutcome, ReceiveState, Say
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a reader waits for what, in seconds."""
-
-    connect_s: float  # until the holder's memory can be reached
-    retry_s: float  # before an unanswered claim or renewal is sent again
-    margin_s: float  # a read that ends this close to the end of the lease is too late
-    renew_at: float  # share of the lease after which a read that still runs asks for more
-
-
-@dataclasses.dataclass(slots=True)
-class Receive:
-    key: ReaderKey
-    ticket: Ticket
-    first_block: int  # of the ticket's; those before it were here already
-    source_blocks: list[int]  # at the holder
-    block_ids: list[int]  # ours, of the same number
-    deadline: float  # without progress it fails here
-    num_ready: int  # of the ticket's blocks, leading ones that may be read
-    state: ReceiveState = ReceiveState.RESERVED
-    sent_at: dict[int, float] = dataclasses.field(default_factory=dict)  # unanswered claims and renewals by number
-    last_number: int = 0
-    ask_at: float = 0.0  # when the next claim or renewal is due
-    granted_until: float | None = None
-    num_ordered: int | None = None  # of our blocks, that a transfer was told to fill; None: no pull has begun
-    read_finished_at: float | None = None
-    digests: tuple[bytes, ...] | None = None  # what the holder says it should be
-    proven: bool = False  # it is, or nobody wants to know
-    writable: bool = False  # a transfer may write into the blocks
-
-    @property
-    def id(self) -> TransferId:
-        return self.key.receive
-
-    @property
-    def grows(self) -> bool:
-        return self.num_ready < self.ticket.num_blocks
-
-    @property
-    def lacks_digests(self) -> bool:
-        return self.read_finished_at is not None and not self.grows and self.digests is None and not self.proven
 
 
 class ReceiveTable:
@@ -109,7 +66,7 @@ class ReceiveTable:
 
     @property
     def next_deadline(self) -> float | None:
-        return min((self._due(receive) for receive in self._active()), default=None)
+        return min((receive.due for receive in self._active()), default=None)
 
     def waits_for(self, holder: EngineKey) -> bool:
         return any(receive.ticket.lease.holder == holder for receive in self._active())
@@ -167,7 +124,7 @@ class ReceiveTable:
         actions: list[Action] = []
         for receive in self._active():
             if now >= receive.deadline:
-                actions += self._on(receive, ReceiveEvent.OVERDUE, self._what_took_too_long(receive))
+                actions += self._on(receive, ReceiveEvent.OVERDUE, receive.what_took_too_long(self.patience.connect_s))
             elif receive.state is ReceiveState.PULLING and now >= receive.ask_at:
                 actions += self._on(receive, ReceiveEvent.ASK_DUE, now=now)
         return actions
@@ -217,9 +174,6 @@ class ReceiveTable:
             return None
         return receive
 
-    def _due(self, receive: Receive) -> float:
-        return min(receive.deadline, receive.ask_at) if receive.state is ReceiveState.PULLING else receive.deadline
-
     # ------------------------------------------------------------------ events into the table
 
     def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
@@ -232,7 +186,7 @@ class ReceiveTable:
                 return ReceiveEvent.WITHDRAWN, "the holder withdrew the offer"
             case Grown():
                 if receive is not None and pulling:
-                    self._grow(receive, message.num_ready)
+                    receive.grow(message.num_ready)
                 return ReceiveEvent.GROWN, ""
             case Digests():
                 if receive is None or not pulling or not receive.lacks_digests:
@@ -249,7 +203,7 @@ class ReceiveTable:
         sent_at = receive.sent_at.pop(message.number, None)
         if sent_at is None:
             return False
-        self._grow(receive, message.num_ready)
+        receive.grow(message.num_ready)
         until = sent_at + message.lease_s - self.patience.margin_s
         if receive.granted_until is None or until > receive.granted_until:
             receive.granted_until = receive.deadline = until
@@ -258,21 +212,14 @@ class ReceiveTable:
             receive.ask_at = min(receive.ask_at, now + self.patience.retry_s)
         return True
 
-    def _grow(self, receive: Receive, num_ready: int) -> None:
-        receive.num_ready = max(receive.num_ready, min(num_ready, receive.ticket.num_blocks))
-
     def _commit_if_all_is_there(self, receive: Receive) -> list[Action]:
-        if receive.state is not ReceiveState.PULLING or not self._all_is_there(receive):
+        if receive.state is not ReceiveState.PULLING or not receive.all_is_there:
             return []
         assert receive.read_finished_at is not None
         assert receive.granted_until is not None
         if self._in_time(receive.read_finished_at, receive.granted_until):
             return self._on(receive, ReceiveEvent.COMPLETE)
         return self._on(receive, ReceiveEvent.TOO_LATE, "the read finished after the lease had ended")
-
-    def _all_is_there(self, receive: Receive) -> bool:
-        has_read = receive.read_finished_at is not None and not receive.grows
-        return has_read and receive.granted_until is not None and receive.proven
 
     def _in_time(self, read_finished_at: float, granted_until: float) -> bool:
         return read_finished_at < granted_until
@@ -343,13 +290,3 @@ class ReceiveTable:
             return []
         receive.num_ordered = ready
         return [Read(receive.id, ordered or 0, ready)]
-
-    def _what_took_too_long(self, receive: Receive) -> str:
-        holder = f"{receive.ticket.lease.holder.engine_id} at {receive.ticket.kv_address}"
-        if receive.state is ReceiveState.RESERVED:
-            return f"no connection to {holder} within {self.patience.connect_s:g} s"
-        if receive.granted_until is None:
-            return f"{holder} answered no claim within {receive.ticket.lease_s:g} s"
-        if receive.read_finished_at is not None:
-            return f"the lease at {holder} ended before it sent its digests"
-        return f"the lease at {holder} ended before the read did"

@@ -10,7 +10,8 @@ import msgspec
 
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
 from .messages import DigestMode, EngineKey
-from .receives import Patience
+from .receive import Patience
+from .silence import SHORTEST_S, SILENCE_S
 
 
 class InvalidTransferSettings(ValueError):
@@ -33,6 +34,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     renew_at: float = 0.5  # share of the lease after which a read that still runs renews it
     retry_s: float = 0.5  # an unanswered message is sent again after this
     connect_s: float = 5.0  # a receive fails when the holder's memory cannot be reached within this
+    silence_s: float = SILENCE_S  # a peer that says nothing for so long is lost: what is read of it fails
     batch_bytes: int = 256 << 20  # of one read: 0.7 ms over NVLink; a receive that is given up begins no further one
     reads_in_flight: int = 2  # of one receive
     progressive: bool = True  # long prompts are on offer, and their blocks read, while prefill still runs
@@ -45,6 +47,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise InvalidTransferSettings(f"{name} is {value}; it must be a positive number of seconds")
+        if not (math.isfinite(self.silence_s) and self.silence_s >= SHORTEST_S):
+            raise InvalidTransferSettings(f"silence_s is {self.silence_s}; it must be at least {SHORTEST_S:g} seconds")
         if not self.margin_s + self.retry_s < self.lease_s * (1 - self.renew_at) or not 0 < self.renew_at < 1:
             raise InvalidTransferSettings(
                 f"lease_s={self.lease_s:g} and renew_at={self.renew_at:g} leave no time to renew before"

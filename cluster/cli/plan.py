@@ -9,6 +9,7 @@ from rich.table import Table
 
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.gateway.ranks import spell_ranks
+from baton.cluster.planning.hosts import HostNeeds
 from baton.cluster.planning.plan import GB, Plan, RankPlan
 
 
@@ -24,6 +25,8 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
     console.print(f"[bold]{name}[/]: {spec.served_model_id} on {plan.num_nodes} node(s) with {size}", highlight=False)
     console.print(_placement(plan))
     console.print(_memory(plan))
+    if any(needs.memory or needs.disk for needs in plan.hosts):
+        console.print(_hosts(plan))
     console.print(_gateways(plan), highlight=False)
     _print_bandwidth(console, plan)
     for note in plan.notes:
@@ -58,6 +61,21 @@ def _memory(plan: Plan) -> Table:
         gigabytes = (f"{size / GB:.2f}" for size in (fleet.weights, fleet.step, fleet.kv))
         numbers = map(str, (fleet.num_blocks, fleet.max_model_len, fleet.num_requests(plan.traffic)))
         table.add_row(fleet.role, fleet.device, *gigabytes, *numbers)
+    return table
+
+
+def _hosts(plan: Plan) -> Table:
+    """One line for nodes that are alike."""
+    table = Table(title="Memory and disk of each node beside its GPUs, GB", title_justify="left")
+    table.add_column("nodes")
+    for column in ("KV tiers", "host buffer", "models without a GPU", "memory in all", "disk"):
+        table.add_column(column, justify="right")
+    alike: dict[HostNeeds, list[int]] = defaultdict(list)
+    for node, needs in enumerate(plan.hosts):
+        alike[needs].append(node)
+    for needs, nodes in alike.items():
+        sizes = (needs.tiers, needs.buffer, needs.model, needs.memory, needs.disk)
+        table.add_row(spell_ranks(set(nodes)), *(f"{size / GB:.2f}" for size in sizes))
     return table
 
 

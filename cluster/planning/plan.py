@@ -18,9 +18,9 @@ from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
 from baton.engine.model_config import ModelConfig, ModelError
 from baton.engine.parallel.division import check_division
 
+from .hosts import GB, HostNeeds, needs_of_nodes, needs_of_worker, what_does_not_fit
 from .sizing import block_bytes, weights_of_rank
 
-GB = 10**9
 CPU_KV_BYTES = 4 << 30  # at most, where nobody says how much
 DRIVER_BYTES = 2 << 30  # of a GPU: its context, captured steps, libraries; seen on an H200
 
@@ -32,6 +32,8 @@ class Machines:
     gpus_per_node: int = 8
     gpu_memory_bytes: int = 80 * GB
     nodes: int | None = None  # None: as many as it takes
+    memory_bytes: int | None = None  # of a node, beside its GPUs'; None: enough
+    disk_bytes: int | None = None  # where tiers are, of a node; None: enough
 
     @property
     def device(self) -> str:
@@ -76,6 +78,11 @@ class FleetPlan:
     def kv(self) -> int:
         return self.num_blocks * self.block
 
+    @property
+    def host(self) -> int:
+        """What of it is in the host's memory."""
+        return self.weights + self.step + self.kv if self.device == "cpu" else 0
+
     def num_requests(self, traffic: Traffic) -> int:
         """That one engine can have in its blocks, and in a step, at once."""
         blocks = -(-(traffic.prompt_tokens + traffic.output_tokens) // BLOCK_SIZE)
@@ -99,6 +106,7 @@ class Plan:
     traffic: Traffic
     fleets: list[FleetPlan] = field(default_factory=list)
     ranks: list[RankPlan] = field(default_factory=list)
+    hosts: list[HostNeeds] = field(default_factory=list)  # by node
     bandwidth: Bandwidth | None = None
     refusals: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -120,6 +128,8 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
             plan.fleets.append(_fleet(spec, role, machines, plan.notes))
         except (ModelError, InvalidEngineConfig) as error:
             plan.refusals.append(f"{role}: {error}")
+    plan.hosts = _hosts(plan)
+    plan.refusals += what_does_not_fit(plan.hosts, machines.memory_bytes, machines.disk_bytes)
     plan.bandwidth = _bandwidth(plan)
     _note_what_is_slow(plan)
     return plan
@@ -245,6 +255,12 @@ def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]
         free[node] -= taken * each
         nodes += [node] * taken
     return nodes
+
+
+def _hosts(plan: Plan) -> list[HostNeeds]:
+    in_memory = {fleet.role: fleet.host for fleet in plan.fleets}
+    needs = {role: needs_of_worker(plan.spec, role, in_memory.get(role, 0)) for role in plan.spec.fleets.present}
+    return needs_of_nodes([(rank.node, needs[rank.role]) for rank in plan.ranks])
 
 
 def _bandwidth(plan: Plan) -> Bandwidth | None:

@@ -21,6 +21,7 @@ import msgspec
 
 from .blocks import BlockPool
 from .handoff import Quarantine
+from .pace import Pace
 from .prefix import BlockHash
 from .request import Request
 from .tiers import CopyId, KVTiers, Restored, Stored, TierStats
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 LENT_SHARE = 16  # one block in so many may be on loan
 BATCH_BLOCKS = 32  # of one store: a restore waits for no longer than that
+PACE_TOKENS = 128  # steps of fewer say nothing about what a prompt takes
 PATIENCE_S = 10.0  # a request computes what takes longer; nothing is asked of the tiers until they answer
 
 
@@ -71,6 +73,9 @@ class Tiering:
         self._coming: set[BlockHash] = set()
         self._clock = clock
         self._answers = True  # the tiers do, in time
+        self._planned_s: dict[int, float] = {}  # of steps in flight
+        self._computing = Pace()  # of a token
+        self._restoring = Pace()  # of a block
         self._hits = self._misses = self._restored = self._given_up = 0  # blocks
         if tiers is not None:
             pool.keep_news()
@@ -90,10 +95,17 @@ class Tiering:
 
     # ------------------------------------------------------------------ down
 
-    def settled(self, step: int, newest_planned: int) -> None:
-        """Step `step` is over: stores what is full. Steps up to `newest_planned` may still write."""
+    def planned(self, step: int) -> None:
+        """Step `step` is on its way."""
+        if self._tiers is not None:
+            self._planned_s[step] = self._clock()
+
+    def settled(self, step: int, newest_planned: int, num_tokens: int) -> None:
+        """Step `step` of so many tokens is over: stores what is full. Steps up to `newest_planned` may still write."""
         if self._tiers is None:
             return
+        num_measured = num_tokens if num_tokens >= PACE_TOKENS else 0
+        self._computing.note(self._planned_s.pop(step), self._clock(), num_measured)
         self._unsettled.append((newest_planned, self._pool.num_registered))
         while self._unsettled and self._unsettled[0][0] <= step:
             _, self._num_written = self._unsettled.popleft()
@@ -121,9 +133,21 @@ class Tiering:
     # ------------------------------------------------------------------ up
 
     def pays(self, missing: Sequence[BlockHash]) -> bool:
-        """Whether enough of the blocks that a request lacks, in order, can be restored."""
+        """Whether enough of the blocks that a request lacks, in order, can be restored, and sooner than computed."""
         assert self._tiers is not None
-        return self._answers and self._tiers.find(missing) * self._block_size >= self._tiers.min_tokens
+        if not self._answers:
+            return False
+        num_blocks = self._tiers.find(missing)
+        return num_blocks * self._block_size >= self._tiers.min_tokens and self._is_sooner_restored(num_blocks)
+
+    def _is_sooner_restored(self, num_blocks: int) -> bool:
+        """By what both took lately, behind the restores that are under way. Where it is not known, it is tried."""
+        now_s = self._clock()
+        block_s, token_s = self._restoring.per_unit_s(now_s), self._computing.per_unit_s(now_s)
+        if block_s is None or token_s is None:
+            return True
+        num_before = sum(len(restore.hashes) for restore in self._restores.values())
+        return (num_before + num_blocks) * block_s <= num_blocks * self._block_size * token_s
 
     def is_coming(self, block_hash: BlockHash) -> bool:
         """Another request has it restored: whoever waits finds it in the pool."""
@@ -172,7 +196,8 @@ class Tiering:
                     self._num_lent -= len(blocks)
                     self._pool.release(blocks)
                 case Restored():
-                    request, hashes, _ = self._restores.pop(event.copy_id)
+                    request, hashes, since_s = self._restores.pop(event.copy_id)
+                    self._restoring.note(since_s, self._clock(), len(hashes))
                     self._coming.difference_update(hashes)
                     if self.quarantine.release(event.copy_id):
                         continue

@@ -4,6 +4,7 @@
                         host ──> disk                        first, for the block that had the slot
                pool ──> disk                                 where there is none
     restore    host | disk ──> pool                          the block stays where it is, as the last to go
+    save       host ──> disk                                 at the end, what was used last comes first
 
 A block lies in one tier. Moves are carried out in the order in which they were asked for, except that restores may
 overtake: their slots are pinned.
@@ -47,8 +48,10 @@ class Move(NamedTuple):
 
 class TierBooks:
     def __init__(self, num_host_slots: int, num_disk_slots: int, on_disk: Iterable[tuple[BlockHash, int]] = ()) -> None:
-        """`on_disk`: blocks and slots of an earlier process, the oldest first."""
+        """`on_disk`: blocks and slots of an earlier process, the least recently used first."""
         self._shelves = {Tier.HOST: Shelf(num_host_slots), Tier.DISK: Shelf(num_disk_slots, on_disk)}
+        self._used: dict[BlockHash, None] = {}  # on the disk, since `take_used`; the last one used comes last
+        self._saved: list[BlockHash] = []  # the last one used comes first
         self.evictions = 0
         self.losses: Counter[Loss] = Counter()
 
@@ -66,8 +69,22 @@ class TierBooks:
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         for block_hash in reversed(hashes):
-            for shelf in self._shelves.values():
-                shelf.touch(block_hash)
+            self._shelves[Tier.HOST].touch(block_hash)
+            if self._shelves[Tier.DISK].touch(block_hash):
+                self._used.pop(block_hash, None)
+                self._used[block_hash] = None
+
+    @property
+    def any_used(self) -> bool:
+        """`take_used` has something."""
+        return bool(self._used)
+
+    def take_used(self) -> list[tuple[int, BlockHash]]:
+        """Slots of the disk, and what is in them, that were used since the last call, in the order of their use."""
+        disk = self._shelves[Tier.DISK]
+        found = [(slot, block_hash) for block_hash in self._used if (slot := disk.slot_of(block_hash)) is not None]
+        self._used.clear()
+        return found
 
     # ------------------------------------------------------------------ down
 
@@ -110,6 +127,23 @@ class TierBooks:
             shelf.drop(move.block_hash)
         if loss is not None:
             self.losses[loss] += 1
+
+    def save(self, most: int) -> list[Move]:
+        """Moves blocks from the host to the disk, as many as that has slots in all. `stored` ends each."""
+        host, disk = self._shelves[Tier.HOST], self._shelves[Tier.DISK]
+        moves: list[Move] = []
+        while len(moves) < most and len(self._saved) < disk.num_slots and disk.is_open:
+            block_hash = host.newest()
+            if block_hash is None or not self._make_room(Tier.DISK, []):
+                break
+            slot = host.drop(block_hash)
+            moves.append(Move(block_hash, Tier.HOST, slot, Tier.DISK, disk.put(block_hash)))
+            self._saved.append(block_hash)
+        return moves
+
+    def saved(self) -> None:
+        """No more is saved: what was is in the order of its use again, behind all that was on the disk before."""
+        self.touch(self._saved)
 
     # ------------------------------------------------------------------ up
 

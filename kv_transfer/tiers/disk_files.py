@@ -1,16 +1,19 @@
-"""An engine's two files on a disk: blocks in slots, and an index that says which block is where.
+"""One rank's two files on a disk: blocks in slots, and an index that says which block is where.
 
     blocks-3.kv       slot 0 | slot 1 | ...                         each as large as this rank's share of a block
     blocks-3.index    header (4096 bytes) | record 0 | record 1 | ...   64 bytes each
 
-    record            hash of the prefix | digest of the slot's bytes | number of the write | digest of the record
+    record            hash of the prefix | digest of the slot's bytes | number | digest of the record
 
 The header is text: `head -c 4096`. A slot is written before its record. So after a process was killed a record either
 fits to its slot, or the digest of the slot is another: then the slot is worthless, which whoever reads it finds out.
-Nothing is ever flushed; after a power failure it is the digests again that tell.
+Nothing is ever flushed; after a power failure it is the digests again that tell. Numbers tell which of two records of
+one block is newer, and which block was used last: a record is written again, with a higher number, when its block was
+used.
 
-Whoever uses the files keeps the index locked, and the lock ends with the process. An engine takes the first pair in the
-folder that nobody uses and that was written for the same blocks, or else begins a new one.
+Whoever uses the files keeps the index locked, and the lock ends with the process. Rank 0 of an engine takes the first
+pair in the folder that nobody uses and that was written for the same blocks, or else begins a new one. A pair belongs
+to a *set*, one pair a rank: the other ranks take, or begin, theirs of rank 0's set.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import fcntl
 import itertools
 import logging
 import os
+import secrets
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -36,12 +41,14 @@ from ..errors import TransferError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 4096
 DIGEST_BYTES = 16
 _FIELDS = struct.Struct(f"<{HASH_BYTES}s{DIGEST_BYTES}sQ")
 _CHECK = struct.Struct("<Q")
 RECORD_BYTES = 64
+LOCKED_FOR_S = 5.0  # at most, by a process that is about to end
+LOCKED_AGAIN_S = 0.1
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -59,19 +66,25 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     fingerprint: str  # of the layout: model, type, block size and version
     model: str  # for people
+    rank: int
+    num_ranks: int
     first_head: int
     num_heads: int
     slot_bytes: int
+    file_set: str  # the same in the files of all ranks of an engine
 
     @classmethod
-    def of(cls, region: KVRegion) -> Self:
+    def of(cls, region: KVRegion, rank: int, num_ranks: int, file_set: str) -> Self:
         return cls(
             format=FORMAT,
             fingerprint=region.layout.fingerprint,
             model=region.layout.model,
+            rank=rank,
+            num_ranks=num_ranks,
             first_head=region.first_head,
             num_heads=region.num_heads,
             slot_bytes=region.block_bytes,
+            file_set=file_set,
         )
 
     def encode(self) -> bytes:
@@ -79,11 +92,25 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return text.ljust(HEADER_BYTES - 1) + b"\n"
 
 
+OF_ALL_RANKS = ("format", "fingerprint", "model", "num_ranks", "num_heads", "slot_bytes")
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Whose files are looked for."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    file_set: str = ""  # rank 0's; empty: any that is free
+
+
+ALONE = Seat()
+
+
 class Record(msgspec.Struct, frozen=True):
     slot: int
     block_hash: BlockHash
     digest: bytes
-    number: int  # of the write: newer ones have higher numbers
+    number: int  # of the write, or of the last use
 
 
 def digest_of(data: memoryview) -> bytes:
@@ -91,20 +118,22 @@ def digest_of(data: memoryview) -> bytes:
 
 
 class DiskFiles:
-    """A locked pair of files with room for `num_slots` blocks; `records` are those of earlier processes, oldest first.
+    """A locked pair of files with room for `num_slots` blocks.
+
+    `records` are those of earlier processes, the least recently used first.
 
     Raises `TierRefused` for a folder that cannot be used, `DiskFull` where the room cannot be had.
     """
 
-    def __init__(self, folder: Path, region: KVRegion, num_slots: int) -> None:
+    def __init__(self, folder: Path, region: KVRegion, num_slots: int, seat: Seat = ALONE) -> None:
         self.slot_bytes = region.block_bytes
         self.num_slots = num_slots
-        self._header = Header.of(region)
-        self._digests: dict[int, bytes] = {}
+        wanted = Header.of(region, seat.rank, seat.num_ranks, seat.file_set)
+        self._kept: dict[int, Record] = {}  # by slot
         with contextlib.ExitStack() as failing:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self.path, self._index = _claim(folder, self._header)
+                self.path, self._index, self._header = _claim(folder, wanted)
                 failing.callback(os.close, self._index)
                 self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
                 failing.callback(os.close, self.fd)
@@ -123,16 +152,24 @@ class DiskFiles:
     def num_bytes(self) -> int:
         return self.num_slots * self.slot_bytes
 
+    @property
+    def file_set(self) -> str:
+        return self._header.file_set
+
     def note(self, slot: int, block_hash: BlockHash, data: memoryview) -> None:
         """Says what the slot holds now: `data`, which has been written. Raises `OSError`."""
-        digest = digest_of(data)
-        fields = _FIELDS.pack(block_hash, digest, next(self._numbers))
-        self._write_record(slot, fields + _CHECK.pack(self._check(fields)))
-        self._digests[slot] = digest
+        self._write(Record(slot, block_hash, digest_of(data), next(self._numbers)))
+
+    def note_use(self, slot: int, block_hash: BlockHash) -> None:
+        """The block was used later than all others. Nothing where the slot holds another by now. Raises `OSError`."""
+        known = self._kept.get(slot)
+        if known is not None and known.block_hash == block_hash:
+            self._write(msgspec.structs.replace(known, number=next(self._numbers)))
 
     def fits(self, slot: int, data: memoryview) -> bool:
         """Whether `data`, which has been read from the slot, is what was written."""
-        return digest_of(data) == self._digests.get(slot)
+        known = self._kept.get(slot)
+        return known is not None and digest_of(data) == known.digest
 
     def close(self) -> None:
         os.close(self.fd)
@@ -156,7 +193,7 @@ class DiskFiles:
             if known is None or known.number < record.number:
                 found[record.block_hash] = record
         records = sorted(found.values(), key=lambda record: record.number)
-        self._digests = {record.slot: record.digest for record in records}
+        self._kept = {record.slot: record for record in records}
         return records
 
     def _valid_records(self) -> Iterator[Record]:
@@ -172,45 +209,74 @@ class DiskFiles:
     def _check(self, fields: bytes) -> int:
         return xxhash.xxh3_64_intdigest(fields + self._header.fingerprint.encode())
 
-    def _write_record(self, slot: int, data: bytes) -> None:
-        os.pwrite(self._index, data, HEADER_BYTES + slot * RECORD_BYTES)
+    def _write(self, record: Record) -> None:
+        fields = _FIELDS.pack(record.block_hash, record.digest, record.number)
+        data = fields + _CHECK.pack(self._check(fields))
+        os.pwrite(self._index, data, HEADER_BYTES + record.slot * RECORD_BYTES)
+        self._kept[record.slot] = record
 
 
-def _claim(folder: Path, header: Header) -> tuple[Path, int]:
-    """The file of blocks, and the locked index beside it. Raises `OSError`."""
+def _claim(folder: Path, wanted: Header) -> tuple[Path, int, Header]:
+    """The file of blocks, the locked index beside it, and the index's header. Raises `OSError`."""
     known = sorted(folder.glob("blocks-*.index"), key=lambda path: (len(path.name), path.name))
-    further = (folder / f"blocks-{number}.index" for number in itertools.count())
-    for path in itertools.chain(known, (path for path in further if path not in known)):
-        index = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if _lock(index) and _is_for(path, index, header):
-            return path.with_suffix(".kv"), index
+    for path in known:
+        found = _usable_header(path, wanted)
+        if found is not None:
+            index = _locked(path, LOCKED_FOR_S if wanted.file_set else 0.0)
+            if index is not None:
+                return path.with_suffix(".kv"), index, found
+    return _begin(folder, wanted if wanted.file_set else msgspec.structs.replace(wanted, file_set=secrets.token_hex(8)))
+
+
+def _begin(folder: Path, header: Header) -> tuple[Path, int, Header]:
+    """A new pair under the first number that is free. Raises `OSError`."""
+    for number in itertools.count():
+        path = folder / f"blocks-{number}.index"
+        index = _locked(path, 0.0, os.O_CREAT)
+        if index is None:
+            continue
+        if os.fstat(index).st_size == 0:
+            if os.pwrite(index, header.encode(), 0) < HEADER_BYTES:
+                os.truncate(index, 0)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return path.with_suffix(".kv"), index, header
         os.close(index)
     raise AssertionError("numbers do not end")
 
 
-def _lock(index: int) -> bool:
-    try:
-        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _locked(path: Path, patience_s: float, flags: int = 0) -> int | None:
+    """The open index; None where another process keeps it. Raises `OSError`."""
+    index = os.open(path, os.O_RDWR | flags, 0o600)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(index)
+                return None
+            time.sleep(LOCKED_AGAIN_S)
+        else:
+            return index
 
 
-def _is_for(path: Path, index: int, header: Header) -> bool:
-    """A file without a header is anyone's. Says so where the files are another's; they stay as they are."""
-    text = os.pread(index, HEADER_BYTES, 0)
-    if not text and os.pwrite(index, header.encode(), 0) < HEADER_BYTES:
-        os.truncate(index, 0)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    if not text or text == header.encode():
-        return True
+def _usable_header(path: Path, wanted: Header) -> Header | None:
+    """None where the files are another's. Says so where nobody of this engine has a use for them; they stay."""
+    with path.open("rb") as index:
+        text = index.read(HEADER_BYTES)
+    if not text:  # whoever has made it has not come further yet
+        return None
     try:
         found = msgspec.json.decode(text, type=Header)
     except msgspec.DecodeError:
         what = "it holds no header of this version"
     else:
-        differing = [name for name in Header.__struct_fields__ if getattr(found, name) != getattr(header, name)]
-        pairs = (f"{name} is {getattr(found, name)!r}, not {getattr(header, name)!r}" for name in differing)
+        differing = [name for name in OF_ALL_RANKS if getattr(found, name) != getattr(wanted, name)]
+        if not differing:
+            ours = found.rank == wanted.rank and wanted.file_set in ("", found.file_set)
+            return found if ours else None
+        pairs = (f"{name} is {getattr(found, name)!r}, not {getattr(wanted, name)!r}" for name in differing)
         what = f"it was written for other blocks ({'; '.join(pairs)})"
-    logger.warning("%s is not used: %s. Delete it with its .kv file if no engine needs them.", path, what)
-    return False
+    if wanted.rank == 0:
+        logger.warning("%s is not used: %s. Delete it with its .kv file if no engine needs them.", path, what)
+    return None

@@ -6,9 +6,11 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+SAVE_S = 5.0
+
 
 class TierSettings(BaseModel):
-    """Of one engine. Raises `pydantic.ValidationError` for what cannot work."""
+    """Of one rank of an engine. Raises `pydantic.ValidationError` for what cannot work."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -25,3 +27,8 @@ class TierSettings(BaseModel):
         if not self.host_bytes and not self.disk_bytes:
             raise ValueError("kv_tiers without a tier: give host_bytes, or disk_path and disk_bytes")
         return self
+
+    @property
+    def save_s(self) -> float:
+        """How long an orderly end may take for what goes from the host's memory to the disk."""
+        return SAVE_S if self.host_bytes and self.disk_bytes else 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from baton.engine.core.prefix import BlockHash
 
@@ -59,10 +59,12 @@ class Shelf:
         entry = self._entries.get(block_hash)
         return entry is not None and entry.presence is Presence.KEPT
 
-    def touch(self, block_hash: BlockHash) -> None:
-        """It goes last now."""
-        if block_hash in self._entries:
-            self._entries.move_to_end(block_hash)
+    def touch(self, block_hash: BlockHash) -> bool:
+        """It goes last now. Whether it is here."""
+        if block_hash not in self._entries:
+            return False
+        self._entries.move_to_end(block_hash)
+        return True
 
     @property
     def has_free_slot(self) -> bool:
@@ -70,8 +72,15 @@ class Shelf:
 
     def victim(self) -> BlockHash | None:
         """Who goes first; None where all are in use."""
-        kept = Presence.KEPT
-        return next((name for name, entry in self._entries.items() if entry.presence is kept and not entry.pins), None)
+        return next(self._idle(self._entries.items()), None)
+
+    def newest(self) -> BlockHash | None:
+        """Who would go last; None where all are in use."""
+        return next(self._idle(reversed(self._entries.items())), None)
+
+    def slot_of(self, block_hash: BlockHash) -> int | None:
+        """Where it can be read now, for as long as nothing else is put here; None: nowhere."""
+        return self._entries[block_hash].slot if self.keeps(block_hash) else None
 
     def put(self, block_hash: BlockHash) -> int:
         """Takes a free slot for a block that will be written to it."""
@@ -128,6 +137,10 @@ class Shelf:
         assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot is lost or in use twice"
         kept = sum(entry.presence is Presence.KEPT for entry in self._entries.values())
         assert kept == self.num_kept, "the count of kept blocks is wrong"
+
+    @staticmethod
+    def _idle(entries: Iterable[tuple[BlockHash, _Entry]]) -> Iterator[BlockHash]:
+        return (name for name, entry in entries if entry.presence is Presence.KEPT and not entry.pins)
 
     @staticmethod
     def _become(entry: _Entry, presence: Presence) -> None:

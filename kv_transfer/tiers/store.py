@@ -1,9 +1,10 @@
 """An engine's `KVTiers`: what it keeps in the host's memory and on a disk.
 
-step loop ──store, restore──> TierBooks ──moves──> queues ──> tier thread: TierWorker  ──losses──> poll()
-                                                                                       └──> wake()
+step loop ──store, restore──> TierBooks ──moves──> queues ──> tier thread: TierHands  ──losses──> poll()
+                                                                                      └──> wake()
 
-Restores overtake stores: a request waits for them.
+Restores overtake stores: a request waits for them. The hands are those of one rank (`worker.py`) or of all ranks of a
+group (`ranks.py`); the books are the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import collections
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -21,15 +23,19 @@ from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierStats
 
 from ..affinity import pin_thread
-from ..errors import TransferError
+from ..channel import RankSocket
+from ..errors import RankLost, TransferError
 from .books import Loss, Move, TierBooks
 from .disk_files import TierRefused
-from .settings import TierSettings
-from .worker import Losses, TierWorker
+from .ranks import TierGroup
+from .settings import SAVE_S, TierSettings
+from .worker import Losses, TierHands, TierWorker, take_room
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 10.0  # for the copy that is under way
+SAVE_BLOCKS = 32  # at a time
+CLOSE_TIMEOUT_S = 10.0  # for the copy that is under way, and what may be saved then
+NOTE_USE_EVERY_S = 10.0
 
 
 class TierThreadDied(TransferError):
@@ -42,11 +48,19 @@ class _Job(NamedTuple):
     is_restore: bool
 
 
+class _Use(NamedTuple):
+    """Which blocks on the disk were used, to be written down."""
+
+    used: list[tuple[int, BlockHash]]
+
+
 class TierStore:
     """Implements `engine.core.tiers.KVTiers`. The step loop calls it; `wake` is called from the tier thread.
 
-    `name` is that of no other in this process. Raises `TierRefused` for a folder that cannot be used and for sizes that
-    hold no block, `TransportError` where NIXL cannot read and write files.
+    `name` is that of no other in this process. `ranks`: where the other ranks of a group join, of which this is rank 0;
+    it is closed with the store, and stays open where this raises. Raises `TierRefused` for a folder that cannot be used
+    and for sizes that hold no block, `TransportError` where NIXL cannot read and write files, or another rank does not
+    come or cannot keep its share.
     """
 
     def __init__(
@@ -57,6 +71,7 @@ class TierStore:
         name: str,
         cpu_affinity: str,
         wake: Callable[[], None] = lambda: None,
+        ranks: RankSocket | None = None,
     ) -> None:
         _check_sizes(region, settings)
         self.min_tokens = settings.min_tokens
@@ -64,29 +79,34 @@ class TierStore:
         self._wake = wake
         self._ids = itertools.count(1)
         self._work = threading.Condition()
-        self._restores: collections.deque[_Job] = collections.deque()
-        self._stores: collections.deque[_Job] = collections.deque()
+        self._restores: collections.deque[_Job | _Use] = collections.deque()
+        self._stores: collections.deque[_Job | _Use] = collections.deque()
         self._closing = False
         self._finished: collections.deque[tuple[_Job, Losses]] = collections.deque()
         self._failure: Exception | None = None
         self._disk_failed = False
         self._num_written = 0
-        started: Future[TierWorker] = Future()
-        arguments = (region, settings, name, cpu_affinity, started)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="baton-tiers", daemon=True)
+        self._note_use_at = time.monotonic() + NOTE_USE_EVERY_S
+        started: Future[TierHands] = Future()
+
+        def open_hands() -> TierHands:
+            pin_thread(cpu_affinity, region.device)
+            if ranks is not None:
+                return TierGroup(region, settings, name, ranks)
+            return TierWorker(region, settings, name, take_room(region, settings))
+
+        self._thread = threading.Thread(target=self._run, args=(open_hands, started), name="baton-tiers", daemon=True)
         self._thread.start()
-        worker = started.result()
-        self._books = TierBooks(
-            worker.num_host_slots,
-            worker.num_disk_slots,
-            [(record.block_hash, record.slot) for record in worker.records],
-        )
-        self._books.losses[Loss.DISK_FULL] += worker.disk_is_full
+        hands = started.result()
+        self._books = TierBooks(hands.num_host_slots, hands.num_disk_slots, hands.kept)
+        if hands.disk_full:
+            self._books.losses[Loss.DISK_FULL] += 1
+            logger.warning("there is no disk tier until the next start: %s", hands.disk_full)
         logger.info(
             "KV tiers: %d blocks in memory, %d on disk, of which %d are there from before",
-            worker.num_host_slots,
-            worker.num_disk_slots,
-            len(worker.records),
+            hands.num_host_slots,
+            hands.num_disk_slots,
+            len(hands.kept),
         )
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
@@ -114,6 +134,9 @@ class TierStore:
             self._books.close_disk()
         if not events and failure is not None:
             raise TierThreadDied(f"the KV tiers stopped: {failure}") from failure
+        if self._books.any_used and time.monotonic() >= self._note_use_at:
+            self._note_use_at = time.monotonic() + NOTE_USE_EVERY_S
+            self._put(self._stores, _Use(self._books.take_used()))
         return events
 
     def stats(self) -> TierStats:
@@ -125,7 +148,10 @@ class TierStore:
         )
 
     def close(self) -> None:
-        """What is not stored yet is not stored any more."""
+        """Stores what it was asked for, and saves what the host's memory has on the disk, for as long as `SAVE_S`.
+
+        Nothing else may be called then.
+        """
         with self._work:
             self._closing = True
             self._work.notify()
@@ -133,12 +159,15 @@ class TierStore:
         if self._thread.is_alive():
             logger.warning("the KV tiers are in a copy that does not end: their thread is left alone")
 
-    def _enqueue(self, queue: collections.deque[_Job], moves: list[Move], *, is_restore: bool) -> CopyId:
+    def _enqueue(self, queue: collections.deque[_Job | _Use], moves: list[Move], *, is_restore: bool) -> CopyId:
         job = _Job(next(self._ids), moves, is_restore)
+        self._put(queue, job)
+        return job.copy_id
+
+    def _put(self, queue: collections.deque[_Job | _Use], job: _Job | _Use) -> None:
         with self._work:
             queue.append(job)
             self._work.notify()
-        return job.copy_id
 
     def _settle(self, job: _Job, losses: Losses) -> TierEvent:
         if not job.is_restore:
@@ -153,29 +182,39 @@ class TierStore:
 
     # ------------------------------------------------------------------ in the tier thread
 
-    def _run(
-        self, region: KVRegion, settings: TierSettings, name: str, cpu_affinity: str, started: Future[TierWorker]
-    ) -> None:
+    def _run(self, open_hands: Callable[[], TierHands], started: Future[TierHands]) -> None:
         try:
-            pin_thread(cpu_affinity, region.device)
-            worker = TierWorker(region, settings, name)
+            hands = open_hands()
         except Exception as error:
             started.set_exception(error)
             return
-        started.set_result(worker)
+        started.set_result(hands)
         try:
             while (job := self._next_job()) is not None:
-                losses = worker.carry_out(job.moves)
-                self._disk_failed = worker.disk_failed
-                self._finished.append((job, losses))
-                self._wake()
+                self._do(hands, job)
+            self._wind_up(hands)
+        except RankLost as error:
+            logger.error("the KV tiers stopped: %s", error)
+            self._die(error)
         except Exception as error:
             logger.exception("the tier thread died")
-            self._failure = error
-            self._wake()
-        worker.close()
+            self._die(error)
+        hands.close()
 
-    def _next_job(self) -> _Job | None:
+    def _do(self, hands: TierHands, job: _Job | _Use) -> None:
+        if isinstance(job, _Use):
+            hands.note_use(job.used)
+            return
+        losses = hands.carry_out(job.moves)
+        self._disk_failed = hands.disk_failed
+        self._finished.append((job, losses))
+        self._wake()
+
+    def _die(self, error: Exception) -> None:
+        self._failure = error
+        self._wake()
+
+    def _next_job(self) -> _Job | _Use | None:
         with self._work:
             while not self._closing:
                 for queue in (self._restores, self._stores):
@@ -183,6 +222,20 @@ class TierStore:
                         return queue.popleft()
                 self._work.wait()
         return None
+
+    def _wind_up(self, hands: TierHands) -> None:
+        """What an orderly end leaves to the next process. The books are this thread's now: nobody else calls."""
+        deadline = time.monotonic() + SAVE_S
+        while self._stores and time.monotonic() < deadline:
+            self._do(hands, self._stores.popleft())
+        while self._finished:
+            self._settle(*self._finished.popleft())
+        if hands.disk_failed:
+            return
+        while time.monotonic() < deadline and (moves := self._books.save(SAVE_BLOCKS)):
+            self._settle(_Job(next(self._ids), moves, is_restore=False), hands.carry_out(moves))
+        self._books.saved()
+        hands.note_use(self._books.take_used())
 
 
 def _check_sizes(region: KVRegion, settings: TierSettings) -> None:

@@ -1,4 +1,4 @@
-"""Carries out moves between an engine's blocks, slots in the host's memory, and slots of files.
+"""Carries out moves between one rank's blocks, slots in the host's memory, and slots of files.
 
     pool <──copies──> host                          slots of the host tier, then a few that disks are reached through
                       host <──FileTransport──> disk
@@ -11,17 +11,19 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from baton.engine.core.layout import KVRegion
+from baton.engine.core.prefix import BlockHash
 
 from ..errors import TransportError
 from ..host_memory import HostMemory, open_copies
 from ..transports import ByteRange, FileTransport, ReadState
 from ..transports.nixl_file import NixlFile
 from .books import Loss, Move, Tier
-from .disk_files import DiskFiles, DiskFull, Record
+from .disk_files import ALONE, DiskFiles, DiskFull, Record, Seat
 from .settings import TierSettings
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,14 @@ class Disk:
         fits = [self._files.fits(slot, view) for slot, view in zip(slots, views, strict=True)]
         return [None if good else Loss.CORRUPT for good in fits]
 
+    def note_use(self, used: Iterable[tuple[int, BlockHash]]) -> None:
+        """Slots and what should be in them, in the order of their use."""
+        try:
+            for slot, block_hash in used:
+                self._files.note_use(slot, block_hash)
+        except OSError as error:
+            logger.warning("%s: which blocks were used last is not kept: %s", self._files.path, error)
+
     def close(self) -> None:
         if not self.failed:  # otherwise something may still run that the transport knows of
             self._transport.close()
@@ -109,13 +119,59 @@ class Disk:
             raise TransportError(f"{len(slots)} blocks were not transferred as a whole")
 
 
-class TierWorker:
-    """One thread makes it, uses it and closes it. Raises `TransportError` and `TierRefused`."""
+class Room(NamedTuple):
+    """What a rank has got of the disk."""
 
-    def __init__(self, region: KVRegion, settings: TierSettings, name: str) -> None:
+    files: DiskFiles | None
+    disk_full: str = ""  # why it has got nothing, where it should have
+
+
+def take_room(region: KVRegion, settings: TierSettings, seat: Seat = ALONE) -> Room:
+    """Raises `TierRefused`."""
+    num_slots = settings.disk_bytes // region.block_bytes
+    if not num_slots:
+        return Room(None)
+    try:
+        return Room(DiskFiles(Path(settings.disk_path), region, num_slots, seat))
+    except DiskFull as error:
+        return Room(None, str(error))
+
+
+class TierHands(Protocol):
+    """Whoever carries out moves: one rank's share of each block, or all of it. One thread makes, uses and closes it."""
+
+    num_host_slots: int
+    disk_full: str  # why there is no disk tier, where there should be one
+
+    @property
+    def num_disk_slots(self) -> int: ...
+
+    @property
+    def kept(self) -> list[tuple[BlockHash, int]]:
+        """What the disk has from earlier processes, and in which slots, the least recently used first."""
+        ...
+
+    @property
+    def disk_failed(self) -> bool: ...
+
+    def carry_out(self, moves: Sequence[Move]) -> Losses:
+        """In order; what goes the same way goes together."""
+        ...
+
+    def note_use(self, used: Sequence[tuple[int, BlockHash]]) -> None:
+        """Slots of the disk and what should be in them, in the order of their use."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TierWorker:
+    """The `TierHands` of one rank. Raises `TransportError`."""
+
+    def __init__(self, region: KVRegion, settings: TierSettings, name: str, room: Room) -> None:
         self.num_host_slots = settings.host_bytes // region.block_bytes
-        self.disk_is_full = False
-        files = self._open_files(region, settings)
+        self.disk_full = room.disk_full
+        files = room.files
         passage = min(PASSAGE_SLOTS, max(1, PASSAGE_BYTES // region.block_bytes)) if files else 0
         self._passage = range(self.num_host_slots, self.num_host_slots + passage)
         memory = HostMemory(max(1, self.num_host_slots + passage), region.block_bytes, region.device)
@@ -130,20 +186,22 @@ class TierWorker:
         return self._disk.num_slots if self._disk else 0
 
     @property
-    def records(self) -> list[Record]:
-        """What the disk has from earlier processes, the oldest first."""
-        return self._disk.records if self._disk else []
+    def kept(self) -> list[tuple[BlockHash, int]]:
+        return [(record.block_hash, record.slot) for record in self._disk.records] if self._disk else []
 
     @property
     def disk_failed(self) -> bool:
         return self._disk is not None and self._disk.failed
 
     def carry_out(self, moves: Sequence[Move]) -> Losses:
-        """In order; what goes the same way goes together."""
         losses: Losses = []
         for (source, target), group in itertools.groupby(moves, key=lambda move: (move.source, move.target)):
             losses += self._carry_out_alike(source, target, list(group))
         return losses
+
+    def note_use(self, used: Sequence[tuple[int, BlockHash]]) -> None:
+        if self._disk is not None:
+            self._disk.note_use(used)
 
     def close(self) -> None:
         if self._disk is not None:
@@ -188,14 +246,3 @@ class TierWorker:
     def _the_disk(self) -> Disk:
         assert self._disk is not None, "the books know of no disk"
         return self._disk
-
-    def _open_files(self, region: KVRegion, settings: TierSettings) -> DiskFiles | None:
-        num_slots = settings.disk_bytes // region.block_bytes
-        if not num_slots:
-            return None
-        try:
-            return DiskFiles(Path(settings.disk_path), region, num_slots)
-        except DiskFull as error:
-            self.disk_is_full = True
-            logger.warning("there is no disk tier until the next start: %s", error)
-            return None

@@ -151,6 +151,53 @@ def test_what_would_be_refused_is_said(
     assert said in refusal
 
 
+TIERS = {"host_bytes": 100 * GB, "disk_path": "/d", "disk_bytes": 1000 * GB}
+
+
+def test_tiers_and_buffers_are_counted_on_each_node_by_the_workers_that_are_there() -> None:
+    args = {
+        "model": str(CONFIGS / "models/qwen3-32b"),
+        "engine": {"tensor_parallel_size": 2},
+        "transfer": {"buffer": "host", "buffer_bytes": 10 * GB},
+        "fleets": {"prefill": {"replicas": 2, "kv_tiers": TIERS}, "decode": {}},
+    }
+    plan = make_plan(load_spec(args), Machines(4, 80 * GB), Traffic())
+    assert plan.refusals == []
+    assert [(needs.tiers, needs.buffer, needs.model, needs.disk) for needs in plan.hosts] == [
+        (400 * GB, 40 * GB, 0, 4000 * GB),
+        (0, 20 * GB, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machines", "said"),
+    [
+        (
+            Machines(8, 80 * GB, memory_bytes=300 * GB),
+            "node 0: its workers take 400.0 GB of the host's memory (400.0 GB of kv_tiers.host_bytes), it has 300",
+        ),
+        (
+            Machines(8, 80 * GB, disk_bytes=3999 * GB),
+            "node 0: its workers take 4000.0 GB of disk (kv_tiers.disk_bytes), it has 3999",
+        ),
+    ],
+)
+def test_tiers_that_a_node_does_not_hold_are_refused(machines: Machines, said: str) -> None:
+    fleets = {"unified": {"replicas": 2, "engine": {"tensor_parallel_size": 2}, "kv_tiers": TIERS}}
+    (refusal,) = plan_of(fleets, {}, machines).refusals
+    assert said in refusal
+
+
+def test_tiers_that_just_fit_are_not_refused() -> None:
+    fleets = {"unified": {"engine": {"tensor_parallel_size": 2}, "kv_tiers": TIERS}}
+    assert plan_of(fleets, {}, Machines(8, 80 * GB, memory_bytes=200 * GB, disk_bytes=2000 * GB)).refusals == []
+
+
+def test_a_model_without_a_gpu_is_in_the_hosts_memory() -> None:
+    (refusal,) = plan_of({"unified": {}}, {"device": "cpu"}, Machines(0, memory_bytes=30 * GB)).refusals
+    assert "GB of models), it has 30" in refusal
+
+
 def test_experts_that_do_not_divide_are_refused() -> None:
     engine = {"data_parallel_size": 16, "enable_expert_parallel": True, "num_redundant_experts": 3}
     (refusal,) = plan_of({"unified": {}}, engine, Machines(8, 141 * GB), shape="deepseek-v3").refusals

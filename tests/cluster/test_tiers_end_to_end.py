@@ -1,10 +1,18 @@
-"""`baton serve` with KV tiers behind its prefill engine and hand-offs by way of the host: one engine is killed."""
+"""`baton serve` with KV tiers behind a prefill engine on two ranks, and hand-offs by way of the host.
+
+The engine is killed, and its disk fills up.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,14 +20,29 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from served import Server, baton_serve, config_file, eventually, free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root"),
+]
 
 ROLES = ["decode", "prefill"]
 NUM_PROMPTS = 10
+DISK_BYTES = 100 << 20
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small one of its own."""
+    folder = tmp_path_factory.mktemp("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("config"), free_port()
     config = config_file(folder, name="tiers", port=port)
     application = yaml.safe_load(config.read_text())
@@ -28,8 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     args["gateway"] |= {"local_prefill_max_tokens": 0}  # every prompt is handed over
     args["transfer"] |= {"buffer": "host", "buffer_bytes": 8 << 20}
     args["fleets"]["prefill"] |= {
-        "engine": {"num_gpu_blocks_override": 40},  # of the prompts below no three fit
-        "kv_tiers": {"host_bytes": 2 << 20, "disk_path": str(folder / "kv"), "disk_bytes": 40 << 20, "min_tokens": 64},
+        "engine": {"num_gpu_blocks_override": 40, "tensor_parallel_size": 2},  # of the prompts below no three fit
+        "kv_tiers": {"host_bytes": 1 << 20, "disk_path": str(disk / "kv"), "disk_bytes": 20 << 20, "min_tokens": 64},
     }
     config.write_text(yaml.safe_dump(application))
     with baton_serve(config, port) as server:
@@ -63,6 +86,14 @@ def measured(server: Server, name: str) -> float:
     )
 
 
+def kill_the_prefill_engine(server: Server) -> None:
+    """Returns when its successor serves."""
+    pid = server.rank_of("prefill")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: pid not in {rank["pid"] for rank in server.ranks()}, 30.0, "the engine lives on")
+    server.wait_until_whole(ROLES)
+
+
 def test_prefixes_come_out_of_tiers_and_answers_are_the_same_also_after_a_kill(server: Server) -> None:
     server.wait_until_whole(ROLES)
     computed = answers(server)
@@ -72,11 +103,34 @@ def test_prefixes_come_out_of_tiers_and_answers_are_the_same_also_after_a_kill(s
     eventually(lambda: measured(server, "kv_tier_restored_tokens_total") > 0, 10.0, "nothing was restored")
     assert measured(server, "kv_buffer_blocks") == 0
 
-    os.kill(server.rank_of("prefill")["pid"], signal.SIGKILL)
-    eventually(lambda: measured(server, "kv_tier_written_bytes_total") == 0, 30.0, "the engine lives on")
-    server.wait_until_whole(ROLES)
+    kill_the_prefill_engine(server)
     assert measured(server, "kv_tier_blocks") > 0, "the disk is found again"
     assert answers(server) == computed
     eventually(lambda: measured(server, "kv_tier_restored_tokens_total") > 0, 10.0, "nothing was restored")
     assert measured(server, "kv_tier_failures_total") == 0
     server.wait_until_all_blocks_are_free()
+
+
+def fill(disk: Path) -> None:
+    with (disk / "ballast").open("wb") as ballast:
+        while True:
+            ballast.write(b"\0" * (1 << 20))
+            ballast.flush()
+
+
+def test_a_full_disk_costs_a_prefill_engine_its_disk_tier_and_nothing_else(server: Server, disk: Path) -> None:
+    server.wait_until_whole(ROLES)
+    before = answers(server)
+    server.wait_until_all_blocks_are_free()
+    with contextlib.ExitStack() as kept:
+        for file in (disk / "kv").iterdir():
+            kept.enter_context(file.open("rb"))  # their room does not become free when the engine ends
+        shutil.rmtree(disk / "kv")
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            fill(disk)
+        kill_the_prefill_engine(server)
+        for _ in range(2):
+            assert answers(server) == before
+            server.wait_until_all_blocks_are_free()
+        eventually(lambda: measured(server, "kv_tier_blocks") > 0, 10.0, "memory is no tier any more")
+        assert measured(server, "kv_tier_failures_total") == 1, "once: there is no disk tier"

@@ -1,7 +1,8 @@
-"""Whole engines on CPU, one process a rank, that hand requests over to each other over NIXL."""
+"""Whole engines on CPU, one process a rank, that hand requests over to each other over NIXL, or keep tiers."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import multiprocessing.connection
 import time
@@ -14,38 +15,68 @@ from baton.engine.build import build_engine, follow
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.engine.core.tiers import TierStats
 from baton.engine.parallel.member import Member
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.kv_transfer.channel import RankSocket
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.crew import CrewSocket
-from baton.kv_transfer.crew_member import CrewMember
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.group_copies import follow_connector
 from baton.kv_transfer.host_buffer import HostBuffer, open_connector
+from baton.kv_transfer.tiers.ranks import follow_tiers
+from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.tiers.store import TierStore
 
 START_S = 90.0
 ANSWER_S = 60.0
-_CREW = "kv-crew"
+_CREW, _COPIES, _TIERS = "kv-crew", "kv-copies", "kv-tiers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all ranks of an engine are told."""
+
+    config: EngineConfig
+    name: str
+    key: ClusterKey
+    settings: TransferSettings
+    tiers: TierSettings | None
 
 
 class _Leader:
     """Rank 0. Every public method is an order."""
 
-    def __init__(
-        self, config: EngineConfig, member: Member, name: str, key: ClusterKey, settings: TransferSettings
-    ) -> None:
-        crew = None
+    def __init__(self, job: Job, member: Member) -> None:
+        crew = copies = ranks = None
         if member.tensor_parallel_size > 1:
-            crew = CrewSocket(member.tensor_parallel_size, member.host, key)
-            Meeting(member.rendezvous, member.rank, timeout_s=START_S).put(_CREW, crew.address)
+            crew = CrewSocket(member.tensor_parallel_size, member.host, job.key)
+            copies, ranks = (RankSocket(member.tensor_parallel_size, member.host, job.key) for _ in range(2))
+            meeting = Meeting(member.rendezvous, member.rank, timeout_s=START_S)
+            for what, socket in ((_CREW, crew), (_COPIES, copies), (_TIERS, ranks)):
+                meeting.put(what, socket.address)
 
         def connect(region: KVRegion) -> TransferConnector | HostBuffer:
             self._connector = open_connector(
-                region, engine_id=name, epoch=1, host=member.host, key=key, settings=settings, crew=crew
+                region,
+                engine_id=job.name,
+                epoch=1,
+                host=member.host,
+                key=job.key,
+                settings=job.settings,
+                crew=crew,
+                copies=copies,
             )
             return self._connector
 
-        self._engine = build_engine(config, connect, member)
-        self.info = PeerInfo(name, 1, self._connector.address, self._engine.layout.fingerprint)
+        def open_tiers(region: KVRegion) -> TierStore:
+            assert job.tiers is not None
+            self._store = TierStore(region, job.tiers, name=f"{job.name}:tiers", cpu_affinity="any", ranks=ranks)
+            return self._store
+
+        self._store: TierStore | None = None
+        self._engine = build_engine(job.config, connect, member, open_tiers=open_tiers if job.tiers else None)
+        self.info = PeerInfo(job.name, 1, self._connector.address, self._engine.layout.fingerprint)
 
     def meet(self, peers: list[PeerInfo]) -> None:
         self._connector.peers_changed(peers)
@@ -83,6 +114,23 @@ class _Leader:
         self._engine.core.step()
         return self._engine.core.stats()
 
+    def quiet(self) -> TierStats:
+        """When all that can be stored is stored."""
+        while self._engine.core._scheduler.tiering.any_lent:
+            self._engine.core.step()
+            time.sleep(1e-3)
+        stats = self._engine.core.stats()
+        assert stats.num_blocks_free == stats.num_blocks
+        assert stats.tiers is not None
+        return stats.tiers
+
+    def end(self) -> None:
+        """In order, as a server does."""
+        self._connector.close()
+        if self._store is not None:
+            self._store.close()
+        self._engine.close()
+
 
 def _lead(pipe: multiprocessing.connection.Connection, *arguments: Any) -> None:
     leader = _Leader(*arguments)
@@ -92,12 +140,33 @@ def _lead(pipe: multiprocessing.connection.Connection, *arguments: Any) -> None:
         pipe.send(getattr(leader, method)(*values))
 
 
-def _follow(config: EngineConfig, member: Member, name: str, key: ClusterKey) -> None:
-    def connect(region: KVRegion) -> CrewMember:
-        leader = Meeting(member.rendezvous, member.rank, timeout_s=START_S).get(_CREW)
-        return CrewMember(region, rank=member.tp_rank, leader=leader, engine_id=name, key=key)
+def _follow(job: Job, member: Member) -> None:
+    def connect(region: KVRegion) -> list[object]:
+        meeting = Meeting(member.rendezvous, member.rank, timeout_s=START_S)
+        reader = follow_connector(
+            region,
+            rank=member.tp_rank,
+            leader=meeting.get(_CREW),
+            copies=meeting.get(_COPIES),
+            engine_id=job.name,
+            key=job.key,
+            settings=job.settings,
+        )
+        if job.tiers is None:
+            return [reader]
+        keeper = follow_tiers(
+            region,
+            job.tiers,
+            rank=member.tp_rank,
+            num_ranks=member.tensor_parallel_size,
+            leader=meeting.get(_TIERS),
+            key=job.key,
+            name=f"{job.name}:tiers:{member.tp_rank}",
+            cpu_affinity="any",
+        )
+        return [reader, keeper]
 
-    follow(config, member, connect)
+    follow(job.config, member, connect)
 
 
 class GroupEngine:
@@ -110,9 +179,10 @@ class GroupEngine:
         size: int,
         engine_args: dict[str, Any],
         settings: TransferSettings = DEFAULT_SETTINGS,
+        tiers: TierSettings | None = None,
     ) -> None:
         self._rendezvous = Rendezvous()
-        config = EngineConfig.from_args({**engine_args, "tensor_parallel_size": size})
+        job = Job(EngineConfig.from_args({**engine_args, "tensor_parallel_size": size}), name, key, settings, tiers)
         self._pipe, theirs = FORKING.Pipe()
         members = [
             Member(
@@ -126,8 +196,8 @@ class GroupEngine:
             for rank in range(size)
         ]
         self._processes = [
-            FORKING.Process(target=_lead, args=(theirs, config, members[0], name, key, settings), daemon=True),
-            *(FORKING.Process(target=_follow, args=(config, member, name, key), daemon=True) for member in members[1:]),
+            FORKING.Process(target=_lead, args=(theirs, job, members[0]), daemon=True),
+            *(FORKING.Process(target=_follow, args=(job, member), daemon=True) for member in members[1:]),
         ]
         for process in self._processes:
             process.start()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from silent_proxy import SilentProxy
 
 from baton.kv_transfer.channel import Route, ZmqChannel
 from baton.kv_transfer.curve import ClusterKey
@@ -57,6 +58,53 @@ def test_a_peer_that_restarts_at_the_same_address_is_reached_again(channels: lis
     new_link = reader.connect(again.address)
     reader.send(new_link, b"over a new one")
     assert next_message(again)[1] == b"over a new one"
+
+
+def lost_routes(channel: ZmqChannel, timeout_s: float = 10.0) -> list[Route]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        channel.wait(0.05)
+        if routes := channel.lost():
+            return routes
+    raise AssertionError("no connection broke")
+
+
+def test_a_connection_whose_other_end_ended_is_lost_and_no_other(channels: list[ZmqChannel]) -> None:
+    reader, holder, other = (ZmqChannel("127.0.0.1", KEY) for _ in range(3))
+    channels += [reader, other]
+    links = [reader.connect(peer.address) for peer in (holder, other)]
+    for link, peer in zip(links, (holder, other), strict=True):
+        reader.send(link, b"claim")
+        next_message(peer)
+    assert reader.lost() == []
+    holder.close()
+    assert lost_routes(reader) == [links[0]]
+
+
+def test_a_connection_over_which_nothing_comes_is_lost_and_comes_back(
+    channels: list[ZmqChannel],
+) -> None:
+    holder, reader = (ZmqChannel("127.0.0.1", KEY, silence_s=0.6) for _ in range(2))
+    channels += [holder, reader]
+    with SilentProxy(holder.address) as proxy:
+        link = reader.connect(proxy.address)
+        reader.send(link, b"before")
+        next_message(holder)
+        proxy.silence()
+        assert lost_routes(reader) == [link]
+        reader.send(link, b"meanwhile")
+        proxy.speak()
+        assert next_message(holder)[1] == b"meanwhile"
+
+
+def test_a_connection_that_has_nothing_to_say_is_not_lost(channels: list[ZmqChannel]) -> None:
+    holder, reader = (ZmqChannel("127.0.0.1", KEY, silence_s=0.6) for _ in range(2))
+    channels += [holder, reader]
+    link = reader.connect(holder.address)
+    reader.send(link, b"before")
+    next_message(holder)
+    time.sleep(2.0)
+    assert reader.lost() == []
 
 
 def test_a_message_to_a_peer_that_left_is_reported_as_dropped(channels: list[ZmqChannel]) -> None:

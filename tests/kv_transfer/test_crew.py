@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.connector import TransferConnector
-from baton.kv_transfer.crew import ATTEND_EVERY_S, MAX_UNANSWERED, Crew, CrewSocket, gather
+from baton.kv_transfer.crew import Crew, CrewSocket, gather
 from baton.kv_transfer.crew_member import CrewMember, Follower
 from baton.kv_transfer.crew_messages import Farewell, ReadReport, decode_order, decode_report, encode
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadDied, TransportError
 from baton.kv_transfer.fake_channel import FakeChannel, FakeNetwork
 from baton.kv_transfer.rank_reader import RankMemory, RankReader, group_metadata
+from baton.kv_transfer.remote_rank import ATTEND_EVERY_S, MAX_UNANSWERED
 from baton.kv_transfer.transports import PeerState, ReadState
 from baton.kv_transfer.transports.fake import FakeFabric
 from baton.kv_transfer.virtual import VirtualClock
@@ -44,10 +45,18 @@ class Group:
         self.followers: list[Follower] = []
         self.member_wire: FakeChannel | None = None
 
-    def reader(self, rank: int, heads: range, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> RankReader:
+    def reader(
+        self,
+        rank: int,
+        heads: range,
+        layout: KVLayout = LAYOUT,
+        num_blocks: int = NUM_BLOCKS,
+        *,
+        buffered: bool = False,
+    ) -> RankReader:
         memory = bytearray(num_blocks * len(heads) * layout.head_bytes)
         region = KVRegion(0, num_blocks, "cpu", layout, heads.start, len(heads))
-        return RankReader(rank, region, self.fabric.attach(f"{rank} {heads}", memory))
+        return RankReader(rank, region, self.fabric.attach(f"{rank} {heads}", memory), buffered=buffered)
 
     def join(self, reader: RankReader) -> Follower:
         self.member_wire = self.wires.bind(f"member {len(self.followers)}")
@@ -144,6 +153,13 @@ def test_heads_that_do_not_divide_are_refused(group: Group) -> None:
         group.join(group.reader(rank, range(2, 4)))
     with pytest.raises(TransportError, match="4 KV heads cannot be shared out over 3 ranks"):
         group.gather(size=3)
+
+
+def test_a_rank_that_goes_by_way_of_the_host_where_rank_0_does_not_is_refused() -> None:
+    group = Group()
+    group.join(group.reader(1, range(2, 4), buffered=True))
+    with pytest.raises(TransportError, match=r"rank 1 hands over by way of the host's memory.*set transfer\.buffer"):
+        group.gather()
 
 
 def test_strangers_are_not_heard(group: Group) -> None:
@@ -288,4 +304,5 @@ def test_a_rank_with_another_clusters_key_does_not_join(memory: np.ndarray, monk
     refusal = pytest.raises(TransportError, match=r"did not join within 1 s: \[1\]")
     with a_member(memory, socket, ClusterKey.generate()), refusal:
         a_leader(memory, socket, key)
+    socket.close()
     assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}

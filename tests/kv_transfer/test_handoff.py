@@ -7,7 +7,14 @@ import random
 import msgspec
 import pytest
 
-from baton.engine.core.connector import BlocksReleased, ConnectorEvent, OfferEnded, OfferOutcome, ReceiveFailed
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    OfferEnded,
+    OfferOutcome,
+    Received,
+    ReceiveFailed,
+)
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.crew import Crew
 from baton.kv_transfer.fake_channel import FakeNetwork
@@ -36,6 +43,7 @@ class Engines:
         self.events: list[ConnectorEvent] = []
         self.holder = self.engine("holder", holder_layout, transport, settings)
         self.reader = self.engine("reader", OURS, "fake", SETTINGS)
+        self.reader_channel = self.network.bound("tcp://reader")
 
     def engine(self, name: str, layout: KVLayout, transport_name: str, settings: TransferSettings) -> Handoff:
         transport = self.fabric.attach(name, bytearray(4 * layout.block_bytes))
@@ -149,6 +157,39 @@ def test_a_broken_peer_is_greeted_anew_only_when_no_read_of_it_is_left() -> None
     engines.pass_time(60)
     assert not engines.reader.any_access
     assert engines.reader.stats().peers_ready == 1
+
+
+def test_a_read_of_a_peer_that_is_cut_off_fails_at_once_and_its_blocks_come_back_when_it_has_ended() -> None:
+    engines = Engines(OURS)
+    engines.fabric.faults.read_s = (5.0, 5.0)
+    engines.hand_over()
+    assert engines.reader.any_access
+    engines.reader_channel.break_all()
+    engines.pass_time(1)
+    (failed,) = engines.events
+    assert isinstance(failed, ReceiveFailed)
+    assert "holder at tcp://holder ended, or is silent" in failed.reason
+    assert engines.reader.stats().blocks_quarantined == 1
+    engines.pass_time(60)
+    assert engines.events[1:] == [BlocksReleased(1)]
+    assert engines.reader.stats().peers_ready == 1, "it was greeted again"
+
+
+def test_nobody_waits_for_what_a_peer_offers_that_is_cut_off_until_it_answers() -> None:
+    engines = Engines(OURS)
+    engines.meet()
+    engines.network.faults.drop = 1.0
+    engines.reader_channel.break_all()
+    engines.pass_time(5)
+    assert engines.reader.stats().peers_ready == 0
+    engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], 1)
+    engines.receive(EngineKey("holder", 1))
+    assert engines.events == [ReceiveFailed(1, "holder at tcp://holder is cut off"), BlocksReleased(1)]
+    engines.network.faults.drop = 0.0
+    engines.pass_time(40)
+    engines.receive(EngineKey("holder", 1))
+    engines.pass_time(10)
+    assert Received(1) in engines.events
 
 
 def test_a_peer_that_broke_while_it_was_warmed_is_greeted_again_unasked() -> None:

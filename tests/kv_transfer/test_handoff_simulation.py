@@ -23,8 +23,9 @@ from baton.kv_transfer.leases import LEASE_TABLE, LeaseEvent, LeaseRow, LeaseSta
 from baton.kv_transfer.messages import DigestMode
 from baton.kv_transfer.peers import Peers
 from baton.kv_transfer.rank_reader import RankReader
+from baton.kv_transfer.receive import Receive
 from baton.kv_transfer.receive_table import ReceiveOutcome, ReceiveState
-from baton.kv_transfer.receives import Receive, ReceiveTable
+from baton.kv_transfer.receives import ReceiveTable
 from baton.kv_transfer.transports.fake import TransportFaults
 
 PREFILL, DECODE = st.sampled_from(("P0", "P1")), st.sampled_from(("D0", "D1"))
@@ -153,6 +154,10 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(name=ANY_ENGINE)
     def restart_unnoticed(self, name: str) -> None:
         self.world.restart(name)
+
+    @rule(name=ANY_ENGINE)
+    def connections_break(self, name: str) -> None:
+        self.world.engines[name].channel.break_all()
 
     @rule(name=ANY_ENGINE)
     def the_directory_speaks(self, name: str) -> None:

@@ -30,8 +30,9 @@ from baton.kv_transfer.messages import (
     Withdrawn,
     runs_of,
 )
+from baton.kv_transfer.receive import Patience
 from baton.kv_transfer.receive_table import RECEIVE_TABLE, ReceiveEvent, ReceiveRow, ReceiveState, Say
-from baton.kv_transfer.receives import Patience, ReceiveTable
+from baton.kv_transfer.receives import ReceiveTable
 
 PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)

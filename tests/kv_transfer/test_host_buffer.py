@@ -348,7 +348,8 @@ class TestChoice:
         assert isinstance(opened, Inner)
 
 
-def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)], ids="{0[0]} to {0[1]} ranks".format)
+def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(tmp_path: Path, sizes: tuple[int, int]) -> None:
     folder = write_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
     arguments = {
         "model": str(folder),
@@ -360,7 +361,10 @@ def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(tmp_path: Path
         "num_gpu_blocks_override": 64,
     }
     key, settings = ClusterKey.generate(), TransferSettings(buffer="host", buffer_bytes=1 << 20)
-    prefill, decode = (GroupEngine(name, key, 1, arguments, settings) for name in ("prefill", "decode"))
+    prefill, decode = (
+        GroupEngine(name, key, size, arguments, settings)
+        for name, size in zip(("prefill", "decode"), sizes, strict=True)
+    )
     sampling = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True)
     rng = random.Random(3)
     requests = [

@@ -26,7 +26,9 @@ from baton.kv_transfer.messages import (
     Withdrawn,
     runs_of,
 )
-from baton.kv_transfer.receives import Patience, ReceiveState, ReceiveTable
+from baton.kv_transfer.receive import Patience
+from baton.kv_transfer.receive_table import ReceiveState
+from baton.kv_transfer.receives import ReceiveTable
 
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)
 LEASE, READER = LeaseKey(HOLDER, "request", 0, 5), ReaderKey(ME, 1)

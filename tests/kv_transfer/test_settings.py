@@ -17,6 +17,7 @@ def test_the_defaults_are_valid() -> None:
     ("change", "reason"),
     [
         ({"lease_s": 0.0}, "lease_s is 0.0; it must be a positive number"),
+        ({"silence_s": 0.2}, "silence_s is 0.2; it must be at least 0.5 seconds"),
         ({"retry_s": float("nan")}, "retry_s is nan"),
         ({"lease_s": 1.0, "margin_s": 0.5}, "leave no time to renew"),
         ({"renew_at": 1.0}, "leave no time to renew"),

@@ -10,7 +10,7 @@ from tier_memory import LAYOUT
 
 from baton.engine.core.layout import KVRegion
 from baton.kv_transfer.errors import TransportError
-from baton.kv_transfer.host_memory import HostMemory, open_copies
+from baton.kv_transfer.host_memory import HostMemory, open_copies, runs_of
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
@@ -30,6 +30,27 @@ def test_blocks_go_down_and_come_up_in_any_order(device: str) -> None:
     copies.up([(0, 3), (5, 0)])
     assert blocks[:, -1].tolist() == [2, 1, 2, 3, 4, 7, 6, 7, 8, 9]
     assert blocks[:, 0].tolist() == [2, 1, 2, 3, 4, 7, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_neighbours_go_together_and_arrive_in_their_own_slots(device: str) -> None:
+    blocks, region = blocks_on(device)
+    memory = HostMemory(8, region.block_bytes, device)
+    copies = open_copies(region, memory)
+    copies.down([(2, 4), (3, 5), (4, 6), (8, 7), (7, 0), (6, 1)])
+    assert [memory.view(slot)[0] for slot in (4, 5, 6, 7, 0, 1)] == [2, 3, 4, 8, 7, 6]
+    copies.up([(0, 5), (1, 6), (2, 7), (9, 0)])
+    assert blocks[:, 0].tolist() == blocks[:, -1].tolist() == [3, 4, 8, 3, 4, 5, 6, 7, 8, 7]
+    copies.up([])
+
+
+def test_a_run_ends_where_either_side_leaps() -> None:
+    assert runs_of([(2, 4), (3, 5), (5, 6), (6, 8), (7, 9), (7, 10)]) == [
+        (2, 4, 2),
+        (5, 6, 1),
+        (6, 8, 2),
+        (7, 10, 1),
+    ]
 
 
 @pytest.mark.gpu

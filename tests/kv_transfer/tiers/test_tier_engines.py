@@ -16,12 +16,11 @@ import pytest
 from checkpoints import write_checkpoint
 
 from baton.engine.build import Engine, build_engine
-from baton.engine.config import EngineConfig, InvalidEngineConfig
+from baton.engine.config import EngineConfig
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
-from baton.engine.parallel.member import Member
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
@@ -175,13 +174,6 @@ def test_blocks_with_other_bytes_are_computed_again_and_counted(model: Path, exp
         stats = second.quiet()
         assert stats.failures["corrupt"] > 0
         assert stats.restored_tokens > 0
-
-
-def test_ranks_that_share_blocks_are_refused_by_name() -> None:
-    config = EngineConfig.from_args({"model": "any", "tensor_parallel_size": 2})
-    member = Member(rank=0, tensor_parallel_size=2, rendezvous="127.0.0.1:1")
-    with pytest.raises(InvalidEngineConfig, match="tensor_parallel_size: is 2, but tiers keep the blocks of one rank"):
-        build_engine(config, member=member, open_tiers=lambda region: pytest.fail("it was opened"))
 
 
 def _serve_for_ever(pipe: multiprocessing.connection.Connection, model: Path, settings: TierSettings) -> None:

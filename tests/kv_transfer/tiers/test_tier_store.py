@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ from tier_memory import BLOCK, LAYOUT, Pool, load, name, names, save, tiers
 from tier_process import SAID
 
 from baton.engine.core.tiers import TierStats
+from baton.kv_transfer.tiers import store as tier_store
 from baton.kv_transfer.tiers.disk_files import HEADER_BYTES, RECORD_BYTES, TierRefused
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
@@ -134,6 +137,65 @@ class TestDisk:
             tiers(Pool(), disk=4, folder=tmp_path / "file"),
         ):
             pass
+
+
+class TestOrderlyEnd:
+    def test_what_was_in_memory_is_on_the_disk(self, tmp_path: Path) -> None:
+        pool = Pool()
+        with tiers(pool, host=8, disk=16, folder=tmp_path) as store:
+            save(store, pool, range(6))
+            assert store.stats().blocks == {"host": 6, "disk": 0}
+        with tiers(pool, host=8, disk=16, folder=tmp_path) as store:
+            assert store.stats().blocks == {"host": 0, "disk": 6}
+            assert load(store, pool, range(6)) == 6
+
+    def test_what_was_used_last_is_saved_where_the_disk_holds_less_than_the_memory(self, tmp_path: Path) -> None:
+        pool = Pool()
+        with tiers(pool, host=6, disk=3, folder=tmp_path) as store:
+            for number in range(6):
+                save(store, pool, [number])
+            store.touch(names([1]))
+        with tiers(pool, disk=3, folder=tmp_path) as store:
+            assert [number for number in range(6) if store.find([name(number)])] == [1, 4, 5]
+            save(store, pool, [7])
+            assert [number for number in range(8) if store.find([name(number)])] == [1, 5, 7], "the oldest goes first"
+
+    def test_it_takes_no_longer_than_it_may(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tier_store, "SAVE_S", 0.0)
+        pool = Pool()
+        with tiers(pool, host=8, disk=16, folder=tmp_path) as store:
+            save(store, pool, range(6))
+        with tiers(pool, host=8, disk=16, folder=tmp_path) as store:
+            assert store.stats().blocks == {"host": 0, "disk": 0}
+
+
+class TestOrderOfUse:
+    def test_survives_a_restart(self, tmp_path: Path) -> None:
+        pool = Pool()
+        with tiers(pool, disk=4, folder=tmp_path) as store:
+            save(store, pool, range(4))
+            store.touch(names([0]))
+        with tiers(pool, disk=4, folder=tmp_path) as store:
+            save(store, pool, [7, 8])
+            assert [number for number in range(9) if store.find([name(number)])] == [0, 3, 7, 8]
+
+    def test_is_written_down_while_the_process_lives(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tier_store, "NOTE_USE_EVERY_S", 0.0)
+        pool = Pool()
+        with tiers(pool, disk=4, folder=tmp_path / "used") as store:
+            save(store, pool, range(4))
+            index = tmp_path / "used/blocks-0.index"
+            before = index.read_bytes()
+            store.touch(names([0]))
+            deadline = time.monotonic() + 20
+            while index.read_bytes() == before:
+                assert time.monotonic() < deadline, "it was not written down"
+                store.poll()
+                time.sleep(0.01)
+            shutil.copytree(tmp_path / "used", tmp_path / "killed")
+        with tiers(pool, disk=4, folder=tmp_path / "killed") as store:
+            save(store, pool, [7])
+            assert [number for number in range(8) if store.find([name(number)])] == [0, 2, 3, 7]
 
 
 class TestBadBytes:

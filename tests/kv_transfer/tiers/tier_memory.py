@@ -31,17 +31,24 @@ def names(numbers: Sequence[int]) -> list[bytes]:
 
 
 class Pool:
-    def __init__(self, num_blocks: int = 64, layout: KVLayout = LAYOUT) -> None:
+    """Blocks of one rank of `size`."""
+
+    def __init__(self, num_blocks: int = 64, layout: KVLayout = LAYOUT, rank: int = 0, size: int = 1) -> None:
         self.layout = layout
-        self.blocks = np.zeros((num_blocks, layout.block_bytes), dtype=np.uint8)
+        self.heads = layout.heads_of(rank, size)
+        self.blocks = np.zeros((num_blocks, len(self.heads) * layout.head_bytes), dtype=np.uint8)
 
     @property
     def region(self) -> KVRegion:
-        return KVRegion(self.blocks.ctypes.data, len(self.blocks), "cpu", self.layout, 0, self.layout.num_kv_heads)
+        return KVRegion(
+            self.blocks.ctypes.data, len(self.blocks), "cpu", self.layout, self.heads.start, len(self.heads)
+        )
 
     def content(self, number: int) -> np.ndarray:
-        """What a block called `number` holds."""
-        return np.random.default_rng(number).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
+        """What a block called `number` holds, of the heads that are here."""
+        whole = np.random.default_rng(number).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
+        size = self.layout.head_bytes
+        return whole[self.heads.start * size : self.heads.stop * size]
 
     def fill(self, numbers: Sequence[int]) -> None:
         """Block i holds what belongs to the i-th number."""

@@ -3,6 +3,11 @@
 write      stores blocks without end, and says how many are stored
 full       may write no file longer than half the tier before it makes one, then says what it has
 fills_up   the same limit comes when the tier is there already
+
+`python tier_process.py FOLDER SLOTS WHAT ADDRESS` is rank 1 of a group of two whose rank 0 is at ADDRESS:
+
+full       may write no file longer than half its share of the tier
+fills_up   the same limit comes when a line comes in and the tier is there already
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ from pathlib import Path
 
 import msgspec
 from tier_memory import BLOCK, Pool, event_of, load, names, save, tiers
+
+from baton.kv_transfer.tiers.ranks import follow_tiers
+from baton.kv_transfer.tiers.settings import TierSettings
 
 SAID = "said: "  # NIXL writes to the same output
 
@@ -58,5 +66,30 @@ def fills_up(folder: Path, num_slots: int) -> None:
         say(msgspec.json.encode([store.stats(), found]).decode())
 
 
-if __name__ == "__main__":
+def follow(folder: Path, num_slots: int, what: str, address: str) -> None:
+    pool = Pool(rank=1, size=2)
+    limit = pool.region.block_bytes * num_slots // 2
+    if what == "full":
+        limit_files(limit)
+    member = follow_tiers(
+        pool.region,
+        TierSettings(disk_path=str(folder), disk_bytes=num_slots * pool.region.block_bytes),
+        rank=1,
+        num_ranks=2,
+        leader=address,
+        key=None,
+        name="rank 1",
+        cpu_affinity="any",
+    )
+    sys.stdin.readline()
+    if what == "fills_up":
+        limit_files(limit)
+        say("limited")
+    sys.stdin.readline()
+    member.close()
+
+
+if __name__ == "__main__" and len(sys.argv) > 4:
+    follow(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+elif __name__ == "__main__":
     {"write": write, "full": full, "fills_up": fills_up}[sys.argv[3]](Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,71 @@
+"""What the workers on one machine take of its own memory and of its disk, beside its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.cluster.contracts import Role
+from baton.cluster.spec import FleetSpec
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """In bytes. Of one worker, or of all of one node."""
+
+    tiers: int = 0  # `kv_tiers.host_bytes`
+    buffer: int = 0  # `transfer.buffer_bytes`
+    model: int = 0  # weights, blocks and steps where there is no GPU
+    disk: int = 0  # `kv_tiers.disk_bytes`
+
+    @property
+    def memory(self) -> int:
+        return self.tiers + self.buffer + self.model
+
+    def __add__(self, other: HostNeeds) -> HostNeeds:
+        return HostNeeds(
+            self.tiers + other.tiers, self.buffer + other.buffer, self.model + other.model, self.disk + other.disk
+        )
+
+
+def needs_of_worker(spec: FleetSpec, role: Role, model: int) -> HostNeeds:
+    """`model`: what of the model is in the host's memory."""
+    tiers, transfer = spec.fleets.present[role].kv_tiers, spec.transfer_settings()
+    by_host = role is not Role.UNIFIED and transfer.buffer == "host"
+    return HostNeeds(
+        tiers=0 if tiers is None else tiers.host_bytes,
+        buffer=transfer.buffer_bytes if by_host else 0,
+        model=model,
+        disk=0 if tiers is None else tiers.disk_bytes,
+    )
+
+
+def needs_of_nodes(workers: Sequence[tuple[int, HostNeeds]]) -> list[HostNeeds]:
+    """By node, given the node of each worker and what that needs."""
+    nodes = [HostNeeds()] * (max((node for node, _ in workers), default=-1) + 1)
+    for node, needs in workers:
+        nodes[node] += needs
+    return nodes
+
+
+def what_does_not_fit(nodes: Sequence[HostNeeds], memory_bytes: int | None, disk_bytes: int | None) -> Iterator[str]:
+    """One line for each node that has too little; None: not known."""
+    for node, needs in enumerate(nodes):
+        if memory_bytes is not None and needs.memory > memory_bytes:
+            parts = (
+                ("kv_tiers.host_bytes", needs.tiers),
+                ("transfer.buffer_bytes", needs.buffer),
+                ("models", needs.model),
+            )
+            named = ", ".join(f"{size / GB:.1f} GB of {name}" for name, size in parts if size)
+            yield (
+                f"node {node}: its workers take {needs.memory / GB:.1f} GB of the host's memory ({named}), it has"
+                f" {memory_bytes / GB:g}: give less, or fewer workers a node"
+            )
+        if disk_bytes is not None and needs.disk > disk_bytes:
+            yield (
+                f"node {node}: its workers take {needs.disk / GB:.1f} GB of disk (kv_tiers.disk_bytes), it has"
+                f" {disk_bytes / GB:g}: give less, or fewer workers a node"
+            )

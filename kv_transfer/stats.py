@@ -1,0 +1,26 @@
+"""What an engine counts of its transfers."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one engine. Counters run from the process's start."""
+
+    offers: dict[str, int] = {}  # ended ones by outcome: finished, withdrawn, expired
+    receives: dict[str, int] = {}  # ended ones by outcome: see `ReceiveOutcome`
+    leases_held: int = 0
+    blocks_held: int = 0
+    receives_active: int = 0  # including quarantined ones
+    blocks_quarantined: int = 0
+    bytes_read: int = 0
+    descriptors_read: int = 0
+    blocks_read_early: int = 0  # while the holder was still writing others of the same prompt
+    receive_seconds: float = 0.0  # summed over those that were received, from the engine's call to the commit
+    messages_stale: int = 0  # of another epoch or generation, or after the end: dropped
+    messages_malformed: int = 0
+    messages_unsent: int = 0
+    peers_ready: int = 0
+    buffer_blocks: int = 0  # places of the host buffer in use, where blocks go by way of one
+    buffer_refusals: int = 0  # prompts for which it had too few places
