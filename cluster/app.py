@@ -27,9 +27,10 @@ from .spec import SMALLEST_AMOUNT, Fleet, FleetSpec, load_spec
 APP_NAME = "baton"
 ROOT = "gateway"  # the name of the deployment
 
-# A dead worker fails three checks in a row before Serve acts on it.
+# A dead worker fails three checks in a row before Serve acts on it. So does all that is on a machine that is cut off
+# for a minute: with 10 s, a head that was cut off for 20 s replaced every replica.
 HEALTH_CHECK_PERIOD_S = 0.5
-HEALTH_CHECK_TIMEOUT_S = 10.0
+HEALTH_CHECK_TIMEOUT_S = 20.0
 SHUTDOWN_S = 5.0
 REPLICA_CPUS = 0.1
 
@@ -46,6 +47,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
 def _engines(role: Role, fleet: Fleet, args: dict[str, Any]) -> serve.Application:
     where = dict.fromkeys(fleet.markers, SMALLEST_AMOUNT)  # or the loss of another fleet's machine would end a group
+    saving_s = 0.0 if fleet.kv_tiers is None else fleet.kv_tiers.save_s
     deployment = serve.deployment(
         name=role.value,
         **_size(fleet),
@@ -53,7 +55,7 @@ def _engines(role: Role, fleet: Fleet, args: dict[str, Any]) -> serve.Applicatio
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_surge_percent=fleet.max_surge_percent,
-        graceful_shutdown_timeout_s=fleet.drain_timeout_s + LONGEST_S + SHUTDOWN_S,
+        graceful_shutdown_timeout_s=fleet.drain_timeout_s + LONGEST_S + SHUTDOWN_S + saving_s,
         graceful_shutdown_wait_loop_s=0.1,
     )(EngineReplica)
     return deployment.bind(args, role.value)

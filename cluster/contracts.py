@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.kv_transfer.handoff import TransferStats
+from baton.kv_transfer.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
 
@@ -232,6 +232,10 @@ class EngineClient(Protocol):
 
     def listed(self) -> DirectorySnapshot:
         """Everyone alive, reached or not."""
+        ...
+
+    def heard_s(self, engine: EngineRecord) -> float:
+        """When the engine's newest message came, on `time.monotonic`'s clock; 0 if none ever did."""
         ...
 
     def submit(self, engine: EngineRecord, request: EngineRequest) -> OutputStream:

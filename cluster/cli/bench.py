@@ -138,6 +138,10 @@ def serve(
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None,
     num_warmups: Annotated[int, typer.Option(min=0)] = 1,
     seed: int = 0,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The model's folder, for servers that have no /tokenize.")
+    ] = None,
     api_key: ApiKey = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -145,7 +149,18 @@ def serve(
     from .bench_serve import Load, ServerUnfit, measure
 
     load = Load(
-        url, model, api_key, num_prompts, input_len, output_len, request_rate, max_concurrency, num_warmups, seed
+        url=url,
+        model=model,
+        api_key=api_key,
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        request_rate=request_rate,
+        max_concurrency=max_concurrency,
+        num_warmups=num_warmups,
+        seed=seed,
+        temperature=temperature,
+        tokenizer=tokenizer,
     )
     try:
         result = measure(load)

@@ -20,6 +20,9 @@ from typing import Any
 import httpx
 from rich.progress import Progress
 
+from baton.engine.text import Tokenizer, TokenizerError
+
+ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789"
 PERCENTILES = (50, 90, 95, 99)
 TIMEOUT_S = 600.0
 
@@ -42,6 +45,8 @@ class Load:
     max_concurrency: int | None
     num_warmups: int
     seed: int
+    temperature: float = 0.0
+    tokenizer: str | None = None  # a model's folder; None: the server tells its tokens
 
 
 @dataclass
@@ -67,22 +72,34 @@ async def _measure(load: Load) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=base_url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
         try:
             model = load.model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-            prompts = await _prompts(client, model, load)
+            prompts = _prompts(await _plain_tokens(client, model, load), load)
         except httpx.HTTPError as error:
             raise ServerUnfit(f"{load.url}: {error}") from error
         for prompt in prompts[: load.num_warmups]:
-            warmup = await _ask(client, model, prompt, load.output_len)
+            warmup = await _ask(client, model, prompt, load)
             if warmup.error:
                 raise ServerUnfit(f"{load.url}: the first request failed: {warmup.error}")
         answers, duration_s = await _send_all(client, model, prompts[load.num_warmups :], load)
     return summary(load, model, answers, duration_s)
 
 
-async def _prompts(client: httpx.AsyncClient, model: str, load: Load) -> list[list[int]]:
-    """Prompts of random tokens. How the server writes a few letters tells which tokens are plain text."""
-    alphabet = " abcdefghijklmnopqrstuvwxyz0123456789"
-    answer = await client.post("/tokenize", json={"model": model, "prompt": alphabet, "add_special_tokens": False})
-    tokens = answer.raise_for_status().json()["tokens"]
+async def _plain_tokens(client: httpx.AsyncClient, model: str, load: Load) -> list[int]:
+    """Tokens that are plain text, as a few letters are written in them."""
+    if load.tokenizer is not None:
+        try:
+            return Tokenizer.from_folder(load.tokenizer).encode(ALPHABET, add_special_tokens=False)
+        except TokenizerError as error:
+            raise ServerUnfit(f"--tokenizer: {error}") from error
+    body = {"model": model, "prompt": ALPHABET, "add_special_tokens": False}
+    answer = await client.post("/tokenize", json=body)
+    if answer.is_client_error:
+        raise ServerUnfit(
+            f"{load.url} has no /tokenize (status {answer.status_code}): name the model's folder with --tokenizer"
+        )
+    return list(answer.raise_for_status().json()["tokens"])
+
+
+def _prompts(tokens: Sequence[int], load: Load) -> list[list[int]]:
     rng = random.Random(load.seed)
     return [rng.choices(tokens, k=load.input_len) for _ in range(load.num_warmups + load.num_prompts)]
 
@@ -96,7 +113,7 @@ async def _send_all(
 
         async def one(prompt: list[int]) -> Answer:
             async with gate:
-                answer = await _ask(client, model, prompt, load.output_len)
+                answer = await _ask(client, model, prompt, load)
             bar.advance(task)
             return answer
 
@@ -117,12 +134,12 @@ async def _paced(prompts: Sequence[list[int]], load: Load) -> AsyncIterator[list
             await asyncio.sleep(due_s - time.perf_counter())
 
 
-async def _ask(client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int) -> Answer:
+async def _ask(client: httpx.AsyncClient, model: str, prompt: list[int], load: Load) -> Answer:
     body = {
         "model": model,
         "prompt": prompt,
-        "max_tokens": output_len,
-        "temperature": 0.0,
+        "max_tokens": load.output_len,
+        "temperature": load.temperature,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -138,6 +138,12 @@ def plan(
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="0: machines without GPUs.")] = 8,
     gpu_memory: Annotated[float, typer.Option(min=1, help="Of one GPU, in GB.")] = 80.0,
+    memory: Annotated[
+        float | None, typer.Option(min=1, help=r"Of one machine beside its GPUs', in GB.  \[default: enough]")
+    ] = None,
+    disk: Annotated[
+        float | None, typer.Option(min=1, help=r"Of one machine, where KV tiers are, in GB.  \[default: enough]")
+    ] = None,
     load: Annotated[float, typer.Option(min=0, help="Requests a second.")] = 1.0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 1024,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 256,
@@ -158,7 +164,13 @@ def plan(
 
     from .plan import print_plan
 
-    machines = Machines(gpus_per_node, int(gpu_memory * GB), nodes)
+    machines = Machines(
+        gpus_per_node,
+        int(gpu_memory * GB),
+        nodes,
+        memory_bytes=None if memory is None else int(memory * GB),
+        disk_bytes=None if disk is None else int(disk * GB),
+    )
     try:
         specs = specs_in_file(file, model=model)
     except InvalidSpec as error:

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 ROOM_S = 4.0  # for a cluster that cannot grow to make room: what a dead group had is free again within less
 HERE_S = 1.0  # for room on this machine, before others are taken
 NODE_LABEL = "ray.io/node-id"  # Ray's own, of every node
-STOP_S = 3.0  # for workers to end by themselves
 
 
 class GroupCannotStart(RuntimeError):
@@ -105,7 +104,7 @@ class WorkerGroup:
         """In order if they can, so that memory shared with peers is released."""
         with contextlib.suppress(TimeoutError):
             stops = [worker.actor.stop.remote() for worker in self.workers]
-            await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), STOP_S)
+            await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), self._launch.stop_s)
 
     async def end(self) -> None:
         """By force, all of them. Ending twice changes nothing."""
@@ -225,7 +224,7 @@ def places_of(seats: Sequence[Seat], openings: Sequence[Opening], tp_size: int) 
     for seat, opening in zip(seats, openings, strict=True):
         gpus[seat.node] = gpus.get(seat.node, ()) + opening.gpus
     rendezvous = openings[0].rendezvous
-    return [Place(rendezvous, openings[seat.rank - seat.rank % tp_size].crew, gpus[seat.node]) for seat in seats]
+    return [Place(rendezvous, openings[seat.rank - seat.rank % tp_size].doors, gpus[seat.node]) for seat in seats]
 
 
 def _may_grow(bundle: Bundle, size: int) -> bool:

@@ -1,46 +1,42 @@
-"""One engine on the network: a step loop and a socket, each with its own thread.
+"""One engine on the network: a step loop that serves what its mailbox brings.
 
-    I/O thread                                         step thread
-      ROUTER (CURVE) ── Hello, Submit, Abort ──> inbox ──> EngineCore.add / abort
-             ^                                                 │ step()
-             └──────── one Outputs a gateway <── outbox <──────┘
+    mailbox ── Hello, Submit, Abort ──> EngineCore.add / abort
+       ^                                     │ step()
+       └────── one Outputs a gateway ────────┘
 
-The step thread owns the EngineCore, the I/O thread owns the socket; they meet in two queues. With nothing to do both
-sleep in the kernel. A gateway whose connection is gone is noticed when something is sent to it, and its requests are
-aborted.
+The step thread owns the EngineCore; the mailbox has a thread of its own. A gateway whose connection is gone, or silent
+for too long, is noticed when something is sent to it, and its requests are aborted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from baton.cluster.contracts import EnginePulse
-from baton.cluster.wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Outputs, Submit, WireError
+from baton.cluster.gateway.settings import QueueLimits
+from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, Outputs, Submit
 from baton.engine.core.block_log import BlockLog, BlockNews
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.kv_transfer.curve import ClusterKey
-from baton.kv_transfer.handoff import TransferStats
+from baton.kv_transfer.silence import SILENCE_S
+from baton.kv_transfer.stats import TransferStats
+
+from .mailbox import GatewayLost, Leave, Letter, Mailbox
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_S = 1.0  # an engine without work still looks after its leases and statistics this often
 STATS_PERIOD_S = 0.25  # a busy engine tells its state also to gateways that have no request in it
 LEAVING = EngineError(ErrorKind.LEAVING, "The engine ends: the request goes on elsewhere.")
-MAX_RECEIVED_AT_ONCE = 1024  # then the outbox has its turn
-HEARTBEAT_MS = 2_000  # lost machines send no FIN; libzmq's own pings notice them
-HEARTBEAT_TIMEOUT_MS = 8_000
 
 
 class Engine(Protocol):
@@ -56,28 +52,9 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class GatewayLost:
-    """The connection to a gateway is gone."""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """This engine is about to end: what it has not finished goes on elsewhere."""
-
-
-@dataclass(frozen=True)
 class Owner:
     gateway: bytes
     generation: int
-
-
-@dataclass
-class ServerCounters:
-    """From the start of the process."""
-
-    malformed_messages: int = 0
-    stale_messages: int = 0  # meant for another epoch, or about an older generation
-    undeliverable_messages: int = 0  # their gateway was gone
 
 
 class EngineServer:
@@ -96,15 +73,16 @@ class EngineServer:
         key: ClusterKey,
         host: str,
         transfers: Callable[[], TransferStats | None] = lambda: None,
+        silence_s: float = SILENCE_S,
+        queue_limits: QueueLimits = QueueLimits(),
     ) -> None:
-        self.counters = ServerCounters()
         self._engine = engine
         self._transfers = transfers
         self._engine_id = engine_id
         self._epoch = epoch
-        self._inbox: deque[tuple[bytes, ClientMessage | GatewayLost | Leave]] = deque()
-        self._outbox: deque[tuple[bytes, Outputs]] = deque()
-        self._work = threading.Event()
+        self._queue_limits = queue_limits
+        self._mail = Mailbox(host=host, key=key, epoch=epoch, silence_s=silence_s)
+        self.address, self.counters = self._mail.address, self._mail.counters
         self._closing = threading.Event()
         self.ended: Future[None] = Future()
 
@@ -114,33 +92,15 @@ class EngineServer:
         self._blocks = engine.block_log()  # step thread only, from `start` on
         self._told: Outputs | None = None  # step thread only: what every gateway knows, but for blocks
         self._told_at_s = 0.0
+        self._told_of_work = False  # in what every gateway knows
         self._turn_began_s = time.monotonic()
         self._busy_s = 0.0
         self._alive: set[bytes] = set()  # gateways in the newest snapshot
 
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._configure(key)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
-        self._bell = self._context.socket(zmq.PAIR)  # rung by the step thread, heard by the I/O thread
-        self._bell.bind("inproc://outbox")
         self._threads = [
             threading.Thread(target=self._guard, args=(self._step_loop,), name="baton-step", daemon=True),
-            threading.Thread(target=self._guard, args=(self._io_loop,), name="baton-io", daemon=True),
+            threading.Thread(target=self._guard, args=(self._carry_mail,), name="baton-io", daemon=True),
         ]
-
-    def _configure(self, key: ClusterKey) -> None:
-        key.secure_server(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is an error, not a silent loss
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that reconnects replaces its old connection
-        self._socket.setsockopt(
-            zmq.SNDHWM, 0
-        )  # dropping one message would corrupt a stream; slow gateways leave the directory
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -148,28 +108,27 @@ class EngineServer:
 
     def close(self) -> None:
         self._closing.set()
-        self._work.set()
+        self._mail.wake()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
         if not self.ended.done():
             self.ended.set_result(None)
-        self._context.destroy(linger=0)
+        self._mail.close()
 
     def stalled_s(self) -> float:
-        """For how long the step loop has been in one turn. An idle one begins another every `IDLE_POLL_S`."""
+        """For how long the step loop has been in one turn. An idle one begins another every `mailbox.IDLE_POLL_S`."""
         return time.monotonic() - self._turn_began_s
 
     def pulse(self) -> EnginePulse:
         """How the engine does. Any thread may call it; what it tells of hand-offs is at most `STATS_PERIOD_S` old where
         the engine works, and new where it does not.
         """
-        waiting = sum(isinstance(message, Submit) for _, message in list(self._inbox))
         told = self._told
         transfers = told.transfers if told else None
         return EnginePulse(
             stalled_s=self.stalled_s(),
-            num_requests=len(self._owners) + waiting,
+            num_requests=len(self._owners) + self._mail.num_submitted,
             leases_held=transfers.leases_held if transfers else 0,
             receives_active=transfers.receives_active if transfers else 0,
             busy_s=self._busy_s,
@@ -178,12 +137,11 @@ class EngineServer:
 
     def hand_over(self) -> None:
         """Gives all requests back to their gateways, which go on with them elsewhere, and takes no more."""
-        self._inbox.append((b"", Leave()))
-        self._work.set()
+        self._mail.post(Leave())
 
     def wake(self) -> None:
         """There is news for the step loop. Any thread may call it."""
-        self._work.set()
+        self._mail.wake()
 
     def keep_gateways(self, alive: Iterable[str]) -> None:
         """Aborts the requests of gateways that left since the last call. One thread, any, calls it.
@@ -192,9 +150,8 @@ class EngineServer:
         """
         alive_now = {identity.encode() for identity in alive}
         for gateway in self._alive - alive_now:
-            self._inbox.append((gateway, GatewayLost()))
+            self._mail.post(GatewayLost(), gateway)
         self._alive = alive_now
-        self._work.set()
 
     def _guard(self, loop: Callable[[], None]) -> None:
         try:
@@ -204,53 +161,48 @@ class EngineServer:
             if not self.ended.done():
                 self.ended.set_exception(error)
             self._closing.set()
-            self._work.set()
+            self._mail.wake()
+
+    def _carry_mail(self) -> None:
+        self._mail.run(self._closing)
 
     # ---- step thread ----
 
     def _step_loop(self) -> None:
-        bell = self._context.socket(zmq.PAIR)
-        bell.connect("inproc://outbox")
         try:
             while not self._closing.is_set():
-                self._turn(bell)
+                self._turn()
         finally:
             self._closing.set()
-            self._ring(bell)
+            self._mail.wake_carrier()
 
-    def _turn(self, bell: zmq.Socket[bytes]) -> None:
+    def _turn(self) -> None:
         self._turn_began_s = time.monotonic()
-        while self._inbox:
-            gateway, message = self._inbox.popleft()
-            self._take(gateway, message)
+        for gateway, letter in self._mail.take():
+            self._take(gateway, letter)
         has_work = self._engine.has_work()
-        self._publish(self._step(bell))
+        if has_work and not self._told_of_work and len(self._gateways) > 1:
+            self._tell_all_gateways()  # or those that have nothing in it would all take it for idle
+        self._mail.ring()  # before a step that may be long
+        self._publish(self._step())
         if has_work:
             self._busy_s += time.monotonic() - self._turn_began_s
-        idle = not self._engine.has_work() and not self._inbox
+        idle = not self._engine.has_work() and self._mail.is_empty
         if idle or time.monotonic() - self._told_at_s >= STATS_PERIOD_S:
             self._tell_all_gateways()
-        if self._outbox:
-            self._ring(bell)
-        if idle:
-            self._work.wait(IDLE_POLL_S)
-        self._work.clear()
+        self._mail.ring()
+        self._mail.rest(idle=idle)
 
-    def _step(self, bell: zmq.Socket[bytes]) -> list[EngineOutput]:
+    def _step(self) -> list[EngineOutput]:
         try:
             return self._engine.step()
         except EngineFailed as failure:
             self._publish(failure.outputs)  # every live request hears that it failed
-            self._ring(bell)
+            self._mail.ring()
             raise
 
-    @staticmethod
-    def _ring(bell: zmq.Socket[bytes]) -> None:
-        with contextlib.suppress(zmq.Again):  # rung a thousand times already, and nobody came: it rings
-            bell.send(b"", flags=zmq.NOBLOCK)
-
-    def _take(self, gateway: bytes, message: ClientMessage | GatewayLost | Leave) -> None:
-        match message:
+    def _take(self, gateway: bytes, letter: Letter) -> None:
+        match letter:
             case Hello():
                 self._abort_all_of(gateway)
                 self._gateways[gateway] = None
@@ -286,7 +238,11 @@ class EngineServer:
             self._refuse(gateway, request.request_id, request.generation, error)
             return
         if owner is not None:  # a newer generation takes the place of the older one
+            del self._owners[request.request_id]
             self._engine.abort(request.request_id)
+        if not _brings_work(request) and self._queue_limits.reached(stats := self._engine.stats()):
+            self._refuse(gateway, request.request_id, request.generation, _full(stats, self._queue_limits))
+            return
         self._owners[request.request_id] = Owner(gateway, request.generation)
         self._engine.add(request)
 
@@ -294,7 +250,7 @@ class EngineServer:
         refusal = EngineOutput(
             request_id=request_id, generation=generation, finish_reason=FinishReason.ERROR, error=error
         )
-        self._outbox.append((gateway, self._message([refusal], self._engine.stats())))
+        self._mail.send(gateway, self._message([refusal], self._engine.stats()))
 
     def _abort(self, request_id: str, generation: int) -> None:
         owner = self._owners.get(request_id)
@@ -317,7 +273,7 @@ class EngineServer:
     def _give_up_all_of(self, gateway: bytes) -> None:
         """Says so: a gateway that only the directory lost (it was stopped, or cut off) still waits for its tokens."""
         if last_words := self._abort_all_of(gateway):
-            self._outbox.append((gateway, self._message(last_words, self._engine.stats())))
+            self._mail.send(gateway, self._message(last_words, self._engine.stats()))
 
     def _publish(self, outputs: Sequence[EngineOutput]) -> None:
         if not outputs:
@@ -332,23 +288,26 @@ class EngineServer:
                 del self._owners[output.request_id]
         stats = self._engine.stats()
         for gateway, its_outputs in of_gateway.items():
-            self._outbox.append((gateway, self._message(its_outputs, stats)))
+            self._mail.send(gateway, self._message(its_outputs, stats))
 
     def _tell_all_gateways(self) -> None:
         news, changes = self._news(), self._blocks.take() if self._gateways else None
-        self._told_at_s = time.monotonic()
+        self._told_at_s, self._told_of_work = time.monotonic(), self._engine.has_work()
         if news == self._told and changes is None:
             return
         self._told = news
         told = msgspec.structs.replace(news, blocks=changes)
-        self._outbox.extend((gateway, told) for gateway in self._gateways)
+        for gateway in self._gateways:
+            self._mail.send(gateway, told)
 
     def _tell_blocks(self, gateway: bytes) -> None:
         """All that is cached, to one gateway; what changed until now, to the others."""
         if (changes := self._blocks.take()) is not None:
             told = self._news(changes)
-            self._outbox.extend((other, told) for other in self._gateways if other != gateway)
-        self._outbox.append((gateway, self._news(self._blocks.snapshot())))
+            for other in self._gateways:
+                if other != gateway:
+                    self._mail.send(other, told)
+        self._mail.send(gateway, self._news(self._blocks.snapshot()))
 
     def _news(self, blocks: BlockNews | None = None) -> Outputs:
         return Outputs(self._engine_id, self._epoch, [], self._engine.stats(), self._transfers(), blocks)
@@ -356,50 +315,15 @@ class EngineServer:
     def _message(self, outputs: list[EngineOutput], stats: EngineStats) -> Outputs:
         return Outputs(self._engine_id, self._epoch, outputs, stats)
 
-    # ---- I/O thread ----
 
-    def _io_loop(self) -> None:
-        codec = Codec()
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
-        while not self._closing.is_set():
-            ready = dict(poller.poll(timeout=0 if self._outbox else int(IDLE_POLL_S * 1000)))
-            if self._bell in ready:
-                while self._bell.poll(0):
-                    self._bell.recv()
-            self._send_outbox(codec)
-            if self._socket in ready:
-                self._receive(codec)
-        self._send_outbox(codec)
+def _brings_work(request: EngineRequest) -> bool:
+    """What others have done for it would be lost. There are no more of these than other engines can have."""
+    return bool(request.output_token_ids) or request.kv_source is not None
 
-    def _receive(self, codec: Codec) -> None:
-        for _ in range(MAX_RECEIVED_AT_ONCE):
-            if not self._socket.poll(0):
-                break
-            gateway, *frames = self._socket.recv_multipart()
-            try:
-                if len(frames) != 1:
-                    raise WireError(f"{len(frames)} frames instead of one")
-                message = codec.decode_from_client(frames[0])
-            except WireError as error:
-                self.counters.malformed_messages += 1
-                logger.warning("engine %s dropped a message of %r: %s", self._engine_id, gateway, error)
-                continue
-            if message.epoch != self._epoch:
-                self.counters.stale_messages += 1
-                continue
-            self._inbox.append((gateway, message))
-        self._work.set()
 
-    def _send_outbox(self, codec: Codec) -> None:
-        for _ in range(len(self._outbox)):  # not until it is empty: what arrives meanwhile must not wait for ever
-            gateway, message = self._outbox.popleft()
-            try:
-                self._socket.send_multipart([gateway, codec.encode(message)], flags=zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                    raise
-                self.counters.undeliverable_messages += 1
-                self._inbox.append((gateway, GatewayLost()))
-                self._work.set()
+def _full(stats: EngineStats, limits: QueueLimits) -> EngineError:
+    message = (
+        f"{stats.num_requests_waiting} requests with {stats.num_waiting_tokens} tokens to compute wait in this engine: "
+        f"gateway.queue_limits are {limits.requests} and {limits.tokens}."
+    )
+    return EngineError(ErrorKind.OVERLOADED, message)

@@ -24,6 +24,7 @@ from baton.engine.core.layout import KVRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
 from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.tiers.settings import TierSettings
 
 from .seats import Seat
 from .server import EngineServer
@@ -31,6 +32,7 @@ from .server import EngineServer
 if TYPE_CHECKING:
     from baton.engine.build import Engine
     from baton.engine.parallel.rendezvous import Rendezvous
+    from baton.kv_transfer.channel import RankSocket
     from baton.kv_transfer.connector import TransferConnector
     from baton.kv_transfer.crew import CrewSocket
     from baton.kv_transfer.host_buffer import HostBuffer
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
+STOP_S = 3.0  # for workers to end by themselves, where tiers have nothing to save
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,31 @@ class EngineLaunch:
     def hands_over(self) -> bool:
         return self.role is not Role.UNIFIED
 
+    @property
+    def tiers(self) -> TierSettings | None:
+        return self.spec.fleets.present[self.role].kv_tiers
+
+    @property
+    def stop_s(self) -> float:
+        """For its workers to end by themselves, before they are ended by force."""
+        return STOP_S + (0.0 if self.tiers is None else self.tiers.save_s)
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where a leader's tensor-parallel ranks join it for what they do together; empty where they do not."""
+
+    reads: str = ""  # of peers' blocks
+    copies: str = ""  # between blocks and the host buffer
+    tiers: str = ""
+
 
 @dataclass(frozen=True)
 class Opening:
     """What one rank brings to its group."""
 
     rendezvous: str = ""  # of rank 0: where all meet, "host:port"
-    crew: str = ""  # of a leader: where its tensor-parallel ranks meet, which read blocks together
+    doors: Doors = Doors()  # of a leader
     gpus: tuple[str, ...] = ()  # that Ray has reserved for it
 
 
@@ -78,7 +99,7 @@ class Place:
     """What one rank is told of its group; empty where there is nobody to meet."""
 
     rendezvous: str = ""
-    crew: str = ""
+    doors: Doors = Doors()  # of its leader
     gpus: tuple[str, ...] = ()  # of all ranks of its machine, by local rank: peers reach into each other's memory
 
 
@@ -96,6 +117,8 @@ class EngineWorker:
         self._epoch = secrets.randbits(63)
         self._rendezvous: Rendezvous | None = None
         self._crew: CrewSocket | None = None
+        self._copies: RankSocket | None = None
+        self._tier_ranks: RankSocket | None = None
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
         self._connector: TransferConnector | HostBuffer | None = None
@@ -112,7 +135,7 @@ class EngineWorker:
 
     async def follow(self, place: Place) -> int:
         """Begins to follow, and returns this process's id. What goes wrong, `run` raises."""
-        self._following = asyncio.create_task(asyncio.to_thread(self._follow, self._member(place), place.crew))
+        self._following = asyncio.create_task(asyncio.to_thread(self._follow, self._member(place), place.doors))
         return os.getpid()
 
     async def lead(self, place: Place) -> EngineRecord:
@@ -159,19 +182,35 @@ class EngineWorker:
 
     def _open(self) -> Opening:
         # Here rather than at the top: torch and NIXL load with them, in this process only.
-        rendezvous = crew = ""
+        rendezvous, doors = "", Doors()
         size, rank = self._launch.tensor_parallel_size, self._seat.rank
         if self._launch.world_size > 1 and rank == 0:
             from baton.engine.parallel.rendezvous import Rendezvous
 
             self._rendezvous = Rendezvous(self._host)
             rendezvous = self._rendezvous.address
-        if size > 1 and rank % size == 0 and self._launch.hands_over:
-            from baton.kv_transfer.crew import CrewSocket
+        if size > 1 and rank % size == 0:
+            doors = self._open_doors(size)
+        return Opening(rendezvous, doors, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
 
-            self._crew = CrewSocket(size=size, host=self._host, key=self._launch.key)
-            crew = self._crew.address
-        return Opening(rendezvous, crew, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
+    def _open_doors(self, size: int) -> Doors:
+        from baton.kv_transfer.channel import RankSocket
+        from baton.kv_transfer.crew import CrewSocket
+
+        launch = self._launch
+        if launch.hands_over:
+            self._crew = CrewSocket(size, self._host, launch.key)
+            if launch.spec.transfer_settings().buffer != "device":
+                self._copies = RankSocket(size, self._host, launch.key)
+        if launch.tiers is not None:
+            self._tier_ranks = RankSocket(size, self._host, launch.key)
+        sockets = (self._crew, self._copies, self._tier_ranks)
+        return Doors(*("" if socket is None else socket.address for socket in sockets))
+
+    def _close_doors(self) -> None:
+        for socket in (self._crew, self._copies, self._tier_ranks):
+            if socket is not None:
+                socket.close()
 
     def _member(self, place: Place) -> Member:
         if place.gpus:  # before CUDA wakes up in this process
@@ -189,25 +228,41 @@ class EngineWorker:
             secure_client=self._launch.key.secure_client,
         )
 
-    def _follow(self, member: Member, crew: str) -> None:
+    def _follow(self, member: Member, doors: Doors) -> None:
         from baton.engine.build import follow
-        from baton.kv_transfer.crew_member import CrewMember
+        from baton.kv_transfer.group_copies import follow_connector
+        from baton.kv_transfer.tiers.ranks import follow_tiers
 
+        launch, settings = self._launch, self._launch.spec.transfer_settings()
         with contextlib.ExitStack() as ending:
 
-            def connect(region: KVRegion) -> CrewMember:
-                reader = CrewMember(
-                    region,
-                    rank=member.tp_rank,
-                    leader=crew,
-                    engine_id=self._engine_id,
-                    key=self._launch.key,
-                    settings=self._launch.spec.transfer_settings(),
-                )
-                ending.callback(reader.close)
-                return reader
+            def connect(region: KVRegion) -> None:
+                if doors.reads:
+                    reader = follow_connector(
+                        region,
+                        settings=settings,
+                        rank=member.tp_rank,
+                        leader=doors.reads,
+                        copies=doors.copies,
+                        engine_id=self._engine_id,
+                        key=launch.key,
+                    )
+                    ending.callback(reader.close)
+                if doors.tiers:
+                    assert launch.tiers is not None, "a leader opens it for tiers"
+                    keeper = follow_tiers(
+                        region,
+                        launch.tiers,
+                        rank=member.tp_rank,
+                        num_ranks=member.tensor_parallel_size,
+                        leader=doors.tiers,
+                        key=launch.key,
+                        name=f"{self._engine_id}:tiers:{member.tp_rank}",
+                        cpu_affinity=settings.cpu_affinity,
+                    )
+                    ending.callback(keeper.close)
 
-            follow(self._config, member, connect if crew else None)
+            follow(self._config, member, connect)
 
     def _build(self, member: Member) -> EngineRecord:
         from baton.engine.build import build_engine
@@ -225,12 +280,17 @@ class EngineWorker:
                 settings=launch.spec.transfer_settings(),
                 wake=self._wake,
                 crew=self._crew,
+                copies=self._copies,
             )
             return self._connector
 
-        engine = build_engine(
-            self._config, connect if launch.hands_over else None, member, open_tiers=self._open_tiers()
-        )
+        try:
+            engine = build_engine(
+                self._config, connect if launch.hands_over else None, member, open_tiers=self._open_tiers()
+            )
+        except BaseException:
+            self._close_doors()
+            raise
         self._engine = engine
         self._server = EngineServer(
             engine.core,
@@ -238,6 +298,8 @@ class EngineWorker:
             epoch=self._epoch,
             key=launch.key,
             host=self._host,
+            silence_s=launch.spec.gateway.engine_silence_s,
+            queue_limits=launch.spec.gateway.queue_limits,
             transfers=lambda: None if self._connector is None else self._connector.stats(),
         )
         engine.core.when_woken(self._server.wake)
@@ -262,7 +324,7 @@ class EngineWorker:
     def _open_tiers(self) -> Callable[[KVRegion], KVTiers] | None:
         from baton.kv_transfer.tiers.store import TierStore
 
-        settings = self._launch.spec.fleets.present[self._launch.role].kv_tiers
+        settings = self._launch.tiers
         if settings is None:
             return None
 
@@ -273,6 +335,7 @@ class EngineWorker:
                 name=f"{self._engine_id}:tiers",
                 cpu_affinity=self._launch.spec.transfer_settings().cpu_affinity,
                 wake=self._wake,
+                ranks=self._tier_ranks,
             )
             return self._tiers
 

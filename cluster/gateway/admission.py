@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from .windows import Window
 WINDOW_S = 10.0
 ENDED, REFUSED = 0, 1
 MOST_RETRY_S = 60.0
-SAMPLE_S = 0.5  # between looks at an engine's counter of prompt tokens
+SAMPLE_S = 0.5  # between looks at an engine's counters
 
 
 class Admission:
@@ -58,11 +58,17 @@ class Admission:
 
     def check_engines(self, engines: Sequence[EngineView]) -> None:
         """Raises `ApiError` (503) where every engine that could read a prompt has a full queue."""
-        readers = _readers(engines)
-        self._speeds.look_at(readers)
-        limits = self._settings.queue_limits
-        if readers and all(view.stats is not None and limits.reached(view.stats) for view in readers):
+        self._speeds.look_at(_readers(engines))
+        if engines and self.are_full(engines):
             raise engines_full(self.retry_after_s(engines))
+
+    def are_full(self, engines: Sequence[EngineView], refused_by: Collection[EngineKey] = ()) -> bool:
+        """Whether no engine that could read a prompt has room in its queue, as it told or by having refused."""
+        limits = self._settings.queue_limits
+        return all(
+            engine_key(view.record) in refused_by or (view.stats is not None and limits.reached(view.stats))
+            for view in _readers(engines)
+        )
 
     def retry_after_s(self, engines: Sequence[EngineView]) -> float:
         """Until the shortest queue of those that read prompts is worked off; until one may be there, where none is."""
@@ -82,7 +88,7 @@ def _readers(engines: Sequence[EngineView]) -> Sequence[EngineView]:
 
 
 class PromptSpeeds:
-    """How fast engines read prompts, as their counters told while somebody waited there."""
+    """How fast engines compute prompts, as their counters told while somebody waited there."""
 
     def __init__(self, assumed: float, clock: Callable[[], float]) -> None:
         """`assumed`: tokens a second, of engines that have not shown theirs."""
@@ -101,7 +107,7 @@ class PromptSpeeds:
             key = engine_key(view.record)
             old = self._seen.get(key)
             if old is None:
-                self._seen[key] = _Sample(now_s, stats.prompt_tokens, stats.num_requests_waiting > 0)
+                self._seen[key] = _Sample(now_s, _num_read(stats), stats.num_requests_waiting > 0)
             elif now_s - old.at_s >= SAMPLE_S:
                 self._seen[key] = old.followed_by(now_s, stats)
 
@@ -115,16 +121,21 @@ class PromptSpeeds:
 @dataclass(frozen=True)
 class _Sample:
     at_s: float
-    prompt_tokens: int
+    num_read: int
     had_queue: bool
     per_s: float = 0.0  # 0: not seen yet
 
     def followed_by(self, now_s: float, stats: EngineStats) -> _Sample:
         has_queue = stats.num_requests_waiting > 0
-        newest = (stats.prompt_tokens - self.prompt_tokens) / (now_s - self.at_s)
+        newest = (_num_read(stats) - self.num_read) / (now_s - self.at_s)
         tells = self.had_queue and has_queue and newest > 0
         per_s = (newest if not self.per_s else (self.per_s + newest) / 2) if tells else self.per_s
-        return _Sample(now_s, stats.prompt_tokens, has_queue, per_s)
+        return _Sample(now_s, _num_read(stats), has_queue, per_s)
+
+
+def _num_read(stats: EngineStats) -> int:
+    """Tokens of prompts that were computed, as those are that wait."""
+    return stats.prompt_tokens - stats.prefix_cache_hits
 
 
 def clip_s(seconds: float) -> float:

@@ -5,7 +5,7 @@ prefill engine P, decode engine D
 unified engine, or decode engine that reads the prompt itself
     queue(E) + prefill(E) + stall(E) + decode(E)
 
-queue    uncached tokens of the requests before it / prefill_tokens_per_s
+queue    uncached tokens before it / prefill_tokens_per_s
 prefill  its own uncached tokens / prefill_tokens_per_s
 stall    prefill x requests in E x stall_weight: answers that are being written wait for the prompt's chunks
 lease    share of P's blocks that wait for readers x lease_s
@@ -19,10 +19,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton.cluster.contracts import EngineView, Role
-
-# Tokens of another gateway's request: engines tell how many tokens wait, but not how many of these are cached.
-ASSUMED_PROMPT = 512
+from baton.cluster.contracts import EngineView
 
 
 class CostRates(BaseModel):
@@ -48,17 +45,6 @@ class Load:
 
     num_requests: int  # its own, and those of others as of the engine's last news
     queued_tokens: int  # to prefill before the next prompt
-
-
-def load_of(view: EngineView, own_requests: int, own_tokens: int) -> Load:
-    """`own_tokens`: uncached ones of this gateway's requests that have no token yet."""
-    stats = view.stats
-    if stats is None:
-        return Load(own_requests, own_tokens)
-    in_engine = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
-    foreign = max(0, in_engine - view.outstanding)
-    reads_prompts = foreign if view.record.role is Role.PREFILL else min(foreign, stats.num_requests_waiting)
-    return Load(own_requests + foreign, own_tokens + reads_prompts * ASSUMED_PROMPT)
 
 
 class Cost:

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -51,6 +51,7 @@ class _Leg:
     holder: EngineRecord | None = None  # whose KV it reads
     is_read: bool = False  # the engine has read the prompt
     has_run: bool = True  # as far as anyone knows here
+    sent_s: float = field(default_factory=time.monotonic)
 
     @property
     def engine(self) -> Peer:
@@ -112,12 +113,14 @@ class Dispatcher:
         rank: int | None = None,
         session_id: str | None = None,
         deadline_s: float | None = None,
+        is_clients_deadline: bool = False,
     ) -> Dispatch:
         """`rank`: an engine that must take part, whatever happens. `session_id`: requests that had best meet.
-        `deadline_s`: the event loop's time from which on nobody waits for it.
+        `deadline_s`: the event loop's time from which on nobody waits for it. One that a client chose says nothing of
+        the engines that do not meet it.
         """
         self.metrics.requests.inc()
-        return Dispatch(self, request, rank, session_id, deadline_s)
+        return Dispatch(self, request, rank, session_id, deadline_s, judges_late=not is_clients_deadline)
 
     def retry_after_s(self) -> float:
         """When it may be worth to come again: where somebody serves, behind its queue."""
@@ -142,6 +145,8 @@ class Dispatch:
         rank: int | None,
         session_id: str | None,
         deadline_s: float | None,
+        *,
+        judges_late: bool,
     ) -> None:
         self.path = Path.UNIFIED
         self.reason = ""
@@ -151,6 +156,7 @@ class Dispatch:
         self._breakers = dispatcher.breakers
         self._retries = dispatcher.retries
         self._deadline_s = deadline_s
+        self._judges_late = judges_late
         self._client = dispatcher.client
         self._router = dispatcher.router
         self._settings = dispatcher.settings
@@ -262,6 +268,7 @@ class Dispatch:
         engine = engine_key(leg.placement.engine)
         failure = self._failure = self._attempts.failed(error, engine, holder, brought_tokens=leg.is_read)
         self._judge(leg, failure)
+        self._note_decision(leg, failure)
         await self._end_leg()
         if LADDER[failure].blame is not Blame.FULL:  # who refuses has not touched what is on offer
             self._end_offer()
@@ -282,10 +289,24 @@ class Dispatch:
 
     def _judge(self, leg: _Leg, failure: Failure) -> None:
         """What a failed attempt says of its engine, or of the pair that was to hand over."""
-        if not LADDER[failure].breaks or (failure is Failure.TIMED_OUT and leg.is_read):
+        if not LADDER[failure].breaks:
+            return
+        if failure is Failure.TIMED_OUT and (leg.is_read or not self._judges_late):
             return
         pair = leg.pair if failure in (Failure.KV_LOST, Failure.TIMED_OUT) else None
         self._breakers.failed(pair or leg.engine)
+
+    def _note_decision(self, leg: _Leg, failure: Failure) -> None:
+        """How long the request waited for somebody who had said his last word."""
+        match LADDER[failure].blame:
+            case Blame.ENGINE:
+                blamed = leg.placement.engine
+            case Blame.HOLDER:
+                blamed = leg.holder or leg.placement.engine
+            case _:
+                return
+        since_s = max(leg.sent_s, self._client.heard_s(blamed))
+        self._metrics.decisions_s.labels(failure).observe(time.monotonic() - since_s)
 
     async def _wait_for_leg(self) -> _Leg:
         """Raises `ApiError` (503) when no engine can take the sequence in time."""
@@ -309,8 +330,7 @@ class Dispatch:
     @property
     def _are_full(self) -> bool:
         """It was refused for lack of room, and nobody is left to ask: to wait is the client's part."""
-        full = self._attempts.full
-        asked_all = all(engine_key(view.record) in full for view in self._reachable())
+        asked_all = self._dispatcher.admission.are_full(self._reachable(), self._attempts.full)
         return self._failure is Failure.OVERLOADED and (self._may_try or asked_all)
 
     def _nobody(self) -> ApiError:

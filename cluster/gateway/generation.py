@@ -7,6 +7,7 @@ the headers can say which way the request went. What goes wrong later becomes an
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -22,9 +23,10 @@ from .assembly import Delta, SequenceText
 from .body import parse_object, read_body
 from .dispatcher import Dispatch, Dispatcher
 from .edge import api_key_of, request_id_of
-from .errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, timed_out
+from .errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal
 from .metrics import GatewayMetrics
 from .model import ServedModel
+from .patience import Patience
 from .prepare import Job
 from .protocol import GenerationRequest, StreamOptions, parse_request
 from .ranks import PIN_HEADER, pinned_rank, reachable
@@ -65,7 +67,7 @@ class _Call:
     rank: int | None  # the engine that the client wishes
     session_id: str | None
     started_s: float  # by `time.perf_counter`
-    deadline_s: float  # by the event loop's clock
+    patience: Patience
 
 
 @dataclass(frozen=True)
@@ -93,24 +95,21 @@ class GenerationEndpoint(Generic[RequestT]):
         gateway = self._gateway
         limits, metrics, client = gateway.settings, gateway.metrics, gateway.dispatcher.client
         started_s = time.perf_counter()
-        deadline_s = asyncio.get_running_loop().time() + limits.request_timeout_s
+        http = Request(scope, receive)
         try:
-            async with asyncio.timeout_at(deadline_s):
-                http = Request(scope, receive)
+            patience = Patience(limits, http.headers)
+            async with patience.limit():
                 body = await read_body(http, limits.max_body_bytes)
                 call = _Call(
                     request_id=request_id_of(scope),
                     rank=pinned_rank(http.headers.get(PIN_HEADER), client),
                     session_id=session_id_of(http.headers.get(SESSION_HEADER)),
                     started_s=started_s,
-                    deadline_s=deadline_s,
+                    patience=patience,
                 )
                 await until_gone(receive, self._generate(call, body, answer))
         except ApiError as error:
             await self._fail(answer, error)
-        except TimeoutError:
-            message = f"The request was not finished in {limits.request_timeout_s:g} s and was aborted."
-            await self._fail(answer, timed_out(message))
         except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
             await self._fail(answer, draining())
         except (ClientGone, ClientDisconnect):
@@ -139,19 +138,21 @@ class GenerationEndpoint(Generic[RequestT]):
         options = request.stream_options or StreamOptions()
         usage = UsageOptions(at_end=options.include_usage, in_each_chunk=options.continuous_usage_stats)
         renderer = self._api.renderer(job, gateway.model.model_id, gateway.model.tokenizer, usage)
-        dispatch = gateway.dispatcher.dispatch
-        answer.dispatches = [
-            dispatch(each, rank=call.rank, session_id=call.session_id, deadline_s=call.deadline_s)
-            for each in job.sequences
-        ]
-        choices = [
-            self._choice(job, index, dispatch, call.started_s) for index, dispatch in enumerate(answer.dispatches)
-        ]
+        patience = call.patience
+        dispatch = functools.partial(
+            gateway.dispatcher.dispatch,
+            rank=call.rank,
+            session_id=call.session_id,
+            deadline_s=patience.deadline_s,
+            is_clients_deadline=patience.is_clients,
+        )
+        answer.dispatches = [dispatch(each) for each in job.sequences]
+        choices = [self._choice(job, index, dispatch, call) for index, dispatch in enumerate(answer.dispatches)]
         async with aclosing(merge(choices)) as steps:
             write = _write_events if request.stream else _write_whole
             await write(answer, renderer, steps, answer.dispatches)
 
-    async def _choice(self, job: Job, index: int, dispatch: Dispatch, started_s: float) -> AsyncGenerator[Delta, None]:
+    async def _choice(self, job: Job, index: int, dispatch: Dispatch, call: _Call) -> AsyncGenerator[Delta, None]:
         """What the engines generate for one choice, as text."""
         model, metrics = self._gateway.model, self._gateway.metrics
         text = SequenceText(model.tokenizer, job.sequences[index].prompt_token_ids, job.sampling)
@@ -162,7 +163,8 @@ class GenerationEndpoint(Generic[RequestT]):
                     delta = text.push(output)
                     now_s = time.perf_counter()
                     if not last_s:
-                        metrics.first_token_s.observe(now_s - started_s)
+                        call.patience.first_token()
+                        metrics.first_token_s.observe(now_s - call.started_s)
                         metrics.queue_s.observe(max(0.0, output.scheduled_s - job.sequences[index].arrival_s))
                     elif delta.num_tokens:
                         metrics.inter_token_s.observe((now_s - last_s) / delta.num_tokens)

@@ -1,4 +1,4 @@
-"""What this gateway has sent to engines and they have not told of yet."""
+"""What this gateway has sent to engines and they have not told of yet, and what they told of others' requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.cluster.cached_blocks import BlockName, CachedBlocks
-from baton.cluster.contracts import EngineRecord
+from baton.cluster.contracts import EngineRecord, EngineView
+from baton.engine.core.messages import EngineStats
+
+from .cost import Load
 
 EngineKey = tuple[str, int]  # engine id, epoch
 NEWS_DELAY_S = 1.0  # after which an engine has told what a request left in its prefix cache
@@ -26,6 +29,14 @@ class Placement:
     names: Sequence[BlockName] = ()  # of the prompt's blocks, where the engine computes them: it will have them cached
 
 
+@dataclass(frozen=True)
+class _News:
+    """An engine's newest word."""
+
+    stats: EngineStats
+    others: Load  # what of it is not this gateway's
+
+
 class Ledger:
     """Requests in engines, prompt tokens in their queues, and prefixes that are about to be cached there.
 
@@ -39,6 +50,7 @@ class Ledger:
         self._tokens: Counter[EngineKey] = Counter()
         self._coming: defaultdict[EngineKey, Counter[BlockName]] = defaultdict(Counter)
         self._ended: deque[tuple[float, Placement]] = deque()
+        self._news: dict[int, _News] = {}  # by rank: an engine that takes another's takes this place, too
 
     def sent(self, placement: Placement) -> None:
         """Call `read` and `ended`, or `given_up`, once for each call of this."""
@@ -64,11 +76,17 @@ class Ledger:
         _subtract(self._requests, engine_key(placement.engine), 1)
         self._forget_names(placement)
 
-    def num_requests(self, key: EngineKey) -> int:
-        return self._requests[key]
-
-    def num_tokens(self, key: EngineKey) -> int:
-        return self._tokens[key]
+    def load_of(self, view: EngineView) -> Load:
+        """What is in an engine: this gateway's part as of now, that of others as of the engine's newest word."""
+        key, stats = engine_key(view.record), view.stats
+        own = Load(self._requests[key], self._tokens[key])
+        if stats is None:
+            return own
+        news = self._news.get(view.record.rank)
+        if news is None or news.stats is not stats:
+            news = self._news[view.record.rank] = _News(stats, _others(stats, view.outstanding, own.queued_tokens))
+        others = news.others
+        return Load(own.num_requests + others.num_requests, own.queued_tokens + others.queued_tokens)
 
     def count_prefix(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> int:
         """Blocks at the start of a prompt that are cached by the time it runs."""
@@ -91,6 +109,12 @@ class Ledger:
             _subtract(coming, name, 1)
         if not coming:
             del self._coming[key]  # engines come and go
+
+
+def _others(stats: EngineStats, own_requests: int, own_tokens: int) -> Load:
+    """Of news that have just come: this gateway's part of them is what it has there now."""
+    in_engine = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
+    return Load(max(0, in_engine - own_requests), max(0, stats.num_waiting_tokens - own_tokens))
 
 
 def _subtract(counter: Counter, key: object, amount: int) -> None:

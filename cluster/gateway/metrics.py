@@ -14,9 +14,11 @@ from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLo
 from baton.cluster.contracts import DirectorySnapshot, EngineView
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.handoff import TransferStats
+from baton.kv_transfer.stats import TransferStats
 
 REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+DECISION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 10, 15, 30, 60)
 
 ENGINE_LABELS = ["model_name", "engine", "role"]
 StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats)
@@ -125,6 +127,10 @@ class GatewayMetrics:
         self.paths = counter("requests_by_path_total", "Routes taken, also repeated ones.", ["path", "reason"])
         self.retries = counter("request_retries_total", "Failed attempts that another one followed.", ["reason"])
         self.rungs = counter("request_rungs_total", "Attempts after a failure, by where they went.", ["rung", "reason"])
+        help = "From the last word of who failed, or the request to it, to the decision what follows."
+        self.decisions_s = Histogram(
+            "baton_failure_decision_seconds", help, ["failure"], registry=registry, buckets=DECISION_S
+        )
         self.circuits_opened = counter("circuits_opened_total", "Engines and pairs that failed too often.", ["kind"])
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])

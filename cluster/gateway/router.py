@@ -21,7 +21,7 @@ from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
 
-from .cost import Cost, CostRates, Load, load_of
+from .cost import Cost, CostRates
 from .ledger import EngineKey, Ledger, Placement, engine_key
 
 EQUAL = 1.05  # costs closer than this are equal: gateways whose news are as old must not all choose the same engine
@@ -154,7 +154,7 @@ class Router:
             record = view.record
             if engine_key(record) in avoid or record.role is Role.DECODE:
                 continue
-            uncached, load, path = self._uncached(view, wanted), self._load(view), Path.UNIFIED
+            uncached, load, path = self._uncached(view, wanted), self.ledger.load_of(view), Path.UNIFIED
             if record.role is Role.UNIFIED:
                 cost_s = self._cost.whole_s(load, uncached)
             elif (receive_s := receivers.cheapest_s(record)) is not None:
@@ -182,7 +182,7 @@ class Router:
             uncached = self._uncached(view, wanted)
             if uncached > self._local_prefill_max_tokens or wanted.num_tokens - uncached < min_hit:
                 continue
-            cost_s = self._cost.whole_s(self._load(view), uncached)
+            cost_s = self._cost.whole_s(self.ledger.load_of(view), uncached)
             placement = Placement(record, uncached, wanted.names)
             options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, placement, Path.LOCAL_PREFILL))
         return options
@@ -204,13 +204,9 @@ class Router:
         hit = self.ledger.count_prefix(view.cached, engine_key(view.record), wanted.names)
         return wanted.num_tokens - hit * BLOCK_SIZE
 
-    def _load(self, view: EngineView) -> Load:
-        key = engine_key(view.record)
-        return load_of(view, self.ledger.num_requests(key), self.ledger.num_tokens(key))
-
     def _receive_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
         """Of a decode engine: handoff + decode."""
-        return self._cost.handoff_s(view, missing, same_node=same_node) + self._cost.decode_s(self._load(view))
+        return self._cost.handoff_s(view, missing, same_node=same_node) + self._cost.decode_s(self.ledger.load_of(view))
 
 
 class _Receivers:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.engine.core.messages import EngineStats
+from baton.kv_transfer.silence import SHORTEST_S, SILENCE_S
 
 from .cost import CostRates
 
 
 class QueueLimits(BaseModel):
-    """Where every engine that could read a prompt has more than this waiting, gateways let nobody else in: 503."""
+    """An engine takes no more prompts where so much waits in it. Where all are full, gateways let nobody in: 503."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests: int = Field(1024, gt=0)
-    tokens: int = Field(4_000_000, gt=0)  # of prompts
+    tokens: int = Field(4_000_000, gt=0)  # of prompts, that are to be computed
 
     def reached(self, stats: EngineStats) -> bool:
         return stats.num_requests_waiting >= self.requests or stats.num_waiting_tokens >= self.tokens
@@ -44,8 +45,10 @@ class GatewaySettings(BaseModel):
     queue_limits: QueueLimits = QueueLimits()  # of each engine
     max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
     inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts are tokenized in a thread
-    request_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)  # clients may ask for less of this and the next: see patience.py
+    first_token_timeout_s: float | None = Field(None, gt=0)
     capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it
+    engine_silence_s: float = Field(SILENCE_S, ge=SHORTEST_S)  # an engine that says nothing for so long is lost
     max_attempts: int = Field(4, ge=1)  # submissions that may fail: a request that kills engines must not kill them all
     retry_budget: float = Field(0.2, ge=0)  # further attempts, as a share of the requests of the last seconds
     retry_budget_min: int = Field(10, ge=0)  # so many are allowed in any case

@@ -15,6 +15,7 @@ from baton.cluster.gateway.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last
+LAST_ARRIVAL_S = 1.0  # of one that is on its way when the server closes
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
@@ -50,6 +51,20 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._in_body, self._head_bytes = False, 0
         self._drop_deadline()
         super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """The server closes. What is on its way may still arrive: on a connection that has brought nothing yet, and a
+        request that has begun. Answers say that they are the last ones.
+        """
+        if self._answering or (self.cycle is not None and not self._arriving):
+            super().shutdown()
+            return
+        self._drop_deadline()
+        self._deadline = self.loop.call_later(LAST_ARRIVAL_S, self.transport.close)
+
+    @property
+    def _arriving(self) -> bool:
+        return self._in_body or self._head_bytes > 0
 
     def _drop_deadline(self) -> None:
         if self._deadline is not None:

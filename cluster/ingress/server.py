@@ -1,7 +1,7 @@
 """The process of one gateway: its port, its place in the directory, and its end.
 
 SERVING ──drain──> ANNOUNCED   /health is 503, requests are taken     drain_s
-                       └─────> CLOSING   the port is closed, open answers go on     drain_timeout_s
+                       └─────> CLOSING   the port is closed (shared_port.py), open answers go on     drain_timeout_s
                                   └────> ENDED
 """
 
@@ -35,6 +35,7 @@ from baton.cluster.membership.directory import DirectoryWatch, stay_registered
 from baton.cluster.spec import FleetSpec, load_spec
 
 from .http_protocol import GuardedHttpProtocol
+from .shared_port import SETTLE_S, is_shared, take_no_more
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,16 @@ class _Server(uvicorn.Server):
         """What signals mean is for whoever runs the process to say."""
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        shared = [listener for listener in sockets or [] if is_shared(listener)]
+        for listener in shared:
+            try:
+                take_no_more(listener)
+            except OSError as error:
+                logger.warning("the kernel takes no filter (%s): connections that are being made may break", error)
+        await asyncio.sleep(SETTLE_S if shared else 0)
+        await super().shutdown(sockets)
+
 
 @dataclass(frozen=True)
 class GatewayLaunch:
@@ -130,10 +141,11 @@ class GatewayServer:
         spec, identity = self._spec, self.record.identity
         await self._register()  # before any engine hears of it
         key = await self._directory.call("cluster_key")
-        self._client = ZmqEngineClient(self._directory, key, identity, self._reach)
+        settings, drain = spec.gateway.settings(identity), Drain()
+        silence_s = settings.engine_silence_s
+        self._client = ZmqEngineClient(self._directory, key, identity, self._reach, silence_s=silence_s)
         await self._client.start()
         model = await asyncio.to_thread(_served_model, spec)
-        settings, drain = spec.gateway.settings(identity), Drain()
         self._metrics = GatewayMetrics(model.model_id, self._client.engines, self._client.listed)
         app = create_app(self._client, model, settings, drain, self._metrics, scales_from_zero=spec.scales_from_zero)
         self._http = HttpServer(app, drain, drain_s=settings.drain_s, drain_timeout_s=settings.drain_timeout_s)

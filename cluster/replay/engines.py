@@ -29,7 +29,7 @@ from baton.engine.core.step import StepPlan
 
 from .traffic import VOCAB_SIZE
 
-NEWS_PERIOD_S = 0.25  # as `engine_server.STATS_PERIOD_S`
+NEWS_PERIOD_S = 0.25  # as `engines.server.STATS_PERIOD_S`
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ class VirtualConnector:
 
 
 class VirtualEngine:
-    """One engine. Gateways know of it what it last told: every `NEWS_PERIOD_S` while it works, and when it is idle."""
+    """One engine. Gateways know of it what it last told: all of them every `NEWS_PERIOD_S` while it works, and when
+    that begins and ends; each one with every token that it gets.
+    """
 
     def __init__(
         self,
@@ -154,7 +156,8 @@ class VirtualEngine:
         self._log = self._scheduler.pool.log()
         self._cached = CachedBlocks(config.num_blocks)
         self._cached.apply(self._log.snapshot())
-        self._stats = self._scheduler.stats()
+        self._stats = self._with_tokens = self._scheduler.stats()
+        self._heard: dict[int, EngineStats] = {}  # by gateways, since all were told
         self._told_at_s = 0.0
         self._busy = False
         connector.on_event = self._wake
@@ -164,8 +167,12 @@ class VirtualEngine:
         """As of now; gateways do not know it yet."""
         return self._scheduler.stats()
 
-    def view(self, outstanding: int) -> EngineView:
-        return EngineView(self.record, self._stats, outstanding, None, self._cached)
+    def view(self, outstanding: int, gateway: int = 0) -> EngineView:
+        return EngineView(self.record, self._heard.get(gateway, self._stats), outstanding, None, self._cached)
+
+    def heard_by(self, gateway: int) -> None:
+        """It has got tokens, and what is told along with them."""
+        self._heard[gateway] = self._with_tokens
 
     def add(self, request: EngineRequest) -> None:
         self._scheduler.add(request)
@@ -174,6 +181,7 @@ class VirtualEngine:
     def _wake(self) -> None:
         if not self._busy:
             self._busy = True
+            self._tell()
             self._time.after(0.0, self._step)
 
     def _step(self) -> None:
@@ -192,6 +200,7 @@ class VirtualEngine:
 
     def _settle(self, plan: StepPlan) -> None:
         outputs = self._scheduler.settle(result_of(plan))
+        self._with_tokens = self._scheduler.stats()
         if self._time() - self._told_at_s >= NEWS_PERIOD_S:
             self._tell()
         for output in outputs:
@@ -201,6 +210,7 @@ class VirtualEngine:
     def _tell(self) -> None:
         self._told_at_s = self._time()
         self._stats = self._scheduler.stats()
+        self._heard.clear()
         if (changes := self._log.take()) is not None:
             self._cached.apply(changes)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from .block_log import BlockLog
 from .prefix import BlockHash
@@ -24,6 +25,13 @@ NO_BLOCK = -2  # not adjacent to any block
 
 class BlockPoolCorrupted(Exception):
     """The pool's books do not add up: a bug of ours, found by a self-check."""
+
+
+class BlockWatcher(Protocol):
+    """Hears what becomes findable, and what no longer is."""
+
+    def stored(self, block_hash: BlockHash) -> None: ...
+    def evicted(self, block_hash: BlockHash) -> None: ...
 
 
 class BlockPool:
@@ -36,6 +44,7 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._log: BlockLog | None = None
+        self._watchers: list[BlockWatcher] = []
         self.num_registered = 0  # blocks that became findable, ever; each has its number
         self._news: dict[int, tuple[int, BlockHash]] | None = None  # of those not taken: number, and what they hold
         # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
@@ -97,8 +106,8 @@ class BlockPool:
         if block_hash not in self._block_of and self._hashes[block] is None:
             self._block_of[block_hash] = block
             self._hashes[block] = block_hash
-            if self._log is not None:
-                self._log.stored(block_hash)
+            for watcher in self._watchers:
+                watcher.stored(block_hash)
             if self._news is not None:
                 self._news[block] = self.num_registered, block_hash
             self.num_registered += 1
@@ -128,7 +137,15 @@ class BlockPool:
         """Keeps account of what is stored and evicted, from the first call on; always the same log."""
         if self._log is None:
             self._log = BlockLog(self._block_of.keys())
+            self.watch(self._log)
         return self._log
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Tells it, from now on."""
+        self._watchers.append(watcher)
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._block_of
 
     def record_lookup(self, num_tokens: int, num_hits: int) -> None:
         """Counts one request's way through the cache, in tokens."""
@@ -186,8 +203,8 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hashes[block] = None
-            if self._log is not None:
-                self._log.evicted(block_hash)
+            for watcher in self._watchers:
+                watcher.evicted(block_hash)
             if self._news is not None:
                 self._news.pop(block, None)
 

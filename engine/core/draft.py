@@ -43,6 +43,10 @@ class StepDraft:
         request.num_tokens += samples
         request.last_step = self.step
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self._longer)
+
     def seal(self, freed_rows: list[int], *, constrained: bool) -> tuple[StepPlan, Sequence[Request]]:
         """The plan, and the request of each of its chunks. `constrained`: some of them may have a grammar."""
         chunks, requests = self.singles + self._longer, self.singles_requests + self._longer_requests

@@ -69,18 +69,22 @@ class RequestMemory:
 
     def missing(self, request: Request) -> list[BlockHash]:
         """The names of the full blocks behind its prefix hits that it could skip if they were there."""
-        num_present = len(self._cached_prefix(request))
-        if not self._caching or not request.may_skip_computed_prefix:
-            return []
-        return request.block_hashes[num_present : (len(request.token_ids) - 1) // self._block_size]
+        findable = self.findable(request)
+        return findable[len(self._pool.find_prefix(findable)) :]
 
-    def _cached_prefix(self, request: Request) -> list[int]:
-        """Never everything: the last token has to be computed for the next to be drawn."""
+    def findable(self, request: Request) -> list[BlockHash]:
+        """The names of the full blocks that it need not compute where they are cached.
+
+        Never everything: the last token has to be computed for the next to be drawn.
+        """
         if not self._caching or not request.may_skip_computed_prefix:
             return []
         num_blocks = (len(request.token_ids) - 1) // self._block_size
         self._hash_blocks(request, num_blocks)
-        return self._pool.find_prefix(request.block_hashes[:num_blocks])
+        return request.block_hashes[:num_blocks]
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        return self._pool.find_prefix(self.findable(request))
 
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
         if len(request.block_hashes) < num_blocks:

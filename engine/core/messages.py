@@ -108,7 +108,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_requests_running: int
     num_requests_waiting: int
     num_requests_waiting_for_kv: int
-    num_waiting_tokens: int  # of prompts that nobody has read yet, whether they are cached or not
+    num_waiting_tokens: int  # of prompts, not yet computed: cached ones do not count, shared ones once
     num_blocks: int
     num_blocks_free: int  # including those that hold reusable prefixes
     num_blocks_held: int  # on offer to readers of prompts

@@ -23,6 +23,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from .answers import first_or_last_token, last_words, next_token, on_offer
 from .blocks import BlockPool, BlockPoolCorrupted
@@ -43,10 +44,17 @@ from .request import STATUS_AFTER, Request, RequestStatus
 from .step import Chunk, ChunkResult, StepPlan, StepResult
 from .tiering import Restoration, Tiering
 from .tiers import KVTiers
+from .unread import UnreadPrompts
 from .validate import refusal
 
 _NO_BLOCKS: list[int] = []  # shared by all chunks that bring none; never written to
 _rank = attrgetter("rank")
+
+
+class _StepInFlight(NamedTuple):
+    plan: StepPlan
+    requests: Sequence[Request]
+    num_prompt_tokens: int
 
 
 class StepMismatch(Exception):
@@ -72,14 +80,15 @@ class Scheduler:
         self.tiering = Tiering(tiers, self.pool, config.block_size)
         self.constraints = Constraints(grammars)
         self.requests: dict[str, Request] = {}  # all that are not over
-        self.waiting = WaitingQueue()
+        self.unread = UnreadPrompts(self.memory, self.pool, config.block_size)
+        self.waiting = WaitingQueue(self.unread)
         self.filled = FilledRequests()
         self.running: list[Request] = []  # by rank
         self.deadlines = Deadlines()
         self._reading: list[Request] = []  # those of the newest step that may have more of their prompts left
         self._can_transfer = connector is not None
         self._clock = clock
-        self._in_flight: deque[tuple[StepPlan, Sequence[Request]]] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._outputs: list[EngineOutput] = []  # not taken yet
         self._num_added = self._num_steps = self._num_preemptions = 0
         self._prompt_tokens = self._generation_tokens = 0
@@ -175,7 +184,8 @@ class Scheduler:
             self._rest()
             return None
         plan, requests = draft.seal(self.rows.drain_freed(), constrained=self.constraints.num_live > 0)
-        self._in_flight.append((plan, requests))
+        self._in_flight.append(_StepInFlight(plan, requests, draft.num_prompt_tokens))
+        self.tiering.planned(plan.step)
         self._num_steps += 1
         self._stuck = False
         return plan
@@ -381,12 +391,12 @@ class Scheduler:
                 self.handoffs.advance(request, chunk.start + chunk.num_tokens)
         if len(self.requests) != num_live:
             self.running = [request for request in self.running if request.status is running]
-        self.tiering.settled(plan.step, newest_planned=self._num_steps - 1)
+        self.tiering.settled(plan.step, newest_planned=self._num_steps - 1, num_tokens=plan.num_tokens)
         return self.take_outputs()
 
     def _oldest_step(self, result: StepResult) -> tuple[StepPlan, Sequence[Request]]:
         if self._in_flight:
-            plan, requests = self._in_flight.popleft()
+            plan, requests, _ = self._in_flight.popleft()
             if result.step == plan.step and len(result.chunks) == len(requests):
                 return plan, requests
             expected = f"step {plan.step} with {len(requests)} chunks"
@@ -490,11 +500,12 @@ class Scheduler:
     def _num_quarantined(self) -> int:
         return self.handoffs.quarantine.num_blocks + self.tiering.quarantine.num_blocks
 
-    def _num_unread_tokens(self) -> int:
-        """Of prompts that run in several steps."""
+    def _num_tokens_being_read(self) -> int:
+        """What steps under way compute of prompts, and what is left of those that run in several steps."""
         running = (each for each in self._reading if each.status is RequestStatus.RUNNING)
         left = (each.num_tokens - each.num_computed for each in running)
-        return sum(count for count in left if count > 1)  # 1: the token that is being drawn
+        under_way = sum(step.num_prompt_tokens for step in self._in_flight)
+        return under_way + sum(count for count in left if count > 1)  # 1: the token that is being drawn
 
     def stats(self) -> EngineStats:
         grammars = self.constraints.stats()
@@ -502,7 +513,7 @@ class Scheduler:
             num_requests_running=len(self.running),
             num_requests_waiting=len(self.waiting) + len(self.filled) + self.constraints.num_opening,
             num_requests_waiting_for_kv=self.handoffs.num_pulling + self.tiering.num_restoring,
-            num_waiting_tokens=self.waiting.num_tokens + self._num_unread_tokens(),
+            num_waiting_tokens=self.unread.num_tokens + self._num_tokens_being_read(),
             num_blocks=self.pool.num_blocks,
             num_blocks_free=self.pool.num_free,
             num_blocks_held=self.handoffs.held.num_blocks,

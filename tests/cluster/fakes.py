@@ -14,12 +14,13 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats,
 from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.handoff import TransferStats
+from baton.kv_transfer.silence import SILENCE_S
 
 STEP_S = 0.0005  # as while a device computes: other threads may run
 
 
 class CountingEngine:
-    """An engine whose answer to a prompt is 1, 2, 3, ...: one token a step and request.
+    """An engine whose answer to a prompt is 1, 2, 3, ...: one token a step and request, whoever began it.
 
     `hold` stops all progress while it is cleared; `hang` the step itself; `explode` makes the next step fail.
     """
@@ -40,7 +41,7 @@ class CountingEngine:
 
     def add(self, request: EngineRequest) -> None:
         self.running[request.request_id] = request
-        self._done[request.request_id] = 0
+        self._done[request.request_id] = len(request.output_token_ids)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
         self.begun.append((request_id, generation, token_id))
@@ -118,9 +119,16 @@ def serve_engine(
     epoch: int = 1,
     rank: int = 0,
     transfers: Callable[[], TransferStats | None] = lambda: None,
+    silence_s: float = SILENCE_S,
 ) -> tuple[EngineServer, EngineRecord]:
     server = EngineServer(
-        engine, engine_id=f"engine-{rank}", epoch=epoch, key=key, host="127.0.0.1", transfers=transfers
+        engine,
+        engine_id=f"engine-{rank}",
+        epoch=epoch,
+        key=key,
+        host="127.0.0.1",
+        transfers=transfers,
+        silence_s=silence_s,
     )
     server.start()
     return server, make_record(address=server.address, epoch=epoch, rank=rank)

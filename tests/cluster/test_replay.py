@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -146,3 +147,17 @@ def test_the_command_shows_a_table_and_writes_the_figures(tmp_path: Path) -> Non
 def test_a_replay_loads_no_torch() -> None:
     program = "import sys, baton.cluster.replay.compare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("num_gateways", [1, 8])
+def test_one_hot_prefix_makes_no_herd_however_many_gateways_send_it(num_gateways: int) -> None:
+    """One engine has it. It stays the best place until its queue costs more than to read the prefix elsewhere."""
+    tail, prefix = random.Random(5), list(range(4096))
+    arrivals = [Arrival(0.0, [*prefix, 1], 2)]  # whoever gets this one
+    for index in range(400):
+        at_s = arrivals[-1].at_s + tail.expovariate(300) + (index == 0)
+        arrivals.append(Arrival(at_s, [*prefix, *tail.choices(range(30_000), k=64)], 64))
+    report, replay = run(Fleets(num_unified=8, num_gateways=num_gateways), "exact", arrivals)
+    answered = [engine.stats.generation_tokens for engine in replay._engines]
+    assert max(answered) < 2 * sum(answered) / len(answered)
+    assert report.hit_rate > 0.9, "and yet it is read by each engine once, or hardly more"

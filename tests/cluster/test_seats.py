@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.cluster.engines.group import places_of
 from baton.cluster.engines.seats import bundles_on, seats_of
-from baton.cluster.engines.worker import Opening, Place
+from baton.cluster.engines.worker import Doors, Opening, Place
 
 
 def nodes_of(nodes: list[str], tp_size: int) -> str:
@@ -48,16 +48,16 @@ def test_every_bundle_has_one_rank_and_nodes_are_not_mixed(nodes: list[str], tp_
 def test_ranks_are_told_where_to_meet_and_see_the_gpus_of_their_node() -> None:
     seats = seats_of(["a", "b", "a", "b"], 2)
     openings = [
-        Opening("all", "first", ("3",)),
+        Opening("all", Doors("first"), ("3",)),
         Opening(gpus=("1",)),
-        Opening("", "second", ("0",)),
+        Opening("", Doors("second"), ("0",)),
         Opening(gpus=("7",)),
     ]
     assert places_of(seats, openings, 2) == [
-        Place("all", "first", ("3", "1")),
-        Place("all", "first", ("3", "1")),
-        Place("all", "second", ("0", "7")),
-        Place("all", "second", ("0", "7")),
+        Place("all", Doors("first"), ("3", "1")),
+        Place("all", Doors("first"), ("3", "1")),
+        Place("all", Doors("second"), ("0", "7")),
+        Place("all", Doors("second"), ("0", "7")),
     ]
 
 

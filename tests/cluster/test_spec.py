@@ -100,19 +100,11 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
         ({"transfer": {"lease_s": "long"}}, "transfer"),
         ({"transfer": {"buffer": "disk"}}, "transfer"),
         ({"transfer": {"buffer_bytes": 0}}, "buffer_bytes is 0"),
-        (
-            {"transfer": {"buffer": "host"}, "engine": {"tensor_parallel_size": 2}},
-            "transfer.buffer is 'host': ranks of a group of tensor_parallel_size 2",
-        ),
         ({"fleets": {"unified": {"kv_tiers": {"host_byte": 1}}}}, "did you mean 'host_bytes'?"),
         ({"fleets": {"unified": {"kv_tiers": {}}}}, "give host_bytes, or disk_path and disk_bytes"),
         ({"fleets": {"unified": {"kv_tiers": {"disk_path": "/d"}}}}, "disk_bytes is missing"),
         ({"fleets": {"unified": {"kv_tiers": {"disk_bytes": 1 << 30}}}}, "disk_path is missing"),
         ({"fleets": {"unified": {"kv_tiers": {"host_bytes": 1, "min_tokens": 0}}}}, "min_tokens"),
-        (
-            {"fleets": {"unified": {"kv_tiers": {"host_bytes": 1 << 30}, "engine": {"tensor_parallel_size": 2}}}},
-            "fleets.unified.kv_tiers: ranks of a group of tensor_parallel_size 2",
-        ),
         (
             {"fleets": {"unified": {"kv_tiers": {"host_bytes": 1 << 30}}}, "engine": {"enable_prefix_caching": False}},
             "found by the prefix cache",

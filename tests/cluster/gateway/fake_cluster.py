@@ -44,7 +44,7 @@ from baton.engine.core.messages import (
     TokenLogprobs,
 )
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
-from baton.kv_transfer.handoff import TransferStats
+from baton.kv_transfer.stats import TransferStats
 
 Scripts = dict[tuple[int, ...], list[int]]
 
@@ -204,6 +204,11 @@ class FakeConnector(GrowingConnector):
     def cancel(self, transfer_id: TransferId) -> None:
         if self._pulls.pop(transfer_id, None):
             self._events += [ReceiveFailed(transfer_id, "cancelled"), BlocksReleased(transfer_id)]
+
+    @property
+    def is_busy(self) -> bool:
+        """The next poll may have news."""
+        return bool(self._pulls or self._events)
 
     def poll(self) -> list[ConnectorEvent]:
         if not self._wire.hold:
@@ -388,6 +393,9 @@ class FakeCluster:
             for engine in self.members
             if engine.alive and self.reach.includes(engine.record)
         ]
+
+    def heard_s(self, record: EngineRecord) -> float:
+        return 0.0
 
     def listed(self) -> DirectorySnapshot:
         alive = [engine.record for engine in self.members if engine.alive]

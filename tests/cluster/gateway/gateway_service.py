@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -91,3 +91,9 @@ def events(body: str) -> list[Any]:
     payloads = [event.removeprefix("data: ") for event in body.split("\n\n")[:-1]]
     assert all("\n" not in payload for payload in payloads)
     return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 from fake_cluster import FakeEngine
-from gateway_service import Clock, Service, events
+from gateway_service import Clock, Service, events, until
 from test_router import view
 
 from baton.cluster.contracts import Role
@@ -99,7 +99,8 @@ def test_how_long_a_queue_takes_is_learnt_from_its_engine(clock: Clock) -> None:
     assert speeds.until_read_s(engine) == 6.0, "not seen yet"
     for number in range(1, 12):  # 3 000 tokens a second
         clock.now_s += SAMPLE_S
-        stats = msgspec.structs.replace(engine.stats, prompt_tokens=int(3000 * SAMPLE_S * number))
+        read, found = int(3000 * SAMPLE_S * number), 9000 * number
+        stats = msgspec.structs.replace(engine.stats, prompt_tokens=read + found, prefix_cache_hits=found)
         engine = msgspec.structs.replace(engine, stats=stats)
         speeds.look_at([engine])
     assert speeds.until_read_s(engine) == pytest.approx(2.0)
@@ -111,12 +112,6 @@ def test_how_long_a_queue_takes_is_learnt_from_its_engine(clock: Clock) -> None:
 
 async def post(service: Service, key: str) -> httpx.Response:
     return await service.http.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer {key}"})
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_a_client_at_its_limit_gets_a_429_and_other_clients_are_served(start: Callable[..., Service]) -> None:

@@ -9,17 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_service import Service
+from gateway_service import Service, until
 
 from baton.cluster.contracts import Role
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": list(range(20, 120)), "max_tokens": 100, "ignore_eos": True}
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeEngine
-from gateway_service import Service
+from gateway_service import Service, until
 
 from baton.cluster.contracts import Role
 from baton.engine.core.connector import OfferOutcome
@@ -17,12 +17,6 @@ from baton.engine.core.connector import OfferOutcome
 PROMPT = list(range(20, 60)) * 4
 FIELDS: dict[str, Any] = {"seed": 11, "max_tokens": 12, "ignore_eos": True}
 CHUNK = 32
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gateway_service import Service, events
+from gateway_service import Service, events, until
 
 from baton.cluster.contracts import Role
+from baton.engine.core.layout import BLOCK_SIZE
 
 PROMPT = list(range(20, 60))
 FLEETS = {
@@ -96,3 +98,27 @@ async def test_a_stop_string_that_two_engines_wrote_is_found(start: Callable[...
     choice = (await service.complete("tell", stop=["three fo"], max_tokens=60)).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("one two ", "stop")
     await check_one_died(service)
+
+
+async def test_where_a_decode_engine_dies_before_it_has_the_blocks_their_holder_reads_one_block_again(
+    start: Callable[..., Service],
+) -> None:
+    """What it granted to the dead engine it may give to nobody else, but it has the prompt in its cache."""
+    cost = {"lease_s": 0.0}  # of so small a pool, 3 blocks are much
+    service = start(*[Role.PREFILL] * 2, *[Role.DECODE] * 2, cost=cost)
+    expected = (await start(Role.UNIFIED).complete(PROMPT, **LENGTH, seed=7)).json()["choices"]
+    members = service.cluster.members
+    service.cluster.wire.hold = True
+    answer = asyncio.create_task(service.complete(PROMPT, **LENGTH, seed=7))
+    await until(lambda: any(engine.stats.num_requests_waiting_for_kv for engine in members))
+    (reader,) = [engine for engine in members if engine.stats.num_requests_waiting_for_kv]
+    (holder,) = [engine for engine in members if engine.stats.num_blocks_held]
+    service.cluster.wire.hold = False
+    reader.die()
+    response = await answer
+    assert response.headers["x-baton-path"] == "recomputed; reason=engine-gone; rung=other-prefill"
+    assert response.json()["choices"] == expected
+    assert [len(engine.submitted) for engine in members[:2]] == ([2, 0] if holder is members[0] else [0, 2])
+    computed = holder.stats.prompt_tokens + 1 - holder.stats.prefix_cache_hits  # and the token that it had drawn
+    assert computed - len(PROMPT) <= BLOCK_SIZE
+    await service.cluster.settled()

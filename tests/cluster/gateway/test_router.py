@@ -10,7 +10,7 @@ from gateway_service import Clock
 
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.cluster.gateway.cost import ASSUMED_PROMPT, CostRates
+from baton.cluster.gateway.cost import CostRates, Load
 from baton.cluster.gateway.ledger import NEWS_DELAY_S
 from baton.cluster.gateway.router import Path, Route, Router, Wanted
 from baton.engine.core.block_log import BlocksCached, pack_names
@@ -111,7 +111,7 @@ def test_work_that_is_over_counts_no_more() -> None:
     chooser.ledger.sent(first)
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank
     chooser.ledger.read(first)
-    assert chooser.ledger.num_tokens(("e0", 0)) == chooser.ledger.num_tokens(("e1", 1)) == 0
+    assert all(chooser.ledger.load_of(engine).queued_tokens == 0 for engine in engines)
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "it still decodes"
     chooser.ledger.ended(first)
     assert {rank_of(chooser, engines, [2] * 5, f"{i}") for i in range(20)} == {0, 1}
@@ -123,13 +123,37 @@ def test_requests_of_other_gateways_count() -> None:
     assert rank_of(router(), [view(0), view(1, num_requests_waiting=1)], [1]) == 0
 
 
+def test_of_what_waits_in_an_engine_others_have_what_is_not_this_gateways_own() -> None:
+    chooser = router()
+    ledger, told = chooser.ledger, view(0, num_requests_waiting=2, num_waiting_tokens=900)
+    assert ledger.load_of(told) == Load(2, 900)
+    mine = route(chooser, [told], [1] * 100).placement
+    ledger.sent(mine)
+    assert ledger.load_of(told) == Load(3, 1000), "the engine told before it came"
+    told = view(0, num_requests_waiting=3, num_waiting_tokens=1000, outstanding=1)
+    assert ledger.load_of(told) == Load(3, 1000), "and now it is in what the engine tells"
+    ledger.read(mine)
+    assert ledger.load_of(told) == Load(3, 900)
+    ledger.ended(mine)
+    assert ledger.load_of(told) == Load(2, 900)
+
+
+def test_the_engine_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
+    ledger = router().ledger
+    assert ledger.load_of(view(0, num_waiting_tokens=500)).queued_tokens == 500
+    assert ledger.load_of(view(0)).queued_tokens == 0
+    assert len(ledger._news) == 1
+
+
 def test_a_cached_prefix_wins_until_the_queue_costs_more() -> None:
     engines = [view(0), view(1, cached=PROMPT)]
     chosen = route(router(), engines, [*PROMPT, 1, 2])
     assert (chosen.placement.engine.rank, chosen.reason) == (1, "prefix-hit")
     assert chosen.placement.uncached == len(PROMPT) + 2 - len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
-    queue = len(PROMPT) // ASSUMED_PROMPT + 1
-    busy = view(1, cached=PROMPT, num_requests_waiting=queue)
+    for queue, expected in {len(PROMPT) // 2: 1, 2 * len(PROMPT): 0}.items():
+        others = view(1, cached=PROMPT, num_requests_waiting=1, num_waiting_tokens=queue)
+        assert rank_of(router(), [view(0), others], [*PROMPT, 1, 2]) == expected
+    busy = view(1, cached=PROMPT, num_waiting_tokens=2 * len(PROMPT))
     chosen = route(router(decode_request_s=0), [view(0), busy], [*PROMPT, 1, 2])
     assert (chosen.placement.engine.rank, chosen.reason) == (0, "least-loaded")
 

@@ -158,6 +158,7 @@ class Harness:
         check_references(self.scheduler)
         check_rows(self.scheduler)
         check_places(self.scheduler)
+        check_unread(self.scheduler)
 
     def check_answer(self, key: tuple[str, int]) -> None:
         """Right so far: exactly the tokens that this request draws alone, and no finish but its own or a cut."""
@@ -241,3 +242,14 @@ def check_places(scheduler: Scheduler) -> None:
     queued = len(scheduler.waiting) + filled + scheduler.constraints.num_opening
     count = len(scheduler.running) + len(pulling) + queued
     assert count == len(scheduler.requests), "somebody is in two places, or over and still somewhere"
+
+
+def check_unread(scheduler: Scheduler) -> None:
+    """What is counted of the queue step by step is what one finds there."""
+    counted, size = scheduler.unread._waiting, scheduler.config.block_size
+    queue = [each for each in scheduler.waiting._members if not each.awaits_transfer]
+    assert set(queue) == set(counted)
+    assert all(blocks * size + behind == each.num_tokens for each, (blocks, behind) in counted.items())
+    names = {name for each, (blocks, _) in counted.items() for name in each.block_hashes[:blocks]}
+    missing = sum(not scheduler.pool.has(name) for name in names)
+    assert scheduler.unread.num_tokens == missing * size + sum(behind for _, behind in counted.values())

@@ -6,11 +6,14 @@ import pytest
 from core_fakes import logprob_of
 from core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request
 
+from baton.engine.core.blocks import BlockPool
 from baton.engine.core.config import EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.finish import FinishRule
+from baton.engine.core.memory import RequestMemory
 from baton.engine.core.messages import ErrorKind, FinishReason, KVSource
 from baton.engine.core.queue import WaitingQueue
 from baton.engine.core.request import TRANSITIONS, IllegalTransition, PromptLogprobs, Request, RequestStatus
+from baton.engine.core.unread import UnreadPrompts
 from baton.engine.core.validate import refusal
 
 FINISHED = [status for status in RequestStatus if status.name.startswith("FINISHED")]
@@ -47,9 +50,16 @@ class TestStatus:
         assert {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR} <= TRANSITIONS[live]
 
 
+@pytest.fixture
+def queue() -> WaitingQueue:
+    pool = BlockPool(8)
+    return WaitingQueue(UnreadPrompts(RequestMemory(pool, BLOCK_SIZE, enable_prefix_caching=True), pool, BLOCK_SIZE))
+
+
 class TestQueue:
-    def test_lower_priority_numbers_come_first_then_earlier_arrivals_then_the_order_of_adding(self) -> None:
-        queue = WaitingQueue()
+    def test_lower_priority_numbers_come_first_then_earlier_arrivals_then_the_order_of_adding(
+        self, queue: WaitingQueue
+    ) -> None:
         late, early = make("late", 0, arrival_s=2.0), make("early", 1, arrival_s=1.0)
         tie, urgent = make("tie", 2, arrival_s=1.0), make("urgent", 3, arrival_s=9.0, priority=-1)
         order = []
@@ -60,8 +70,7 @@ class TestQueue:
             queue.remove(head)
         assert order == ["urgent", "early", "tie", "late"]
 
-    def test_who_leaves_from_the_middle_is_not_served(self) -> None:
-        queue = WaitingQueue()
+    def test_who_leaves_from_the_middle_is_not_served(self, queue: WaitingQueue) -> None:
         requests = [make(str(index), index) for index in range(3)]
         for each in requests:
             queue.push(each)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from core_harness import BLOCK_SIZE, Harness, config, request
 
+from baton.engine.core.pace import FORGOTTEN_S
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.request import RequestStatus
+from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.core.tiering import PATIENCE_S
 from baton.engine.core.tiers import Stored
 
@@ -106,6 +108,76 @@ class TestDown:
         engine.run_to_the_end()
         assert engine.tiers is not None
         assert engine.tiers.kept == {}
+
+
+class TestPays:
+    """A prompt of 256 tokens, of which a tier has all full blocks but the last."""
+
+    LONG = [(7 * position + 3) % 50 for position in range(257)]
+
+    def measured(self, monkeypatch: pytest.MonkeyPatch, *, compute_s: float, restore_s: float) -> Harness:
+        """An engine that took so long for the prompt, each way."""
+        engine = with_tiers(num_blocks=600, max_num_batched_tokens=300, max_model_len=400)
+        now = [1000.0]
+        monkeypatch.setattr(engine.scheduler.tiering, "_clock", lambda: now[0])
+        assert engine.tiers is not None
+        launch = engine.runner.launch
+
+        def launch_slowly(plan: StepPlan) -> PendingStep:
+            now[0] += compute_s * plan.num_tokens / len(self.LONG)
+            return launch(plan)
+
+        monkeypatch.setattr(engine.runner, "launch", launch_slowly)
+        engine.add(request("first", self.LONG, max_tokens=1))
+        engine.run()
+        self.drain(engine)
+        engine.add(request("second", self.LONG, max_tokens=1))
+        engine.run()
+        assert engine.tiers.restores, "what is not known is tried"
+        now[0] += restore_s
+        self.drain(engine)
+        self.now = now
+        return engine
+
+    def drain(self, engine: Harness) -> None:
+        assert engine.tiers is not None
+        engine.tiers.finish_all()
+        engine.run_to_the_end()
+        while engine.tiers.stores:
+            engine.tiers.finish_all()
+            engine.run_to_the_end()
+        pool = engine.scheduler.pool
+        pool.release(pool.allocate(pool.num_blocks))
+
+    def test_what_takes_longer_to_restore_than_to_compute_is_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = self.measured(monkeypatch, compute_s=0.1, restore_s=0.2)
+        assert engine.tiers is not None
+        engine.add(request("a", self.LONG, max_tokens=1))
+        engine.run()
+        assert engine.tiers.restores == {}
+        assert engine.is_answered("a")
+
+    def test_it_is_tried_again_when_that_was_long_ago(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = self.measured(monkeypatch, compute_s=0.1, restore_s=0.2)
+        assert engine.tiers is not None
+        self.now[0] += FORGOTTEN_S + 1
+        engine.add(request("a", self.LONG, max_tokens=1))
+        engine.run()
+        assert engine.tiers.restores
+
+    def test_what_is_restored_sooner_is_restored_unless_it_would_wait_for_others_too_long(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = self.measured(monkeypatch, compute_s=0.15, restore_s=0.1)
+        assert engine.tiers is not None
+        engine.add(request("a", self.LONG, max_tokens=1))
+        engine.run()
+        assert len(engine.tiers.restores) == 1
+        engine.tiers.kept |= {name: [0] * BLOCK_SIZE for name in block_hashes(self.LONG[1:], BLOCK_SIZE)}
+        engine.add(request("b", self.LONG[1:], max_tokens=1))
+        engine.run()
+        assert len(engine.tiers.restores) == 1, "a's would come first"
+        assert engine.is_answered("b")
 
 
 class TestUp:

@@ -1,0 +1,254 @@
+"""A gateway's connection to one engine process, and the streams of the requests in it.
+
+An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost falls silent,
+which libzmq notices. Either ends the streams with `EngineGone`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.silence import notice_silence
+from baton.kv_transfer.stats import TransferStats
+
+from .cached_blocks import CachedBlocks
+from .contracts import EngineGone, EngineRecord
+from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Submit, WireError
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 0.2
+CONNECT_MS = 1_000  # then anew: the kernel asks a host that was away ever more rarely
+HANDSHAKE_MS = 5_000
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+
+
+@dataclass
+class ClientCounters:
+    """From the start of the process."""
+
+    malformed_messages: int = 0
+    stale_messages: int = 0  # of another epoch, or about a request that is over here
+    engines_lost: int = 0
+    block_gaps: int = 0  # news of prefix caches were missing: snapshots were asked for
+
+
+class RequestStream:
+    """The outputs of one request; an `OutputStream`. Dropped before its last output was taken, it aborts the request:
+    that output may tell of KV blocks that wait for a reader, and nobody else knows of them.
+    """
+
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self._abandon_request = abandon
+        self._queue: asyncio.Queue[EngineOutput | EngineGone | None] = asyncio.Queue()
+        self._done = False  # the last output was taken, or nobody wants it
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        if self._done:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if item is None:
+            self._done = True
+            raise StopAsyncIteration
+        if isinstance(item, EngineGone):
+            self._done = True
+            raise item
+        self._done = item.finish_reason is not None
+        return item
+
+    async def aclose(self) -> None:
+        self._abandon()
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if not self._done:
+            self._done = True
+            self._abandon_request()
+
+    def put(self, output: EngineOutput) -> None:
+        self._queue.put_nowait(output)
+
+    def end(self, error: EngineGone | None) -> None:
+        """No more outputs will come; `None` where that is what the gateway wanted."""
+        self._queue.put_nowait(error)
+
+
+class Connection:
+    """One engine process. Reconnects until closed; every loss of the connection ends the requests that ran in it."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, record: EngineRecord, key: ClusterKey, identity: str, silence_s: float
+    ) -> None:
+        self.record = record
+        self.heard_s = 0.0
+        self.stats: EngineStats | None = None  # None: not answered yet, or lost
+        self.transfers: TransferStats | None = None
+        self.cached = CachedBlocks(record.num_blocks)
+        self.counters = ClientCounters()
+        self._context, self._key, self._identity, self._silence_s = context, key, identity, silence_s
+        self._codec = Codec()
+        # Weak, so that a stream nobody holds any more aborts its request.
+        self._requests: weakref.WeakValueDictionary[tuple[str, int], RequestStream] = weakref.WeakValueDictionary()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._refused = False
+        self._task = asyncio.create_task(self._keep(), name=f"engine {record.engine_id}")
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._requests)
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        name = (request.request_id, request.generation)
+        stream = RequestStream(functools.partial(self.abort, *name))
+        if self.stats is None or self._socket is None:
+            stream.end(self._gone("is not connected"))
+            return stream
+        self._requests[name] = stream
+        self._send(Submit(self.record.epoch, request))
+        return stream
+
+    def begin(self, request_id: str, generation: int, token_id: int) -> None:
+        if self.stats is not None and self._socket is not None:
+            self._send(Begin(self.record.epoch, request_id, generation, token_id))
+
+    def abort(self, request_id: str, generation: int) -> None:
+        """Sends the abort and ends the streams of this request here."""
+        stream = self._requests.pop((request_id, generation), None)
+        if stream is not None:
+            stream.end(None)
+        if self.stats is not None and self._socket is not None:
+            self._send(Abort(self.record.epoch, request_id, generation))
+
+    async def close(self, why: str) -> None:
+        """Ends every request with `EngineGone(why)`."""
+        self._lose(why)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        while True:
+            self._socket = self._open()
+            monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | sum(HANDSHAKE_FAILURES))
+            try:
+                self._send(Hello(self.record.epoch))
+                lost = asyncio.create_task(self._watch_connection(monitor))
+                await self._first_of(lost, asyncio.create_task(self._receive(self._socket)))
+            except Exception:
+                logger.exception("the connection to engine %s failed and is opened anew", self.record.engine_id)
+            finally:
+                self._socket.disable_monitor()
+                self._socket.close(linger=0)
+                self._socket = None
+            self._lose("closed the connection or fell silent")
+            await asyncio.sleep(RECONNECT_S)
+
+    @staticmethod
+    async def _first_of(*tasks: asyncio.Task[None]) -> None:
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _open(self) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        self._key.secure_client(socket)
+        socket.setsockopt_string(zmq.IDENTITY, self._identity)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        notice_silence(socket, self._silence_s)
+        socket.connect(self.record.address)
+        return socket
+
+    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
+        """Returns when the connection is lost."""
+        while True:
+            event = await recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                return
+            if not self._refused:
+                self._refused = True
+                logger.error(
+                    "engine %s at %s refused the handshake: it has another cluster key, is no engine, or is cut off",
+                    self.record.engine_id,
+                    self.record.address,
+                )
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frame = await socket.recv()
+            self.heard_s = time.monotonic()
+            await asyncio.sleep(0)  # where frames wait already, recv alone would never let the loop's others run
+            try:
+                message = self._codec.decode_from_engine(frame)
+            except WireError as error:
+                self.counters.malformed_messages += 1
+                logger.warning("dropped a message of engine %s: %s", self.record.engine_id, error)
+                continue
+            if message.epoch != self.record.epoch:
+                self.counters.stale_messages += 1
+                continue
+            self.stats, self.transfers = message.stats, message.transfers or self.transfers
+            if message.blocks is not None and not self.cached.apply(message.blocks):
+                self.counters.block_gaps += 1
+                self._send(AskBlocks(self.record.epoch))
+            for output in message.outputs:
+                self._dispatch(output)
+
+    def _dispatch(self, output: EngineOutput) -> None:
+        name = (output.request_id, output.generation)
+        stream = self._requests.get(name)
+        if stream is None:
+            self.counters.stale_messages += 1
+            return
+        stream.put(output)
+        if output.finish_reason is not None:
+            del self._requests[name]
+
+    def _send(self, message: ClientMessage) -> None:
+        assert self._socket is not None
+        # The queue has no limit, so the send is done when this returns; it cannot wait for anyone.
+        self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK)
+
+    def _lose(self, why: str) -> None:
+        if self.stats is not None:
+            self.counters.engines_lost += 1
+            logger.warning(
+                "engine %s (rank %d, pid %d) %s", self.record.engine_id, self.record.rank, self.record.pid, why
+            )
+        self.stats = None
+        self.cached = CachedBlocks(self.record.num_blocks)
+        lost = list(self._requests.values())
+        self._requests.clear()
+        for stream in lost:
+            stream.end(self._gone(why))
+
+    def _gone(self, why: str) -> EngineGone:
+        return EngineGone(f"engine {self.record.engine_id} (rank {self.record.rank}, {self.record.role}) {why}")

@@ -1,0 +1,76 @@
+"""How long a client waits: for its whole answer, and for the first token of it.
+
+The operator's settings hold in any case; a client may ask for less:
+
+    request-timeout-ms: 20000           all of the answer
+    first-token-timeout-ms: 1500        its beginning
+
+Clients have timeouts of their own, of which the server knows nothing: what some SDKs tell (`x-stainless-read-timeout`)
+is how long a stream may be silent, not until when somebody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from .errors import ApiError, bad_request, timed_out
+from .settings import GatewaySettings
+
+WHOLE_HEADER = "request-timeout-ms"
+FIRST_TOKEN_HEADER = "first-token-timeout-ms"
+MOST_MS = 10**9 - 1
+
+
+class Patience:
+    """Of one request, from its construction on. Raises `ApiError` (400) for a header that is no time."""
+
+    def __init__(self, settings: GatewaySettings, headers: Mapping[str, str]) -> None:
+        asked_s = _seconds(headers, WHOLE_HEADER)
+        first_token_s = settings.first_token_timeout_s or math.inf
+        self._whole_s = min(settings.request_timeout_s, asked_s)
+        self._first_token_s = min(first_token_s, _seconds(headers, FIRST_TOKEN_HEADER))
+        self._began_s = asyncio.get_running_loop().time()
+        self._timeout: asyncio.Timeout | None = None
+        self._has_token = False
+        self.is_clients = asked_s < settings.request_timeout_s  # its end says nothing of the engines
+
+    @property
+    def deadline_s(self) -> float:
+        """Of the whole answer, by the event loop's clock."""
+        return self._began_s + self._whole_s
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Cancels what takes too long. Raises `ApiError` (408) then."""
+        try:
+            async with asyncio.timeout_at(self._began_s + min(self._whole_s, self._first_token_s)) as self._timeout:
+                yield
+        except TimeoutError:
+            raise self._over() from None
+
+    def first_token(self) -> None:
+        """It is there; later calls change nothing."""
+        if not self._has_token and self._timeout is not None and not self._timeout.expired():
+            self._has_token = True
+            self._timeout.reschedule(self.deadline_s)
+
+    def _over(self) -> ApiError:
+        if self._has_token or self._whole_s <= self._first_token_s:
+            return timed_out(f"The request was not finished in {self._whole_s:g} s and was aborted.")
+        message = f"No token was there after {self._first_token_s:g} s, and the request was aborted."
+        return timed_out(message, "first_token_timeout")
+
+
+def _seconds(headers: Mapping[str, str], name: str) -> float:
+    """Infinite where the client does not say."""
+    given = headers.get(name)
+    if given is None:
+        return math.inf
+    text = given.strip()
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_MS)) and int(text) > 0):
+        message = f"{name!r} must be a whole number of milliseconds from 1 to {MOST_MS}, not {text[:32]!r}."
+        raise bad_request(name, message)
+    return int(text) / 1000

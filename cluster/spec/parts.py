@@ -1,0 +1,142 @@
+"""What an application's gateways and fleets may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from baton.cluster.autoscaling.settings import AutoscalingSettings
+from baton.cluster.contracts import Bounds, Role
+from baton.cluster.gateway.settings import GatewaySettings
+from baton.kv_transfer.tiers.settings import TierSettings
+
+from .strict import InvalidSpec, Strict
+
+MAX_PORT = 65535
+
+
+class GatewaySpec(Strict, GatewaySettings):
+    """The gateways: where they listen, how many there are, and the limits of each."""
+
+    replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
+    max_surge_percent: int = Field(100, ge=0, le=100)  # gateways of a new version that start before old ones end
+    host: str = "0.0.0.0"
+    port: int = Field(8000, ge=1, le=MAX_PORT)  # the first of a machine, where each gateway has its own
+    num_cpus: float = Field(0.1, ge=0)  # for Ray's placement
+    resources: dict[str, float] = {}
+    api_keys_file: str = ""  # more API keys, one a line, on every node with a gateway: no config file shows them
+
+    def settings(self, gateway_id: str) -> GatewaySettings:
+        """The limits of the gateway with this identity. Raises `InvalidSpec` where `api_keys_file` gives no key."""
+        limits = {name: getattr(self, name) for name in GatewaySettings.model_fields}
+        api_keys = [*self.api_keys, *(_keys_in(self.api_keys_file) if self.api_keys_file else [])]
+        return GatewaySettings(**{**limits, "gateway_id": gateway_id, "api_keys": api_keys})
+
+    @model_validator(mode="after")
+    def _identity_is_ours(self) -> Self:
+        if "gateway_id" in self.model_fields_set:
+            raise ValueError("gateway_id is not set by hand: every gateway draws its own")
+        return self
+
+
+def _keys_in(file: str) -> list[str]:
+    """Never empty: without keys everyone could call. Raises `InvalidSpec`."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSpec(f"gateway.api_keys_file: {file}: {error}") from None
+    keys = [key for line in lines if (key := line.strip())]
+    if not keys:
+        raise InvalidSpec(f"gateway.api_keys_file: {file} holds no key: one a line is expected")
+    return keys
+
+
+class AutoscalingSpec(Strict, AutoscalingSettings):
+    """See `AutoscalingSettings`."""
+
+
+class KVTiers(Strict, TierSettings):
+    """Memory behind the pool of each engine of a fleet."""
+
+
+class Fleet(Strict):
+    """Engines of one role. `replicas` counts groups, never ranks: what is said of a worker holds for each rank."""
+
+    replicas: int = Field(1, ge=1)  # where it is scaled, see `min_replicas`: at the start
+    min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is scaled, see `autoscaling`
+    max_replicas: int | None = Field(None, ge=1)
+    engine: dict[str, Any] = {}
+    num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
+    num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
+    resources: dict[str, float] = {}  # of one worker
+    step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
+    drain_timeout_s: float = Field(30.0, ge=0)  # for what an engine has when it is to end; the rest goes on elsewhere
+    max_surge_percent: int = Field(0, ge=0, le=100)  # groups of a new version that start before old ones end
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.max_replicas is not None
+
+    @property
+    def bounds(self) -> Bounds:
+        """Groups at least and at most."""
+        if self.max_replicas is None:
+            return Bounds(self.replicas, self.replicas)
+        return Bounds(0 if self.min_replicas is None else self.min_replicas, self.max_replicas)
+
+    @property
+    def spelled(self) -> str:
+        """How many groups, for people."""
+        low, high = self.bounds.min_replicas, self.bounds.max_replicas
+        return str(low) if low == high else f"{low} to {high}"
+
+    @property
+    def first_replicas(self) -> int:
+        """Groups at the start."""
+        return self.replicas if "replicas" in self.model_fields_set else self.bounds.clip(self.bounds.min_replicas)
+
+    @model_validator(mode="after")
+    def _bounds_hold(self) -> Self:
+        if (self.min_replicas is None) != (self.max_replicas is None):
+            raise ValueError("min_replicas and max_replicas need each other: give both, or neither")
+        low, high = self.bounds.min_replicas, self.bounds.max_replicas
+        if low > high:
+            raise ValueError(f"min_replicas is {low}, which is more than max_replicas, {high}")
+        if "replicas" in self.model_fields_set and not low <= self.replicas <= high:
+            raise ValueError(
+                f"replicas is {self.replicas}, which is not from min_replicas, {low}, to max_replicas, {high}"
+            )
+        return self
+
+    kv_tiers: KVTiers | None = None  # by default an engine forgets the blocks that it evicts
+
+    @property
+    def markers(self) -> list[str]:
+        """Resources of which so little is asked that they say where the fleet belongs rather than count something."""
+        return [name for name, amount in self.resources.items() if 0 < amount < 1]
+
+
+class Fleets(Strict):
+    """Either `unified`, or `prefill` and `decode`, or all three."""
+
+    unified: Fleet | None = None
+    prefill: Fleet | None = None
+    decode: Fleet | None = None
+
+    @model_validator(mode="after")
+    def _can_serve(self) -> Self:
+        if self.prefill and not self.decode:
+            raise ValueError("prefill engines need decode engines to hand their KV blocks to: add `decode`")
+        if self.decode and not self.prefill:
+            raise ValueError("decode engines need prefill engines to read KV blocks from: add `prefill`")
+        if not self.present:
+            raise ValueError("no fleet: give `unified`, or `prefill` and `decode`")
+        return self
+
+    @property
+    def present(self) -> dict[Role, Fleet]:
+        """In the order of ranks."""
+        fleets = {Role.UNIFIED: self.unified, Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {role: fleet for role, fleet in fleets.items() if fleet is not None}
