@@ -18,7 +18,7 @@ from faults import Fault, all_faults
 from hosts import Hosts
 from load import Answerer, Quiz
 from ordeal import DEADLINE_S, STREAMS, Ordeal, Verdict, summary
-from ray_hosts import HEAD, ROLES, BatonOnHosts, demo_config
+from ray_hosts import ENGINE_HOSTS, HEAD, BatonOnHosts, demo_config
 from schedule import make_schedule
 
 QUESTIONS = 64
@@ -34,7 +34,7 @@ def run(seconds: float, seed: int) -> list[Verdict]:
     for planned in schedule:
         print(f"  {planned.number:3d}  after {planned.pause_s:3.1f} s  {planned.fault}")
     verdicts: list[Verdict] = []
-    with Hosts(HEAD, *ROLES) as hosts, BatonOnHosts(hosts) as baton:
+    with Hosts(HEAD, *ENGINE_HOSTS) as hosts, BatonOnHosts(hosts) as baton:
         baton.start(demo_config())
         quiz = Quiz(seed, QUESTIONS)
         accuracy = quiz.learn(Answerer(baton.url, DEADLINE_S), STREAMS)
@@ -56,7 +56,10 @@ def endured(ordeal: Ordeal, fault: Fault) -> Verdict:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    return {**dataclasses.asdict(verdict), "fates": {str(fate): count for fate, count in verdict.fates.items()}}
+    """Counters as JSON has them: by name."""
+    counts = {"fates": verdict.fates, "decisions": verdict.decisions}
+    named = {name: {str(key): count for key, count in counter.items()} for name, counter in counts.items()}
+    return {**dataclasses.asdict(verdict), **named}
 
 
 def main() -> None:

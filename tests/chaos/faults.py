@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hosts import BRIDGE, PREFIX
-from ray_hosts import DISK, HEAD, ROLES, TIER_FOLDER, WORKER, BatonOnHosts
+from ray_hosts import DISK, EAST, ENGINE_HOSTS, HEAD, ROLES, TIER_FOLDERS, WEST, WORKER, BatonOnHosts
+
+from baton.cluster.cli.processes import kill
 
 WIRE = Path(__file__).parents[1] / "multihost/wire.py"
 FAR = f"{PREFIX}far"  # the slow cable's end at the bridge, and its other end
@@ -50,11 +52,32 @@ class Kill:
     hold_s: float = 0.0
 
     def apply(self, baton: BatonOnHosts) -> None:
-        killed = sum(baton.hosts[name].kill(self.title) for name in ([self.host] if self.host else [HEAD, *ROLES]))
+        hosts = [self.host] if self.host else [HEAD, *ENGINE_HOSTS]
+        killed = sum(baton.hosts[name].kill(self.title) for name in hosts)
         assert killed, f"{self.name}: no process has {self.title!r} in its title"
 
     def heal(self, baton: BatonOnHosts) -> None:
         """Serve, Ray and the host's init do."""
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """SIGKILL to one engine's process."""
+
+    role: str
+    host: str
+    breaks_streams: bool = False
+    hold_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} worker of {self.host} killed"
+
+    def apply(self, baton: BatonOnHosts) -> None:
+        kill([baton.worker_of(self.role, self.host)])
+
+    def heal(self, baton: BatonOnHosts) -> None:
+        """Serve does."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +168,7 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class DiskFull:
-    """The tier's files are gone, the rest of their disk is taken, and the engine starts anew: it finds no room."""
+    """The tiers' files are gone, the rest of their disk is taken, and the engines start anew: they find no room."""
 
     host: str
     hold_s: float = 5.0
@@ -157,28 +180,32 @@ class DiskFull:
 
     def apply(self, baton: BatonOnHosts) -> None:
         host = baton.hosts[self.host]
-        fill = f"rm -rf {TIER_FOLDER} && cat /dev/zero > {BALLAST}"
+        fill = f"rm -rf {' '.join(TIER_FOLDERS.values())} && cat /dev/zero > {BALLAST}"
         done = host.run(["sh", "-c", fill], timeout_s=30, check=False)
         assert "No space left" in done.stderr, done.stderr
-        assert host.kill(WORKER), f"no engine runs on {self.host}"
+        assert host.kill(WORKER) == len(ROLES), f"not all engines run on {self.host}"
 
     def heal(self, baton: BatonOnHosts) -> None:
-        """The room is there again; the engine uses it from its next start."""
+        """The room is there again; engines use it from their next start."""
         baton.hosts[self.host].run(["rm", BALLAST], timeout_s=10)
 
 
 def all_faults(seed: int) -> list[Fault]:
-    """Every kind of fault, hurting every host that it can hurt."""
+    """Every kind of fault, hurting every host that it can hurt, and an engine of each role where one is enough."""
+    replica = "ray::ServeReplica:baton:{}".format
     kills = [
-        *(Kill(f"{role} worker killed", WORKER, role) for role in ROLES),
-        *(Kill(f"{role} replica killed", f"ray::ServeReplica:baton:{role}", role) for role in ROLES),
-        Kill("gateway killed", "ray::ServeReplica:baton:gateway", breaks_streams=True),
+        *(KillWorker(role, host) for role, host in zip(ROLES, (EAST, WEST), strict=True)),
+        *(
+            Kill(f"{role} replica of {host} killed", replica(role), host)
+            for role, host in zip(ROLES, (WEST, EAST), strict=True)
+        ),
+        Kill("gateway killed", replica("gateway"), breaks_streams=True),
         Kill("directory killed", "ray::Directory"),
-        *(Kill(f"raylet of {role} killed", "raylet/raylet", role) for role in ROLES),
+        *(Kill(f"raylet of {host} killed", "raylet/raylet", host) for host in ENGINE_HOSTS),
     ]
-    links = [LinkDown(host, hold_s) for host in (HEAD, *ROLES) for hold_s in (1.0, 20.0)]
-    slow = [SlowLink(role, delay_ms=200, loss=0.05, hold_s=20.0, seed=seed) for role in ROLES]
-    lasting = [*(HostLost(role) for role in ROLES), *(DiskFull(role) for role in ROLES)]
+    links = [LinkDown(host, hold_s) for host in (HEAD, *ENGINE_HOSTS) for hold_s in (1.0, 20.0)]
+    slow = [SlowLink(host, delay_ms=200, loss=0.05, hold_s=20.0, seed=seed) for host in ENGINE_HOSTS]
+    lasting = [*map(HostLost, ENGINE_HOSTS), DiskFull(WEST)]
     return [*kills, HeadRestarts(), *links, *lasting, *slow]
 
 

@@ -36,12 +36,24 @@ class Fate(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Asked:
-    number: int  # of the question
+class Answer:
+    """To one request: its text, or what came of it instead."""
+
     fate: Fate
     detail: str
+    pause_s: float = 0.0  # the longest that the client waited for a piece of it
+
+
+@dataclass(frozen=True)
+class Asked:
+    number: int  # of the question
+    answer: Answer
     started_s: float
     ended_s: float
+
+    @property
+    def fate(self) -> Fate:
+        return self.answer.fate
 
 
 @dataclass(frozen=True)
@@ -51,12 +63,20 @@ class Answerer:
     url: str
     deadline_s: float
 
-    async def ask(self, http: httpx.AsyncClient, question: Question, expected: str | None) -> tuple[Fate, str]:
-        """The fate of one request, and the text or the reason. Without `expected`, any whole text is right."""
-        text = ""
+    async def ask(self, http: httpx.AsyncClient, question: Question, expected: str | None) -> Answer:
+        """Without `expected`, any whole text is right."""
+        pauses = _Pauses()
+        fate, detail = await self._fate(http, question, expected, pauses)
+        pauses.end()
+        return Answer(fate, detail, pauses.longest_s)
+
+    async def _fate(
+        self, http: httpx.AsyncClient, question: Question, expected: str | None, pauses: _Pauses
+    ) -> tuple[Fate, str]:
+        """And the text or the reason."""
         try:
             async with asyncio.timeout(self.deadline_s):
-                text, whole = await self._stream(http, question.prompt)
+                text, whole = await self._stream(http, question.prompt, pauses)
         except TimeoutError:
             return Fate.HUNG, f"open after {self.deadline_s:.0f} s"
         except _Refused as error:
@@ -69,7 +89,7 @@ class Answerer:
             return Fate.LOST, text
         return (Fate.RIGHT if expected in (None, text) else Fate.WRONG), text
 
-    async def _stream(self, http: httpx.AsyncClient, prompt: str) -> tuple[str, bool]:
+    async def _stream(self, http: httpx.AsyncClient, prompt: str, pauses: _Pauses) -> tuple[str, bool]:
         """The text, and whether it came whole; else what was said instead. Raises `httpx.HTTPError`, `_Refused`."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
         parts: list[str] = []
@@ -87,8 +107,22 @@ class Answerer:
                     if not parts:
                         raise _Refused(data)
                     return data, False
+                pauses.end()
                 parts += [choice["text"] for choice in event["choices"]]
         return f"the stream ended after {len(parts)} pieces", False
+
+
+class _Pauses:
+    """How long one client waits for a piece, from the request on."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self.longest_s = 0.0
+
+    def end(self) -> None:
+        """A piece has come, and the next one is waited for."""
+        now_s = time.monotonic()
+        self.longest_s, self._began_s = max(self.longest_s, now_s - self._began_s), now_s
 
 
 class _Refused(Exception):
@@ -108,20 +142,20 @@ class Quiz:
     def learn(self, answerer: Answerer, streams: int) -> float:
         """The share of right answers. Raises `RuntimeError` where a request does not end whole."""
 
-        async def ask_all() -> list[tuple[Fate, str]]:
+        async def ask_all() -> list[Answer]:
             gate = asyncio.Semaphore(streams)
             async with _client() as http:
 
-                async def ask(question: Question) -> tuple[Fate, str]:
+                async def ask(question: Question) -> Answer:
                     async with gate:
                         return await answerer.ask(http, question, None)
 
                 return list(await asyncio.gather(*map(ask, self.questions)))
 
-        results = asyncio.run(ask_all())
-        if bad := [result for result in results if result[0] is not Fate.RIGHT]:
+        answers = asyncio.run(ask_all())
+        if bad := [answer for answer in answers if answer.fate is not Fate.RIGHT]:
             raise RuntimeError(f"an undisturbed server does not answer: {bad[:3]}")
-        self.expected = [text for _, text in results]
+        self.expected = [answer.detail for answer in answers]
         pairs = zip(self.questions, self.expected, strict=True)
         return sum(text.startswith(question.answer) for question, text in pairs) / len(self.expected)
 
@@ -171,9 +205,9 @@ class Load:
         while not self._stop.is_set():
             number = rng.randrange(len(self._quiz.questions))
             started_s = time.monotonic()
-            fate, detail = await self._answerer.ask(http, self._quiz.questions[number], self._quiz.expected[number])
-            self.asked.append(Asked(number, fate, detail, started_s, time.monotonic()))
-            if fate is Fate.REFUSED:
+            answer = await self._answerer.ask(http, self._quiz.questions[number], self._quiz.expected[number])
+            self.asked.append(Asked(number, answer, started_s, time.monotonic()))
+            if answer.fate is Fate.REFUSED:
                 await asyncio.sleep(PAUSE_S)
 
 

@@ -1,7 +1,8 @@
 """One fault under load, and what must hold whatever it is.
 
-load runs ─> apply ─ hold ─> heal ─────────> recovered ─ a while ─> load ends ─> everything is clean
-                              │ recovery_s │
+load runs ─> apply ─ hold ─> heal ─────────> whole again ─ a while ─> load ends ─> everything is clean
+               │ answered_s: first answer     │
+               │ asked for from here on       │ recovery_s, from heal on: of all processes
 """
 
 from __future__ import annotations
@@ -33,14 +34,20 @@ class Verdict:
 
     fault: str
     fates: Counter[Fate]
-    recovery_s: float
+    answered_s: float  # from the fault's beginning to the first answer of which nothing was asked before
+    recovery_s: float  # from its end until there were as many processes as before, and one more answer
     longest_s: float  # the request that took longest
+    pause_s: float  # the longest that a client waited for a piece of a whole answer
+    decisions: Counter[float]  # of the gateway about failed attempts, by the seconds that they took at most
     problems: tuple[str, ...]
 
     def line(self) -> str:
         counts = ", ".join(f"{self.fates[fate]} {fate}" for fate in Fate)
         end = "; ".join(self.problems) or "all held"
-        return f"{self.fault}: {counts}; recovered in {self.recovery_s:.1f} s, longest {self.longest_s:.1f} s; {end}"
+        return (
+            f"{self.fault}: {counts}; answers after {self.answered_s:.1f} s, whole after {self.recovery_s:.1f} s,"
+            f" longest {self.longest_s:.1f} s, pause {self.pause_s:.1f} s; {_spelled(self.decisions)}; {end}"
+        )
 
 
 class Ordeal:
@@ -55,20 +62,26 @@ class Ordeal:
     def endure(self, fault: Fault) -> Verdict:
         """Applies and heals it under load. Raises `AssertionError` where the application does not come back."""
         self._number += 1
+        before = self._baton.decisions()
         with Load(self._answerer, self._quiz, streams=STREAMS, seed=self._seed * 10_000 + self._number) as load:
             eventually(lambda: load.counts()[Fate.RIGHT] > 0, DEADLINE_S, "no answer before the fault")
             time.sleep(BEFORE_S)
+            began_s = time.monotonic()
             fault.apply(self._baton)
             time.sleep(fault.hold_s)
             fault.heal(self._baton)
             recovery_s = self._recovery_s(load)
             time.sleep(AFTER_S)
+        right = load.of_fate(Fate.RIGHT)
         return Verdict(
-            fault.name,
-            load.counts(),
-            recovery_s,
-            max(asked.ended_s - asked.started_s for asked in load.asked),
-            (*_broken(load, fault), *self._stranded()),
+            fault=fault.name,
+            fates=load.counts(),
+            answered_s=min(asked.ended_s for asked in right if asked.started_s > began_s) - began_s,
+            recovery_s=recovery_s,
+            longest_s=max(asked.ended_s - asked.started_s for asked in load.asked),
+            pause_s=max(asked.answer.pause_s for asked in right),
+            decisions=_more(before, self._baton.decisions()),
+            problems=(*_broken(load, fault), *self._stranded()),
         )
 
     def _recovery_s(self, load: Load) -> float:
@@ -106,14 +119,29 @@ def _broken(load: Load, fault: Fault) -> list[str]:
     return [f"{len(found)} requests went wrong, the first {found[0]}"] if found else []
 
 
+def _more(before: Counter[float], after: Counter[float]) -> Counter[float]:
+    """What was counted since; all of it, where it began anew with another gateway."""
+    return after - before if all(after[bound] >= count for bound, count in before.items()) else +after
+
+
+def _spelled(decisions: Counter[float]) -> str:
+    bounds = sorted(decisions.elements())
+    if not bounds:
+        return "decisions=0"
+    return f"decisions={len(bounds)} decision_p50_s<={bounds[(len(bounds) - 1) // 2]:g} decision_max_s<={bounds[-1]:g}"
+
+
 def summary(verdicts: Iterable[Verdict]) -> str:
     """All figures in one line."""
     verdicts = list(verdicts)
     total = sum((verdict.fates for verdict in verdicts), Counter[Fate]())
-    recovery = sorted(verdict.recovery_s for verdict in verdicts)
     counts = " ".join(f"{fate}={total[fate]}" for fate in Fate)
+    answered, recovery = ([getattr(verdict, name) for verdict in verdicts] for name in ("answered_s", "recovery_s"))
     return (
         f"chaos: faults={len(verdicts)} requests={total.total()} {counts} "
-        f"recovery_p50_s={statistics.median(recovery):.1f} recovery_max_s={recovery[-1]:.1f} "
+        f"{_spelled(sum((verdict.decisions for verdict in verdicts), Counter[float]()))} "
+        f"pause_max_s={max(verdict.pause_s for verdict in verdicts):.1f} "
+        f"answered_p50_s={statistics.median(answered):.1f} answered_max_s={max(answered):.1f} "
+        f"recovery_p50_s={statistics.median(recovery):.1f} recovery_max_s={max(recovery):.1f} "
         f"failed={sum(bool(verdict.problems) for verdict in verdicts)}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from faults import all_faults
 from load import Fate
@@ -29,9 +30,15 @@ def test_every_fault_comes_once_before_any_comes_again() -> None:
 
 def test_the_last_line_adds_up_what_the_faults_did() -> None:
     verdicts = [
-        Verdict("a", Counter({Fate.RIGHT: 10, Fate.LOST: 2}), 3.0, 1.0, ()),
-        Verdict("b", Counter({Fate.RIGHT: 5, Fate.WRONG: 1}), 9.0, 1.0, ("one answer was wrong",)),
+        verdict(Counter({Fate.RIGHT: 10, Fate.LOST: 2}), recovery_s=3.0, decisions=Counter({0.01: 2, 1.75: 1})),
+        verdict(Counter({Fate.RIGHT: 5, Fate.WRONG: 1}), recovery_s=9.0, problems=("one answer was wrong",)),
     ]
     line = summary(verdicts)
     assert line.startswith("chaos: faults=2 requests=18 right=15 wrong=1 refused=0 lost=2 hung=0")
-    assert line.endswith("recovery_p50_s=6.0 recovery_max_s=9.0 failed=1")
+    assert "decisions=3 decision_p50_s<=0.01 decision_max_s<=1.75 pause_max_s=0.7 " in line
+    assert line.endswith("answered_p50_s=0.5 answered_max_s=0.5 recovery_p50_s=6.0 recovery_max_s=9.0 failed=1")
+
+
+def verdict(fates: Counter[Fate], **figures: Any) -> Verdict:
+    figures = {"recovery_s": 1.0, "decisions": Counter(), "problems": ()} | figures
+    return Verdict(fault="a", fates=fates, answered_s=0.5, longest_s=1.0, pause_s=0.7, **figures)

@@ -1,13 +1,14 @@
 """Baton on several hosts: Ray on each with the head's token, kept running as a machine's init would; `serve deploy`.
 
 head      Ray's head with its state in Redis, Serve's controller, the gateway
-prefill   reads prompts    ─┐
-decode    writes answers   <┘  KV blocks by UCX over TCP
+east      a prefill engine, a decode engine ─┐
+west      a prefill engine, a decode engine ─┴─ KV blocks by UCX over TCP, within a host and between them
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections import Counter
@@ -21,22 +22,28 @@ import yaml
 from hosts import Host, Hosts
 from served import eventually, is_clean
 
+from baton.cluster.cli.processes import Process
+
 BIN = Path(sys.executable).parent
 CHECKOUT = Path(__file__).parents[2]
-ROLES = ("prefill", "decode")
 HEAD = "head"
+EAST, WEST = ENGINE_HOSTS = ("east", "west")
+ROLES = ("prefill", "decode")  # of each of them an engine on each engine host
 POOL_BYTES = 2**27  # too few for all questions, so that blocks are evicted, restored, and handed over again
-DISK = "/tmp/disk"  # of each engine's host: small, and its own
-DISK_BYTES = 160 * 2**20
-TIER_FOLDER = f"{DISK}/kv"
+DISK = "/tmp/disk"  # of each engine host: small, and its own
+DISK_BYTES = 320 * 2**20
+TIER_FOLDERS = {role: f"{DISK}/{role}" for role in ROLES}
+TIER_BYTES = 120 * 2**20
 TOKEN = ".ray/auth_token"  # in a home
 RAY_PORT, DASHBOARD_PORT, REDIS_PORT, PORT = 6379, 8265, 6380, 8000
 STORE_BYTES = 80 * 2**20
 REQUEST_TIMEOUT_S = 150.0  # a gateway's: nothing is open longer
-CAPACITY_TIMEOUT_S = 120.0  # longer than Ray takes to give up a host that is silent, and to start an engine elsewhere
+CAPACITY_TIMEOUT_S = 60.0  # longer than the head is cut off
 STEP_TIMEOUT_S = 30.0
 LEASE_S = 5.0
 WORKER = "ray::EngineWorker"
+SAME_TOKENS_PER_S = 250_000.0  # or hand-offs would stay within their host
+PROMISED = 0.9  # CPUs of one worker; its replica asks for 0.1
 KINDS = (
     *(f"ray::ServeReplica:baton:{name}" for name in ("gateway", *ROLES)),
     WORKER,
@@ -63,7 +70,7 @@ KEEP_RUNNING = "while true; do {ray} start --block {options}; {ray} stop --force
 
 
 class BatonOnHosts:
-    """The application on `hosts`, which have the names `head`, `prefill` and `decode`."""
+    """The application on `hosts`, which have the names `head`, `east` and `west`."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
@@ -72,7 +79,7 @@ class BatonOnHosts:
         self._http = httpx.Client(base_url=self.url, timeout=10.0)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Returns when both fleets serve."""
+        """Returns when all engines serve."""
         self.start_ray()
         self.deploy(config)
 
@@ -81,13 +88,13 @@ class BatonOnHosts:
         redis = ["redis-server", "--port", str(REDIS_PORT), "--bind", self.head.ip, "--protected-mode", "no"]
         self.head.start([*redis, "--save", "", "--appendonly", "no"], log="redis.log")
         self.head.run([str(BIN / "ray"), "get-auth-token", "--generate"], timeout_s=60)
-        for role in ROLES:
-            self._furnish(self.hosts[role])
+        for name in ENGINE_HOSTS:
+            self._furnish(self.hosts[name])
         self.keep_ray(HEAD)
         eventually(lambda: self.alive_nodes() >= 1, START_S, lambda: self._log_of(HEAD))
-        for role in ROLES:
-            self.keep_ray(role)
-        eventually(lambda: self.alive_nodes() == 3, START_S, lambda: "".join(map(self._log_of, ROLES)))
+        for name in ENGINE_HOSTS:
+            self.keep_ray(name)
+        eventually(lambda: self.alive_nodes() == 3, START_S, lambda: "".join(map(self._log_of, ENGINE_HOSTS)))
 
     def _furnish(self, host: Host) -> None:
         """A disk for KV blocks, and the head's token, without which Ray on this host cannot talk to the others."""
@@ -109,15 +116,16 @@ class BatonOnHosts:
         self.hosts[name].start(["sh", "-c", loop], log="ray.log", environment={**ENVIRONMENT, **redis})
 
     def ray_options(self, name: str) -> list[str]:
+        """An engine host has room for an engine of each role and no more: lost ones come back on its successor."""
         where = ["--head", f"--port={RAY_PORT}"] if name == HEAD else [f"--address={self.head.ip}:{RAY_PORT}"]
         dashboard = [f"--dashboard-host={self.head.ip}", f"--dashboard-port={DASHBOARD_PORT}"]
         return [
             *where,
             *(dashboard if name == HEAD else []),
             f"--node-ip-address={self.hosts[name].ip}",
-            "--num-cpus=4",
+            f"--num-cpus={len(ROLES) if name in ENGINE_HOSTS else 4}",
             f"--object-store-memory={STORE_BYTES}",
-            "--resources=" + json.dumps({f"{name}_host": 1}),
+            "--resources=" + json.dumps(dict.fromkeys(map(_place_of, ROLES if name in ENGINE_HOSTS else [name]), 1)),
         ]
 
     def deploy(self, config: Mapping[str, Any]) -> None:
@@ -148,21 +156,40 @@ class BatonOnHosts:
         lines = self._http.get("/metrics").raise_for_status().text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
-    def rank_of(self, role: str) -> dict[str, Any]:
-        return next(rank for rank in self.ranks() if rank["role"] == role)
+    def decisions(self) -> Counter[float]:
+        """How many failed attempts the gateway has decided about, by the seconds that each took at most."""
+        lines = self._http.get("/metrics").raise_for_status().text.splitlines()
+        samples = [re.match(r'baton_failure_decision_seconds_bucket{failure="(.*)",le="(.*)"} (.*)', x) for x in lines]
+        counts, below = Counter[float](), Counter[str]()
+        for failure, bound, upto in (sample.groups() for sample in samples if sample):
+            counts[float(bound)] += round(float(upto)) - below[failure]
+            below[failure] = round(float(upto))
+        return counts
+
+    def rank_of(self, role: str, host: str) -> dict[str, Any]:
+        """The engine of this role on this host."""
+        ip = self.hosts[host].ip
+        return next(rank for rank in self.ranks() if (rank["role"], rank["node_ip"]) == (role, ip))
+
+    def worker_of(self, role: str, host: str) -> Process:
+        """The process of that engine."""
+        processes = self.hosts[host].find(WORKER)
+        return processes[self.hosts[host].own_ids(WORKER).index(self.rank_of(role, host)["pid"])]
 
     def is_whole(self) -> bool:
-        """Whether every fleet has its engine, and these live: what the gateway lists may be late."""
+        """Whether every engine is at its place, and lives: what the gateway lists may be late."""
         ranks = self.ranks()
-        return sorted(rank["role"] for rank in ranks) == sorted(ROLES) and all(map(self._lives, ranks))
+        places = sorted((rank["node_ip"], rank["role"]) for rank in ranks)
+        wanted = sorted((self.hosts[name].ip, role) for name in ENGINE_HOSTS for role in ROLES)
+        return places == wanted and all(map(self._lives, ranks))
 
     def _lives(self, rank: dict[str, Any]) -> bool:
-        host = next((self.hosts[role] for role in ROLES if self.hosts[role].ip == rank["node_ip"]), None)
-        return host is not None and rank["pid"] in host.own_ids(WORKER)
+        host = next(self.hosts[name] for name in ENGINE_HOSTS if self.hosts[name].ip == rank["node_ip"])
+        return rank["pid"] in host.own_ids(WORKER)
 
     def census(self) -> Counter[str]:
         """How many processes there are of each kind that the application is made of."""
-        titles = [title for name in (HEAD, *ROLES) for title in self.hosts[name].processes().values()]
+        titles = [title for name in (HEAD, *ENGINE_HOSTS) for title in self.hosts[name].processes().values()]
         return Counter({kind: sum(kind in title for title in titles) for kind in KINDS})
 
     def state(self) -> str:
@@ -188,8 +215,14 @@ class BatonOnHosts:
         return (self.hosts[name].folder / "ray.log").read_text()
 
 
+def _place_of(what: str) -> str:
+    """The resource of hosts where this is to be."""
+    return f"{what}_place"
+
+
 def demo_config() -> dict[str, Any]:
-    """configs/serve/demo.yaml with a place for each part, and leases and hangs that a test can wait for.
+    """configs/serve/demo.yaml with places for its parts, two engines a role, and leases and hangs that a test can wait
+    for.
 
     In float32: what an answer is must not depend on what else was in its batch.
     """
@@ -197,15 +230,17 @@ def demo_config() -> dict[str, Any]:
     args = config["applications"][0]["args"]
     args["model"] = str(CHECKOUT / "configs/demo/model")
     args["transfer"] = {"lease_s": LEASE_S}
-    args["gateway"] |= {"host": "0.0.0.0", "port": PORT, "resources": {f"{HEAD}_host": 0.001}}
+    args["gateway"] |= {"host": "0.0.0.0", "port": PORT, "resources": {_place_of(HEAD): 0.001}}
     args["gateway"] |= {"request_timeout_s": REQUEST_TIMEOUT_S, "capacity_timeout_s": CAPACITY_TIMEOUT_S}
+    args["gateway"]["cost"] = dict.fromkeys(("node_tokens_per_s", "network_tokens_per_s"), SAME_TOKENS_PER_S)
     args["engine"] |= {"dtype": "float32", "num_threads": 1, "kv_cache_memory_bytes": POOL_BYTES}
     for role in ROLES:
         args["fleets"][role] |= {
-            "num_cpus": 0.5,
+            "replicas": len(ENGINE_HOSTS),
+            "num_cpus": PROMISED,
             "step_timeout_s": STEP_TIMEOUT_S,
-            "resources": {f"{role}_host": 0.001},
+            "resources": {_place_of(role): 0.6},  # more than half: one a host
         }
-        tiers = {"disk_path": TIER_FOLDER, "disk_bytes": DISK_BYTES * 3 // 4, "min_tokens": 64}
+        tiers = {"disk_path": TIER_FOLDERS[role], "disk_bytes": TIER_BYTES, "min_tokens": 64}
         args["fleets"][role]["kv_tiers"] = tiers
     return config

@@ -82,7 +82,7 @@ def serve_config() -> dict[str, Any]:
     args["model"] = "configs/demo/model"
     del args["gateway"]["resources"]
     for role, fleet in args["fleets"].items():
-        fleet["resources"] = {f"{role}_node": 0.001}
+        fleet |= {"replicas": 1, "num_cpus": 0.5, "resources": {f"{role}_node": 0.001}}
     return config
 
 
