@@ -13,23 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import edit_config, wide_shape, write_checkpoint
+from stand_in_gpu import STAND_IN_GPU
 
 pytest.importorskip("triton")
 
-SCRIPT = """
+SCRIPT = (
+    STAND_IN_GPU
+    + """
 import random
 import sys
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-
-class Device:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-
-triton.runtime.driver.set_active(Device())
 
 
 from baton.engine.core.sampling import SamplingParams
@@ -123,6 +115,7 @@ with recording() as variants:
 assert rehearsed > 10, variants
 assert not variants[rehearsed:], variants[rehearsed:]
 """
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")

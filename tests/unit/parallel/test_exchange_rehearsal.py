@@ -11,24 +11,16 @@ import sys
 
 import pytest
 import torch
+from stand_in_gpu import STAND_IN_GPU
 
 pytest.importorskip("triton")
 
-SCRIPT = """
+SCRIPT = (
+    STAND_IN_GPU
+    + """
 import json
 import random
 import sys
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-
-class Device:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-
-triton.runtime.driver.set_active(Device())
 
 from baton.engine.layers.moe import MoE
 from baton.engine.models.experts import ExpertsConfig
@@ -81,6 +73,7 @@ with torch.inference_mode(), recording() as variants:
         step(count)
 print("forgotten", sorted({json.loads(variant.specialization)["name"] for variant in variants[rehearsed:]}))
 """
+)
 
 
 def forgotten(*arguments: object) -> str:
