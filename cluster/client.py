@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import zmq.asyncio
 
 from baton.engine.core.messages import EngineRequest
-from baton.kv_transfer.curve import ClusterKey
-from baton.kv_transfer.silence import SILENCE_S
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.network.silence import SILENCE_S
 
 from .connection import ClientCounters, Connection, RequestStream
 from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach

@@ -19,9 +19,9 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.kv_transfer.curve import ClusterKey
-from baton.kv_transfer.silence import notice_silence
-from baton.kv_transfer.stats import TransferStats
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.network.silence import notice_silence
+from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
 from .contracts import EngineGone, EngineRecord

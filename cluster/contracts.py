@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.kv_transfer.stats import TransferStats
+from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
 

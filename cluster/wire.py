@@ -23,7 +23,7 @@ import msgspec
 
 from baton.engine.core.block_log import BlockNews
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.kv_transfer.stats import TransferStats
+from baton.kv_transfer.protocol.stats import TransferStats
 
 
 class WireError(ValueError):

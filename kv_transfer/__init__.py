@@ -1,17 +1,20 @@
 """Moving KV blocks between engines: a ticket, a lease, a read, a commit.
 
     connector    the engine's `KVConnector`: a transfer thread around ...
-    handoff      ... one engine's side of all hand-offs, without threads, wired from
+    protocol/    ... one engine's side of all hand-offs (`handoff`), without threads, wired from
       leases       what a prefill engine keeps for its readers
       receives     what a decode engine fills, and when that counts
       peers        whose memory can be read
+      messages     what engines say to each other; the ticket
+    ranks/
       pulls        reads on their way, by
-      crew           all ranks of the engine's group, each of which reads its own KV heads
-        rank_reader    one of them: `descriptors` are the byte ranges that its heads of blocks are
-    crew_member  the thread that does so on ranks other than 0; `crew_messages` are its orders
-    messages     what engines say to each other; the ticket
-    channel      how they say it (ZMQ with CURVE); `curve` holds the cluster's key
-    transports   how memory is read (NIXL, UCX, and a fake with faults); `affinity` is where the thread runs that does
+      crew         all ranks of the engine's group, each of which reads its own KV heads (`rank_reader`)
+      team         the same for copies of their shares
+    network/     how engines talk: ZMQ with CURVE, whose key all of a cluster have; who is silent is gone
+    transports/  how memory is read (NIXL, UCX, files, and a fake with faults); `affinity` is where the thread runs
+    copies/      between blocks and the host's memory; the host buffer
+    tiers/       blocks in the host's memory and on disks
 
-The only package that imports NIXL and UCXX.
+`descriptors` are the byte ranges of blocks, `digests` the proof of what they hold. The only package that imports NIXL
+and UCXX.
 """

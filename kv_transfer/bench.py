@@ -24,11 +24,11 @@ from baton.engine.core.connector import Received
 from baton.engine.core.layout import KVLayout, KVRegion
 
 from .connector import PeerInfo, TransferConnector
-from .crew import CrewSocket
-from .crew_member import CrewMember
-from .curve import ClusterKey
 from .descriptors import Cut, block_ranges, cut, shares
 from .errors import TransferError
+from .network.curve import ClusterKey
+from .ranks.crew import CrewSocket
+from .ranks.crew_member import CrewMember
 
 DEFAULT_LAYOUT = KVLayout(
     model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16"

@@ -18,15 +18,15 @@ from concurrent.futures import Future
 from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, TransferId
 from baton.engine.core.layout import KVRegion
 
-from .channel import ZmqChannel
-from .crew import Crew, CrewSocket
-from .curve import ClusterKey
 from .errors import RankLost, TransferThreadDied, TransportError
-from .handoff import Handoff
-from .messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
-from .rank_reader import RankReader
+from .network.channel import ZmqChannel
+from .network.curve import ClusterKey
+from .protocol.handoff import Handoff
+from .protocol.messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
+from .protocol.stats import TransferStats
+from .ranks.crew import Crew, CrewSocket
+from .ranks.rank_reader import RankReader
 from .settings import PeerInfo, TransferSettings
-from .stats import TransferStats
 from .transports.opening import START_TIMEOUT_S, open_transport
 
 __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]

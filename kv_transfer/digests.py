@@ -17,7 +17,7 @@ import xxhash
 
 from baton.engine.core.layout import KVRegion
 
-from .device_blocks import device_blocks
+from .copies.device_blocks import device_blocks
 
 DIGEST_BYTES = 8
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
-from .messages import DigestMode, EngineKey
-from .receive import Patience
-from .silence import SHORTEST_S, SILENCE_S
+from .network.silence import SHORTEST_S, SILENCE_S
+from .protocol.messages import DigestMode, EngineKey
+from .protocol.receive import Patience
 
 
 class InvalidTransferSettings(ValueError):

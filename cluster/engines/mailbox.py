@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import zmq
 
 from baton.cluster.wire import ClientMessage, Codec, Outputs, Submit, WireError
-from baton.kv_transfer.curve import ClusterKey
-from baton.kv_transfer.silence import notice_silence
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.network.silence import notice_silence
 
 logger = logging.getLogger(__name__)
 

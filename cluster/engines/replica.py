@@ -23,7 +23,7 @@ from baton.cluster.membership.directory import DirectoryWatch, presence, stay_re
 from baton.cluster.membership.draining import drain
 from baton.cluster.membership.members import Standing
 from baton.cluster.spec import load_spec
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 
 from .group import WorkerGroup
 from .worker import EngineLaunch

@@ -27,9 +27,9 @@ from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, Outputs, Submit
 from baton.engine.core.block_log import BlockLog, BlockNews
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
-from baton.kv_transfer.curve import ClusterKey
-from baton.kv_transfer.silence import SILENCE_S
-from baton.kv_transfer.stats import TransferStats
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.network.silence import SILENCE_S
+from baton.kv_transfer.protocol.stats import TransferStats
 
 from .mailbox import GatewayLost, Leave, Letter, Mailbox
 

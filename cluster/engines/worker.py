@@ -23,7 +23,7 @@ from baton.engine.core.connector import KVConnector
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.tiers.settings import TierSettings
 
 from .seats import Seat
@@ -32,10 +32,10 @@ from .server import EngineServer
 if TYPE_CHECKING:
     from baton.engine.build import Engine
     from baton.engine.parallel.rendezvous import Rendezvous
-    from baton.kv_transfer.channel import RankSocket
     from baton.kv_transfer.connector import TransferConnector
-    from baton.kv_transfer.crew import CrewSocket
-    from baton.kv_transfer.host_buffer import HostBuffer
+    from baton.kv_transfer.copies.host_buffer import HostBuffer
+    from baton.kv_transfer.network.channel import RankSocket
+    from baton.kv_transfer.ranks.crew import CrewSocket
     from baton.kv_transfer.tiers.store import TierStore
 
 logger = logging.getLogger(__name__)
@@ -194,8 +194,8 @@ class EngineWorker:
         return Opening(rendezvous, doors, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
 
     def _open_doors(self, size: int) -> Doors:
-        from baton.kv_transfer.channel import RankSocket
-        from baton.kv_transfer.crew import CrewSocket
+        from baton.kv_transfer.network.channel import RankSocket
+        from baton.kv_transfer.ranks.crew import CrewSocket
 
         launch = self._launch
         if launch.hands_over:
@@ -230,7 +230,7 @@ class EngineWorker:
 
     def _follow(self, member: Member, doors: Doors) -> None:
         from baton.engine.build import follow
-        from baton.kv_transfer.group_copies import follow_connector
+        from baton.kv_transfer.copies.group_copies import follow_connector
         from baton.kv_transfer.tiers.ranks import follow_tiers
 
         launch, settings = self._launch, self._launch.spec.transfer_settings()
@@ -266,7 +266,7 @@ class EngineWorker:
 
     def _build(self, member: Member) -> EngineRecord:
         from baton.engine.build import build_engine
-        from baton.kv_transfer.host_buffer import open_connector
+        from baton.kv_transfer.copies.host_buffer import open_connector
 
         launch = self._launch
 

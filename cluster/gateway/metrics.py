@@ -14,7 +14,7 @@ from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLo
 from baton.cluster.contracts import DirectorySnapshot, EngineView
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.stats import TransferStats
+from baton.kv_transfer.protocol.stats import TransferStats
 
 REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 

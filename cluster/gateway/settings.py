@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.engine.core.messages import EngineStats
-from baton.kv_transfer.silence import SHORTEST_S, SILENCE_S
+from baton.kv_transfer.network.silence import SHORTEST_S, SILENCE_S
 
 from .cost import CostRates
 

@@ -27,7 +27,7 @@ from ray.actor import ActorHandle
 from baton.cluster.autoscaling.load import GatewayLoad
 from baton.cluster.autoscaling.scaler import Scaler, Wanted
 from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 
 from .members import Membership, Standing
 

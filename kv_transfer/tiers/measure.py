@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from baton.engine.core.layout import KVLayout, KVRegion
 
-from ..host_memory import HostMemory, Pair, open_copies
+from ..copies.host_memory import HostMemory, Pair, open_copies
 
 ROUNDS = 4
 

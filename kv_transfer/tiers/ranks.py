@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
 
-from ..channel import RankSocket
-from ..curve import ClusterKey
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..messages import MAX_REASON_CHARS
-from ..team import Team, TeamMember
-from ..team_messages import (
+from ..network.channel import RankSocket
+from ..network.curve import ClusterKey
+from ..protocol.messages import MAX_REASON_CHARS
+from ..ranks.team import Team, TeamMember
+from ..ranks.team_messages import (
     MAX_KEPT,
     MAX_MOVES,
     AreYouThere,

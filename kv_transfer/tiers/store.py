@@ -23,8 +23,8 @@ from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierStats
 
 from ..affinity import pin_thread
-from ..channel import RankSocket
 from ..errors import RankLost, TransferError
+from ..network.channel import RankSocket
 from .books import Loss, Move, TierBooks
 from .disk_files import TierRefused
 from .ranks import TierGroup

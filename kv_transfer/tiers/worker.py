@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
 
+from ..copies.host_memory import HostMemory, open_copies
 from ..errors import TransportError
-from ..host_memory import HostMemory, open_copies
 from ..transports import ByteRange, FileTransport, ReadState
 from ..transports.nixl_file import NixlFile
 from .books import Loss, Move, Tier

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ..errors import TransportError
-from ..messages import decode_as
-from ..virtual import VirtualClock
+from ..network.virtual import VirtualClock
+from ..protocol.messages import decode_as
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 
 

@@ -27,7 +27,7 @@ from msgspec import Meta
 from baton.engine.core.layout import KVRegion
 
 from ..errors import NotRegistrable, TransportError
-from ..messages import decode_as
+from ..protocol.messages import decode_as
 from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .memory import WARM_BYTES, check_ranges, make_scratch, use_device

@@ -27,7 +27,7 @@ from msgspec import Meta
 from baton.engine.core.layout import KVRegion
 
 from ..errors import TransportError
-from ..messages import Name, decode_as
+from ..protocol.messages import Name, decode_as
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
 from .ucp import IN_PROGRESS, OK, Handle, Ucp

@@ -19,7 +19,7 @@ from baton.cluster.gateway.dispatcher import Dispatch, Dispatcher
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.router import Router
 from baton.cluster.gateway.settings import GatewaySettings
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 
 pytestmark = pytest.mark.timeout(60)
 

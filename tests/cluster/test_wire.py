@@ -15,8 +15,8 @@ from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord,
 from baton.cluster.engines.server import EngineServer
 from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.messages import ErrorKind, FinishReason
-from baton.kv_transfer.curve import ClusterKey
-from baton.kv_transfer.handoff import TransferStats
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.protocol.handoff import TransferStats
 
 pytestmark = pytest.mark.timeout(30)
 

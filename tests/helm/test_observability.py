@@ -17,7 +17,7 @@ from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView,
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.handoff import TransferStats
+from baton.kv_transfer.protocol.handoff import TransferStats
 
 OBSERVABILITY = Path(__file__).parents[2] / "configs/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana_dashboard.json").read_text())
@@ -55,6 +55,7 @@ def exported() -> dict[str, set[str]]:
     metrics.paths.labels("unified", "least-loaded").inc()
     metrics.retries.labels("engine-gone").inc()
     metrics.rungs.labels("unified", "engine-gone").inc()
+    metrics.decisions_s.labels("engine-gone").observe(0.1)
     metrics.circuit_opened(("engine",))
     metrics.stream_errors.labels("500").inc()
     metrics.responses.labels("/health", "200").inc()

@@ -18,11 +18,11 @@ import numpy as np
 from baton.engine.core.connector import ConnectorEvent, Offer
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
-from baton.kv_transfer.crew import CrewSocket
-from baton.kv_transfer.crew_member import CrewMember
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.copies.host_buffer import open_connector
 from baton.kv_transfer.errors import TransferThreadDied
-from baton.kv_transfer.host_buffer import open_connector
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.ranks.crew import CrewSocket
+from baton.kv_transfer.ranks.crew_member import CrewMember
 
 START_S = 60.0
 SPAWNING = multiprocessing.get_context("spawn")

@@ -23,12 +23,12 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer import messages
-from baton.kv_transfer.crew import gather
-from baton.kv_transfer.crew_member import Follower
-from baton.kv_transfer.handoff import Handoff
-from baton.kv_transfer.messages import EngineKey, LeaseKey, ReaderKey, Ticket
-from baton.kv_transfer.rank_reader import RankReader
+from baton.kv_transfer.protocol import messages
+from baton.kv_transfer.protocol.handoff import Handoff
+from baton.kv_transfer.protocol.messages import EngineKey, LeaseKey, ReaderKey, Ticket
+from baton.kv_transfer.ranks.crew import gather
+from baton.kv_transfer.ranks.crew_member import Follower
+from baton.kv_transfer.ranks.rank_reader import RankReader
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from simulated_engine import Engine, Offering, require
 
-from baton.kv_transfer.messages import EngineKey
+from baton.kv_transfer.protocol.messages import EngineKey
 
 if TYPE_CHECKING:
     from simulation import World

@@ -9,12 +9,12 @@ from collections import Counter
 from simulated_engine import HEAD_BYTES, LEASE_S, NUM_BLOCKS, Engine, a_layout, require
 from simulated_gateway import Gateway
 
-from baton.kv_transfer import messages
 from baton.kv_transfer.errors import RankLost
-from baton.kv_transfer.fake_channel import FakeNetwork, NetworkFaults
-from baton.kv_transfer.messages import DigestMode, Granted, LeaseKey, ReaderKey
+from baton.kv_transfer.network.fake_channel import FakeNetwork, NetworkFaults
+from baton.kv_transfer.network.virtual import VirtualClock
+from baton.kv_transfer.protocol import messages
+from baton.kv_transfer.protocol.messages import DigestMode, Granted, LeaseKey, ReaderKey
 from baton.kv_transfer.transports.fake import FakeFabric, TransportFaults
-from baton.kv_transfer.virtual import VirtualClock
 
 
 class World:

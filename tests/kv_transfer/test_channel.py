@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from silent_proxy import SilentProxy
 
-from baton.kv_transfer.channel import Route, ZmqChannel
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.channel import Route, ZmqChannel
+from baton.kv_transfer.network.curve import ClusterKey
 
 KEY = ClusterKey.generate()
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.connector import TransferConnector
-from baton.kv_transfer.crew import Crew, CrewSocket, gather
-from baton.kv_transfer.crew_member import CrewMember, Follower
-from baton.kv_transfer.crew_messages import Farewell, ReadReport, decode_order, decode_report, encode
-from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadDied, TransportError
-from baton.kv_transfer.fake_channel import FakeChannel, FakeNetwork
-from baton.kv_transfer.rank_reader import RankMemory, RankReader, group_metadata
-from baton.kv_transfer.remote_rank import ATTEND_EVERY_S, MAX_UNANSWERED
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.network.fake_channel import FakeChannel, FakeNetwork
+from baton.kv_transfer.network.virtual import VirtualClock
+from baton.kv_transfer.ranks.crew import Crew, CrewSocket, gather
+from baton.kv_transfer.ranks.crew_member import CrewMember, Follower
+from baton.kv_transfer.ranks.crew_messages import Farewell, ReadReport, decode_order, decode_report, encode
+from baton.kv_transfer.ranks.rank_reader import RankMemory, RankReader, group_metadata
+from baton.kv_transfer.ranks.remote_rank import ATTEND_EVERY_S, MAX_UNANSWERED
 from baton.kv_transfer.transports import PeerState, ReadState
 from baton.kv_transfer.transports.fake import FakeFabric
-from baton.kv_transfer.virtual import VirtualClock
 
 LAYOUT = KVLayout(model="ours", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
 OTHER = KVLayout(model="theirs", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)

@@ -10,8 +10,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from baton.kv_transfer.curve import ClusterKey
 from baton.kv_transfer.errors import InvalidClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 
 SILENCE_MS = 400  # long enough for a handshake on a busy machine, short enough for a test
 

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from engine_process import DEFAULT_SETTINGS, FORKING, EngineProcess, RankProcess
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
 from baton.engine.core.layout import KVLayout
 from baton.kv_transfer.connector import TransferSettings
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -143,7 +144,9 @@ def meet(start: Start, **options: object) -> tuple[EngineProcess, EngineProcess]
 
 def begin_a_read_that_hangs(holder: EngineProcess, reader: EngineProcess) -> int:
     """Rank 1 of the holder sleeps, so rank 1 of the reader waits."""
-    os.kill(holder.ranks[1].process.pid, signal.SIGSTOP)
+    pid = holder.ranks[1].process.pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     offer = holder.offer("request", [1, 2, 3])
     transfer = reader.receive(offer.ticket, 0, [1, 2, 3])
     wait_until(lambda: reader.stats().bytes_read > 0)

@@ -16,16 +16,16 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer.crew import Crew
-from baton.kv_transfer.fake_channel import FakeNetwork
-from baton.kv_transfer.handoff import Handoff
-from baton.kv_transfer.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.network.fake_channel import FakeNetwork
+from baton.kv_transfer.network.virtual import VirtualClock
 from baton.kv_transfer.pacing import POLL_SERVING_S
-from baton.kv_transfer.peers import MAX_GREET_PAUSE_S
-from baton.kv_transfer.rank_reader import RankReader
+from baton.kv_transfer.protocol.handoff import Handoff
+from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.protocol.peers import MAX_GREET_PAUSE_S
+from baton.kv_transfer.ranks.crew import Crew
+from baton.kv_transfer.ranks.rank_reader import RankReader
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 from baton.kv_transfer.transports.fake import FakeFabric
-from baton.kv_transfer.virtual import VirtualClock
 
 SETTINGS = TransferSettings(transport="fake")
 OURS = KVLayout(model="ours", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")

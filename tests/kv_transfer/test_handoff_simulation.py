@@ -14,18 +14,18 @@ from simulated_engine import LEASE_S, Engine, Violation
 from simulation import World
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
-from baton.kv_transfer import rank_reader
-from baton.kv_transfer.actions import Emit
-from baton.kv_transfer.crew import Crew
-from baton.kv_transfer.crew_member import Follower
 from baton.kv_transfer.descriptors import Share, cut
-from baton.kv_transfer.leases import LEASE_TABLE, LeaseEvent, LeaseRow, LeaseState, LeaseTable
-from baton.kv_transfer.messages import DigestMode
-from baton.kv_transfer.peers import Peers
-from baton.kv_transfer.rank_reader import RankReader
-from baton.kv_transfer.receive import Receive
-from baton.kv_transfer.receive_table import ReceiveOutcome, ReceiveState
-from baton.kv_transfer.receives import ReceiveTable
+from baton.kv_transfer.protocol.actions import Emit
+from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseRow, LeaseState, LeaseTable
+from baton.kv_transfer.protocol.messages import DigestMode
+from baton.kv_transfer.protocol.peers import Peers
+from baton.kv_transfer.protocol.receive import Receive
+from baton.kv_transfer.protocol.receive_table import ReceiveOutcome, ReceiveState
+from baton.kv_transfer.protocol.receives import ReceiveTable
+from baton.kv_transfer.ranks import rank_reader
+from baton.kv_transfer.ranks.crew import Crew
+from baton.kv_transfer.ranks.crew_member import Follower
+from baton.kv_transfer.ranks.rank_reader import RankReader
 from baton.kv_transfer.transports.fake import TransportFaults
 
 PREFILL, DECODE = st.sampled_from(("P0", "P1")), st.sampled_from(("D0", "D1"))

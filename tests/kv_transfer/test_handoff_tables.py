@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
-from baton.kv_transfer.actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
-from baton.kv_transfer.leases import LEASE_TABLE, Answer, LeaseEvent, LeaseRow, LeaseState, LeaseTable
-from baton.kv_transfer.messages import (
+from baton.kv_transfer.protocol.actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
+from baton.kv_transfer.protocol.leases import LEASE_TABLE, Answer, LeaseEvent, LeaseRow, LeaseState, LeaseTable
+from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     Abort,
     AskDigests,
@@ -30,9 +30,9 @@ from baton.kv_transfer.messages import (
     Withdrawn,
     runs_of,
 )
-from baton.kv_transfer.receive import Patience
-from baton.kv_transfer.receive_table import RECEIVE_TABLE, ReceiveEvent, ReceiveRow, ReceiveState, Say
-from baton.kv_transfer.receives import ReceiveTable
+from baton.kv_transfer.protocol.receive import Patience
+from baton.kv_transfer.protocol.receive_table import RECEIVE_TABLE, ReceiveEvent, ReceiveRow, ReceiveState, Say
+from baton.kv_transfer.protocol.receives import ReceiveTable
 
 PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)

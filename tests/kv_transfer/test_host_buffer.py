@@ -30,12 +30,12 @@ from baton.engine.core.connector import (
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
-from baton.kv_transfer import host_buffer
 from baton.kv_transfer.connector import TransferSettings, TransferStats
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.copies import host_buffer
+from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector
 from baton.kv_transfer.errors import NotRegistrable, TransportError
-from baton.kv_transfer.host_buffer import HostBuffer, open_connector
-from baton.kv_transfer.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
 
 pytestmark = pytest.mark.timeout(120)
 

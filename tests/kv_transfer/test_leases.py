@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import OfferEnded, OfferOutcome
-from baton.kv_transfer.actions import Emit, SendToReader
-from baton.kv_transfer.leases import LeaseTable
-from baton.kv_transfer.messages import (
+from baton.kv_transfer.protocol.actions import Emit, SendToReader
+from baton.kv_transfer.protocol.leases import LeaseTable
+from baton.kv_transfer.protocol.messages import (
     Abort,
     AskDigests,
     Claim,

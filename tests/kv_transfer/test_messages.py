@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv_transfer.errors import MalformedMessage
-from baton.kv_transfer.messages import (
+from baton.kv_transfer.protocol.messages import (
     MAX_BLOCKS,
     TICKET_VERSION,
     Abort,

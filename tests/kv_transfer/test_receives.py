@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed
-from baton.kv_transfer.actions import Action, Emit, Read, SendToHolder, StopRead, Verify
-from baton.kv_transfer.messages import (
+from baton.kv_transfer.protocol.actions import Action, Emit, Read, SendToHolder, StopRead, Verify
+from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     Abort,
     AskDigests,
@@ -26,9 +26,9 @@ from baton.kv_transfer.messages import (
     Withdrawn,
     runs_of,
 )
-from baton.kv_transfer.receive import Patience
-from baton.kv_transfer.receive_table import ReceiveState
-from baton.kv_transfer.receives import ReceiveTable
+from baton.kv_transfer.protocol.receive import Patience
+from baton.kv_transfer.protocol.receive_table import ReceiveState
+from baton.kv_transfer.protocol.receives import ReceiveTable
 
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)
 LEASE, READER = LeaseKey(HOLDER, "request", 0, 5), ReaderKey(ME, 1)

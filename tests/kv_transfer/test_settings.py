@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from baton.kv_transfer.messages import DigestMode
+from baton.kv_transfer.protocol.messages import DigestMode
 from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
 
 

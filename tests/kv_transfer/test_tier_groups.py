@@ -11,7 +11,7 @@ from group_engines import GroupEngine
 
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.tiers.settings import TierSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

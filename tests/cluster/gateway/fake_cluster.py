@@ -44,7 +44,7 @@ from baton.engine.core.messages import (
     TokenLogprobs,
 )
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
-from baton.kv_transfer.stats import TransferStats
+from baton.kv_transfer.protocol.stats import TransferStats
 
 Scripts = dict[tuple[int, ...], list[int]]
 

@@ -12,7 +12,7 @@ from gateway_service import Service
 
 from baton.cluster.contracts import Role
 from baton.engine.text import Tokenizer
-from baton.kv_transfer.stats import TransferStats
+from baton.kv_transfer.protocol.stats import TransferStats
 
 
 async def test_models_are_listed_and_looked_up(service: Service) -> None:

@@ -9,8 +9,8 @@ import torch
 from tier_memory import LAYOUT
 
 from baton.engine.core.layout import KVRegion
+from baton.kv_transfer.copies.host_memory import HostMemory, open_copies, runs_of
 from baton.kv_transfer.errors import TransportError
-from baton.kv_transfer.host_memory import HostMemory, open_copies, runs_of
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 

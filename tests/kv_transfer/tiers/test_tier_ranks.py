@@ -14,10 +14,18 @@ import pytest
 from tier_memory import LAYOUT, Pool, event_of, name, names
 
 from baton.engine.core.tiers import Restored
-from baton.kv_transfer.channel import RankSocket
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.team import Team, TeamMember
-from baton.kv_transfer.team_messages import MAX_MOVES, Carry, OpenTiers, TeamJoin, decode_order, decode_report, encode
+from baton.kv_transfer.network.channel import RankSocket
+from baton.kv_transfer.ranks.team import Team, TeamMember
+from baton.kv_transfer.ranks.team_messages import (
+    MAX_MOVES,
+    Carry,
+    OpenTiers,
+    TeamJoin,
+    decode_order,
+    decode_report,
+    encode,
+)
 from baton.kv_transfer.tiers.books import Move, Tier
 from baton.kv_transfer.tiers.ranks import TierServant, follow_tiers
 from baton.kv_transfer.tiers.settings import TierSettings

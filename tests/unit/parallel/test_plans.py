@@ -19,7 +19,7 @@ from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
 from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups
 from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 
 START = RowStart(
     row=3,

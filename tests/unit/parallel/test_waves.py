@@ -19,7 +19,7 @@ from baton.engine.parallel import GroupFailed, Member, ParallelGroups
 from baton.engine.parallel.membership import Membership
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 from baton.engine.parallel.waves import Waves
-from baton.kv_transfer.curve import ClusterKey
+from baton.kv_transfer.network.curve import ClusterKey
 
 SOON_S = 5.0
 KEY = ClusterKey.generate()

@@ -17,7 +17,14 @@ from concurrent.futures import Future
 
 from baton.engine.core.layout import KVRegion
 
-from .channel import GROUP_SILENCE_S, Channel, Route, ZmqChannel
+from ..errors import TransferError, TransportError
+from ..network.channel import GROUP_SILENCE_S, Channel, Route, ZmqChannel
+from ..network.curve import ClusterKey
+from ..pacing import POLL_IDLE_S, pause_s
+from ..protocol.messages import MAX_REASON_CHARS
+from ..settings import TransferSettings
+from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
+from ..transports.opening import START_TIMEOUT_S, open_transport
 from .crew_messages import (
     AddPeer,
     Attend,
@@ -36,14 +43,7 @@ from .crew_messages import (
     decode_order,
     encode,
 )
-from .curve import ClusterKey
-from .errors import TransferError, TransportError
-from .messages import MAX_REASON_CHARS
-from .pacing import POLL_IDLE_S, pause_s
 from .rank_reader import RankReader
-from .settings import TransferSettings
-from .transports import PeerHandle, PeerState, ReadHandle, ReadState
-from .transports.opening import START_TIMEOUT_S, open_transport
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .crew import Crew
-from .errors import MalformedMessage
+from ..errors import MalformedMessage
+from ..ranks.crew import Crew
 from .messages import DigestMode, EngineKey, Hello, Ticket
 
 

@@ -29,7 +29,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from .errors import MalformedMessage
+from ..errors import MalformedMessage
 
 T = TypeVar("T")
 

@@ -13,13 +13,13 @@ import enum
 import logging
 from collections.abc import Callable, Collection
 
-from .channel import Channel, Route
-from .crew import Crew
-from .errors import TransferError, TransportError
+from ..errors import TransferError, TransportError
+from ..network.channel import Channel, Route
+from ..ranks.crew import Crew
+from ..settings import PeerInfo
+from ..transports import PeerHandle, PeerState
 from .messages import EngineKey, Unwelcome, Welcome, encode
 from .pairing import Pairing
-from .settings import PeerInfo
-from .transports import PeerHandle, PeerState
 
 logger = logging.getLogger(__name__)
 

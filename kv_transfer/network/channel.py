@@ -19,8 +19,8 @@ from typing import Protocol
 
 import zmq
 
+from ..errors import TransportError
 from .curve import ClusterKey
-from .errors import TransportError
 from .silence import SILENCE_S, notice_silence
 
 Route = int | bytes  # a connection that we opened, or the one on which a peer's message came

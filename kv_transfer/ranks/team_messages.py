@@ -25,9 +25,9 @@ from msgspec import Meta
 
 from baton.engine.core.prefix import HASH_BYTES
 
-from .messages import Id, Name, Reason, decode_as
+from ..protocol.messages import Id, Name, Reason, decode_as
+from ..tiers.books import Loss, Move
 from .rank_reader import MAX_RANKS
-from .tiers.books import Loss, Move
 
 MAX_MOVES = 1024  # of one order: at most 70 KB
 MAX_KEPT = 16384  # of one report: at most 500 KB

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
 
+from ..transports import PeerHandle, ReadHandle, ReadState
 from .crew import Crew
-from .transports import PeerHandle, ReadHandle, ReadState
 
 
 class PullOutcome(enum.Enum):

@@ -8,7 +8,7 @@ import msgspec
 
 from baton.engine.core.layout import KVRegion
 
-from .errors import TransportError
+from ..errors import TransportError
 from .host_memory import HostMemory
 
 

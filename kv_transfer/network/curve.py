@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.auth.base import Authenticator
 
-from .errors import InvalidClusterKey
+from ..errors import InvalidClusterKey
 
 logger = logging.getLogger(__name__)
 

@@ -36,16 +36,16 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.layout import KVRegion
 
-from .channel import RankSocket
-from .connector import TransferConnector
+from ..connector import TransferConnector
+from ..errors import NotRegistrable
+from ..network.channel import RankSocket
+from ..protocol.messages import Ticket
+from ..protocol.stats import TransferStats
+from ..settings import PeerInfo, TransferSettings
 from .copier import Copier
-from .errors import NotRegistrable
 from .group_copies import GroupCopies
 from .host_memory import Copies, Pair, open_copies
-from .messages import Ticket
 from .places import take_places
-from .settings import PeerInfo, TransferSettings
-from .stats import TransferStats
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
 
-from .crew import Crew
-from .crew_messages import CheckHandle
+from ..ranks.crew import Crew
+from ..ranks.crew_messages import CheckHandle
+from ..transports import PeerHandle
 from .receive import Receive
-from .transports import PeerHandle
 
 
 class Digested(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from baton.engine.core.layout import KVRegion
 
-from .errors import TransportError
+from ..errors import TransportError
 
 BATCH = 256  # copies that are asked for before their end is waited for: the driver takes so many at once
 Range = tuple[int, int, int]  # to, from, bytes

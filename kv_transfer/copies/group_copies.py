@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from baton.engine.core.layout import KVRegion
 
-from .channel import RankSocket
-from .crew_member import CrewMember
-from .curve import ClusterKey
-from .errors import MalformedMessage, NotRegistrable
+from ..errors import MalformedMessage, NotRegistrable
+from ..network.channel import RankSocket
+from ..network.curve import ClusterKey
+from ..ranks.crew_member import CrewMember
+from ..ranks.team import Team, TeamMember
+from ..ranks.team_messages import MAX_MOVES, AreYouThere, Copied, CopyDown, CopyUp, TeamOrder, TeamReport
+from ..settings import TransferSettings
 from .host_memory import Copies, HostMemory, Pair, open_copies
 from .places import take_places
-from .settings import TransferSettings
-from .team import Team, TeamMember
-from .team_messages import MAX_MOVES, AreYouThere, Copied, CopyDown, CopyUp, TeamOrder, TeamReport
 
 
 class GroupCopies:

@@ -22,10 +22,13 @@ from baton.engine.core.connector import (
     TransferId,
 )
 
+from ..errors import MalformedMessage, TransportError
+from ..network.channel import Channel, Route
+from ..pacing import POLL_IDLE_S, pause_s
+from ..ranks.crew import Crew
+from ..ranks.pulls import PullEvent, PullOutcome, Pulls
+from ..settings import PeerInfo, TransferSettings
 from .actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
-from .channel import Channel, Route
-from .crew import Crew
-from .errors import MalformedMessage, TransportError
 from .leases import LeaseTable
 from .messages import (
     Abort,
@@ -49,15 +52,12 @@ from .messages import (
     decode,
     encode,
 )
-from .pacing import POLL_IDLE_S, pause_s
 from .pairing import Pairing
 from .peers import Peers, PeerStatus
 from .proofs import Compared, Digested, Proofs
-from .pulls import PullEvent, PullOutcome, Pulls
 from .receive import Receive
 from .receive_table import ReceiveOutcome
 from .receives import ReceiveTable
-from .settings import PeerInfo, TransferSettings
 from .stats import TransferStats
 
 logger = logging.getLogger(__name__)

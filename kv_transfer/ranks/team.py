@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
-from .affinity import pin_thread
-from .channel import GROUP_SILENCE_S, RankSocket, Route, ZmqChannel
-from .curve import ClusterKey
-from .errors import MalformedMessage, RankLost, TransportError
-from .messages import MAX_REASON_CHARS
+from ..affinity import pin_thread
+from ..errors import MalformedMessage, RankLost, TransportError
+from ..network.channel import GROUP_SILENCE_S, RankSocket, Route, ZmqChannel
+from ..network.curve import ClusterKey
+from ..protocol.messages import MAX_REASON_CHARS
 from .team_messages import (
     AreYouThere,
     GiveUp,

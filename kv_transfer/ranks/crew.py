@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.core.layout import UnevenHeads
 
-from .channel import Channel, RankSocket
+from ..errors import MalformedMessage, RankLost, TransportError
+from ..network.channel import Channel, RankSocket
+from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
 from .crew_messages import CheckHandle, CheckReport, Join, decode_report
-from .errors import MalformedMessage, RankLost, TransportError
 from .rank_reader import RankReader, group_metadata, worst
 from .remote_rank import RemoteRank
-from .transports import PeerHandle, PeerState, ReadHandle, ReadState
 
 logger = logging.getLogger(__name__)
 

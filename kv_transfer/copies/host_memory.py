@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from baton.engine.core.layout import KVRegion
 
+from ..errors import TransportError
+from ..transports.memory import use_device
 from .cuda_copies import CudaCopies
 from .device_blocks import device_blocks
-from .errors import TransportError
-from .transports.memory import use_device
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,11 @@ from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
 
-from .descriptors import Cut, block_ranges, cut, shares
-from .digests import DIGEST_BYTES, BlockBytes, digests_of, region_bytes
-from .errors import TransportError
-from .messages import decode_as
-from .transports import PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from ..descriptors import Cut, block_ranges, cut, shares
+from ..digests import DIGEST_BYTES, BlockBytes, digests_of, region_bytes
+from ..errors import TransportError
+from ..protocol.messages import decode_as
+from ..transports import PeerHandle, PeerState, ReadHandle, ReadState, Transport
 
 State = TypeVar("State", PeerState, ReadState)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from .affinity import pin_thread
-from .errors import TransferThreadDied
+from ..affinity import pin_thread
+from ..errors import TransferThreadDied
 from .host_memory import Copies, Pair
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .messages import MAX_BLOCKS, MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason, decode_as
+from ..protocol.messages import MAX_BLOCKS, MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason, decode_as
+from ..transports import PeerState, ReadState
 from .rank_reader import MAX_RANKS, RankMemory
-from .transports import PeerState, ReadState
 
 CheckHandle = int
 

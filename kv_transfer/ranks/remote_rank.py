@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from .channel import Channel, Route
+from ..errors import RankLost
+from ..network.channel import Channel, Route
+from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
 from .crew_messages import (
     AddPeer,
     Attend,
@@ -22,9 +24,7 @@ from .crew_messages import (
     StartRead,
     encode,
 )
-from .errors import RankLost
 from .rank_reader import RankMemory
-from .transports import PeerHandle, PeerState, ReadHandle, ReadState
 
 logger = logging.getLogger(__name__)
 
