@@ -130,10 +130,10 @@ class SpreadCore:
         Raises what rank 0's step and `check` raise.
         """
         outputs = self._core.step() if self._core.has_work() else []
-        wait = not outputs and self._ranks and not self._core.has_work()
+        wait = bool(self._ranks) and not outputs and not self._core.has_work()
         if wait:
             self._check()
-        outputs += self._desk.receive(wait=bool(wait))
+        outputs += self._desk.receive(wait=wait)
         for output in outputs:
             if output.finish_reason is not None:
                 self._load[self._ranks.pop(output.request_id)] -= 1

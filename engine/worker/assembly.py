@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -87,8 +86,8 @@ class CpuAssembly:
         """
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
-        elif "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._place.member.num_local))
+        else:
+            self._place.share_cores()
         try:
             native.prepare()
         except native.NativeBuildError as error:

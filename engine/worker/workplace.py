@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,14 @@ class Workplace:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     member: Member = ALONE_MEMBER
     groups: ParallelGroups = ALL_ALONE
+
+    def share_cores(self, most: int | None = None) -> None:
+        """Members on one machine share all cores of this process: so many threads does an op on the host use, `most`
+        of them, unless OMP_NUM_THREADS says so.
+        """
+        if "OMP_NUM_THREADS" not in os.environ:
+            share = max(1, len(os.sched_getaffinity(0)) // self.member.num_local)
+            torch.set_num_threads(share if most is None else min(most, share))
 
 
 def device_for(config: EngineConfig, member: Member) -> torch.device:

@@ -222,6 +222,16 @@ class RankSocket:
             self.channel.close()
 
 
+def join_ranks(leader: str, key: ClusterKey | None) -> tuple[ZmqChannel, Route]:
+    """How another rank reaches rank 0's `RankSocket`, at `leader`. Raises `TransportError` where that is no address."""
+    channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
+    try:
+        return channel, channel.connect(leader)
+    except TransportError:
+        channel.close()
+        raise
+
+
 def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
     """Both: a context waits for all its sockets to be closed."""
     dealer.disable_monitor()

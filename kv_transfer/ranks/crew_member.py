@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from baton.engine.core.layout import KVRegion
 
 from ..errors import TransferError, TransportError
-from ..network.channel import GROUP_SILENCE_S, Channel, Route, ZmqChannel
+from ..network.channel import Channel, Route, join_ranks
 from ..network.curve import ClusterKey
 from ..pacing import POLL_IDLE_S, pause_s
 from ..protocol.messages import MAX_REASON_CHARS
@@ -183,12 +183,7 @@ class CrewMember:
         self._name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # no two agents that one peer knows share a name
         self._settings = settings or TransferSettings()
         self._closing = threading.Event()
-        self._channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
-        try:
-            self._leader = self._channel.connect(leader)
-        except TransportError:
-            self._channel.close()
-            raise
+        self._channel, self._leader = join_ranks(leader, key)
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="baton-transfer", daemon=True)
         self._thread.start()

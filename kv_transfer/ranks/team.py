@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from ..affinity import pin_thread
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..network.channel import GROUP_SILENCE_S, RankSocket, Route, ZmqChannel
+from ..network.channel import RankSocket, Route, join_ranks
 from ..network.curve import ClusterKey
 from ..protocol.messages import MAX_REASON_CHARS
 from .team_messages import (
@@ -174,12 +174,7 @@ class TeamMember:
     ) -> None:
         """Raises `TransportError` for an address that is none. `name`: of the thread."""
         self._closing = threading.Event()
-        self._channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
-        try:
-            self._leader = self._channel.connect(leader)
-        except TransportError:
-            self._channel.close()
-            raise
+        self._channel, self._leader = join_ranks(leader, key)
         self._tell(TeamJoin(rank, fingerprint))
         self._thread = threading.Thread(target=self._run, args=(begin, device, cpu_affinity), name=name, daemon=True)
         self._thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from contextlib import AbstractContextManager
 
 import torch
@@ -38,7 +37,7 @@ class CudaAssembly:
     def __init__(self, config: EngineConfig, place: Workplace, phases: Phases, compiler: Compiler | None) -> None:
         """`compiler` compiles ahead, and is closed when it has."""
         self._config = config
-        self._num_local = place.member.num_local
+        self._place = place
         self._groups = place.groups
         self._phases = phases
         self._compiler = compiler
@@ -48,12 +47,9 @@ class CudaAssembly:
     def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
         """Wakes the device up, and has other processes compile what steps launch while the weights come.
 
-        What is compiled from here on is counted. Sets how many threads an op on the host uses, unless OMP_NUM_THREADS
-        says so.
+        What is compiled from here on is counted. Sets how many threads an op on the host uses.
         """
-        if "OMP_NUM_THREADS" not in os.environ:
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(max(1, min(_HOST_THREADS, cores // self._num_local)))
+        self._place.share_cores(most=_HOST_THREADS)
         jit.mark_starting()
         if self._compiler is not None:
             with self._phases("recording"):

@@ -125,12 +125,12 @@ class DeviceRunner:
         all_hidden = any(chunk.prompt_logprobs for chunk in plan.chunks)
         own = StepSize(sum(lens), len(lens), len(lens), all_hidden) if plan.chunks else PADDING
         sizes = [own] if plan.group is None else plan.group.sizes
-        longest = max((chunk.start + chunk.num_tokens for chunk in plan.chunks), default=0)  # of this rank alone
-        if (shape := self.captured.fitting(sizes, longest)) is not None:
+        alone = plan.chunks[0].start + plan.chunks[0].num_tokens if len(plan.chunks) == 1 else 0
+        if (shape := self.captured.fitting(sizes, alone)) is not None:
             return shape, None
         if plan.group is None:
             return self._own_shape(plan.chunks, lens, all_hidden), None
-        shape = self.captured.fitting([own], longest) or self._own_shape(plan.chunks, lens, all_hidden)
+        shape = self.captured.fitting([own], alone) or self._own_shape(plan.chunks, lens, all_hidden)
         return shape, self.captured.rows_of_ranks(sizes)
 
     def _own_shape(self, chunks: Sequence[Chunk], lens: Sequence[int], all_hidden: bool) -> StepShape:

@@ -52,12 +52,12 @@ class CapturedShapes:
         """One sequence and token that are nobody's."""
         return self._any(1)
 
-    def decode(self, num_seqs: int, max_seq_len: int) -> StepShape | None:
-        """For a step of one token of each of `num_seqs` sequences, none of them longer than `max_seq_len`."""
+    def decode(self, num_seqs: int, alone: int) -> StepShape | None:
+        """For a step of one token of each of `num_seqs` sequences. `alone`: tokens of the sequence, if it is one."""
         size = _at_least(self._decodes, num_seqs)
         if size is None:
             return None
-        return self._alone if size == 1 and max_seq_len <= self._alone.max_seq_len else self._any(size)
+        return self._alone if size == 1 and alone <= self._alone.max_seq_len else self._any(size)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
         """For a step of any chunks; None where nothing so large is captured."""

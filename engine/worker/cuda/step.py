@@ -68,16 +68,16 @@ class CapturedSteps:
         """Of a step of nothing but padding, where no captured one serves."""
         return self._shapes.padding
 
-    def fitting(self, sizes: Sequence[StepSize], max_seq_len: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
         """The smallest captured size that serves the steps of all ranks; None where none does.
 
-        No sequence of theirs is longer than `max_seq_len`.
+        `alone`: tokens of this rank's sequence, where it has one only.
         """
         if any(size.all_hidden for size in sizes):
             return None
         num_seqs, num_tokens = max(size.num_seqs for size in sizes), max(size.num_tokens for size in sizes)
         decode = all(size.num_seqs == size.num_tokens for size in sizes)
-        shape = self._shapes.decode(num_seqs, max_seq_len) if decode else self._shapes.chunks(num_seqs, num_tokens)
+        shape = self._shapes.decode(num_seqs, alone) if decode else self._shapes.chunks(num_seqs, num_tokens)
         return shape if shape in self._replays else None
 
     def rows_of_ranks(self, sizes: Sequence[StepSize]) -> RankRows:
