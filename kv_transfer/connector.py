@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 
 from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, TransferId
@@ -201,16 +201,15 @@ class TransferConnector(GrowingConnector):
         crew.close()
 
     def _round(self, handoff: Handoff) -> float:
-        self._run_commands(handoff)
-        pause_s = handoff.pump()
+        pause_s = handoff.pump(self._commands_given())
         now = time.monotonic()
         if pause_s >= STATS_EVERY_S or now >= self._stats_due:  # not in each round of a thread that polls
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
         return pause_s
 
-    def _run_commands(self, handoff: Handoff) -> None:
+    def _commands_given(self) -> Iterator[Callable[[Handoff], None]]:
         while self._commands:
-            self._commands.popleft()(handoff)
+            yield self._commands.popleft()
 
     def _tell(self, event: ConnectorEvent) -> None:
         self._events.append(event)
@@ -218,7 +217,8 @@ class TransferConnector(GrowingConnector):
         self._wake()
 
     def _wind_up(self, handoff: Handoff) -> None:
-        self._run_commands(handoff)
+        for command in self._commands_given():
+            command(handoff)
         handoff.abandon("the engine is closing")
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while handoff.any_access and time.monotonic() < deadline:

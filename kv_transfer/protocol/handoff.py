@@ -10,7 +10,7 @@ No threads, no sleeping, no clock of its own: `TransferConnector` runs it in a t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.engine.core.connector import (
     BlocksReleased,
@@ -150,12 +150,18 @@ class Handoff:
 
     # ------------------------------------------------------------------ the world's doings
 
-    def pump(self) -> float:
-        """One round of everything. Returns after how many seconds to call again, unless a message or a call comes."""
-        self._crew.pump()
-        for event in self._pulls.poll():  # first: the engine's last calls may have asked for reads
-            self._on_pull(event)
+    def pump(self, calls: Iterable[Callable[[Handoff], None]] = ()) -> float:
+        """One round of everything. Returns after how many seconds to call again, unless a message or a call comes.
+
+        `calls`: the engine's, taken only after the messages are. Whoever sent one of these may hold the ticket of an
+        offer that was still on its way here: its claim is read after the offer is made.
+        """
         arrived = self._channel.receive()
+        for call in calls:
+            call(self)
+        self._crew.pump()
+        for event in self._pulls.poll():  # after the calls: they may have asked for reads
+            self._on_pull(event)
         now = self._clock()  # after receiving: a lease must not be counted from before the claim was sent
         for route, data in arrived:
             self._on_data(route, data, now)

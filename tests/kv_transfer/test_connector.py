@@ -24,7 +24,7 @@ from baton.engine.core.connector import (
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
-from baton.kv_transfer.network.channel import ZmqChannel
+from baton.kv_transfer.network.channel import Route, ZmqChannel
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.protocol.handoff import Handoff
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
@@ -304,13 +304,21 @@ def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
 # ---------------------------------------------------------------------- one process
 
 
-@pytest.fixture
-def connector() -> Iterator[TransferConnector]:
+@contextlib.contextmanager
+def connecting(engine_id: str) -> Iterator[TransferConnector]:
     memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
     region = KVRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
-    connector = TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None, settings=QUICK)
-    yield connector
-    connector.close()
+    connector = TransferConnector(region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=QUICK)
+    try:
+        yield connector
+    finally:
+        connector.close()
+
+
+@pytest.fixture
+def connector() -> Iterator[TransferConnector]:
+    with connecting("alone") as connector:
+        yield connector
 
 
 def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
@@ -322,6 +330,29 @@ def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
 
     wait_until(enough)
     return found
+
+
+def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_made_it(
+    connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connecting("reader") as reader:
+        reader.peers_changed([PeerInfo("alone", 1, connector.address, SMALL.fingerprint)])
+        wait_until(lambda: reader.stats().peers_ready == 1)
+        listening, claimed, receive = threading.Event(), threading.Event(), connector._channel.receive
+
+        def receive_late() -> list[tuple[Route, bytes]]:
+            listening.set()
+            claimed.wait(5.0)
+            time.sleep(0.1)  # the claim arrives
+            return receive()
+
+        monkeypatch.setattr(connector._channel, "receive", receive_late)
+        connector.cancel(12345)  # any call: the thread looks up
+        assert listening.wait(5.0)
+        offer = connector.offer("request", 0, [1], 16)
+        transfer = reader.receive("request", 0, offer.ticket, 0, [1])
+        claimed.set()
+        assert events_of(reader, 1) == [Received(transfer)]
 
 
 @pytest.mark.parametrize("ticket", [b"", b"\xc1", b"nonsense" * 100])
@@ -393,7 +424,7 @@ def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
 ) -> None:
     transfer = connector.receive("request", 0, ticket_of_nobody(), 0, [1])
     wait_until(lambda: connector.stats().receives_active == 1)
-    monkeypatch.setattr(Handoff, "pump", lambda self: 1 / 0)
+    monkeypatch.setattr(Handoff, "pump", lambda self, calls: 1 / 0)
     connector.cancel(12345)  # any call: the thread looks up
     failed, released = events_of(connector, 2)
     assert failed == ReceiveFailed(transfer, "KV transfers stopped: division by zero")
