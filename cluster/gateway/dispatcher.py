@@ -15,23 +15,24 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 import msgspec
 
-from baton.cluster.contracts import EngineClient, EngineGone, EngineRecord, EngineView, OutputStream
+from baton.cluster.contracts import EngineClient, EngineGone, EngineRecord
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 
 from .admission import Admission
-from .breaker import Breakers, Peer
+from .breaker import Breakers
+from .choice import Choice
 from .errors import ApiError, engines_full, from_engine, internal, no_capacity, no_retries_left
-from .ladder import LADDER, Attempts, Blame, Failure, Rung, on_rung
+from .ladder import LADDER, Attempts, Blame, Failure, Rung
 from .ledger import Placement, engine_key
+from .legs import Leg, Legs
 from .metrics import GatewayMetrics
-from .ranks import reachable
 from .retries import RetryBudget
-from .router import NO_PREFILL_ENGINE, Path, Route, Router, Wanted, num_tokens
+from .router import Path, Router, Wanted, num_tokens
 from .settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -39,38 +40,12 @@ logger = logging.getLogger(__name__)
 MIN_TIMEOUT_S = 0.001  # 0 would be none
 POLL_S = 0.02  # between looks for an engine that can take a request, while there is none
 
-REFUSALS = (ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG)  # no time was spent on these
-
-
-@dataclass
-class _Leg:
-    """The sequence in one engine."""
-
-    placement: Placement
-    stream: OutputStream
-    holder: EngineRecord | None = None  # whose KV it reads
-    is_read: bool = False  # the engine has read the prompt
-    has_run: bool = True  # as far as anyone knows here
-    sent_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def engine(self) -> Peer:
-        return (engine_key(self.placement.engine),)
-
-    @property
-    def pair(self) -> Peer | None:
-        return None if self.holder is None else (engine_key(self.holder), *self.engine)
-
-    @property
-    def peers(self) -> list[Peer]:
-        return [self.engine] if self.pair is None else [self.engine, self.pair]
-
 
 @dataclass(frozen=True)
 class _EarlyLeg:
     """In a decode engine that fetches a prompt's blocks while they are written, and will go on from the first token."""
 
-    leg: _Leg
+    leg: Leg
     source: KVSource
 
 
@@ -120,7 +95,10 @@ class Dispatcher:
         the engines that do not meet it.
         """
         self.metrics.requests.inc()
-        return Dispatch(self, request, rank, session_id, deadline_s, judges_late=not is_clients_deadline)
+        return Dispatch(self, request, rank, session_id, deadline_s, is_clients_deadline=is_clients_deadline)
+
+    def choice(self, attempts: Attempts, pinned_rank: int | None) -> Choice:
+        return Choice(self.client, self.router, self.breakers, self.admission, attempts, pinned_rank)
 
     def retry_after_s(self) -> float:
         """When it may be worth to come again: where somebody serves, behind its queue."""
@@ -146,30 +124,28 @@ class Dispatch:
         session_id: str | None,
         deadline_s: float | None,
         *,
-        judges_late: bool,
+        is_clients_deadline: bool,
     ) -> None:
         self.path = Path.UNIFIED
         self.reason = ""
         self.rung = Rung.ANY
-        self.gpu_time_spent = False  # or may have been
         self._dispatcher = dispatcher
-        self._breakers = dispatcher.breakers
         self._retries = dispatcher.retries
         self._deadline_s = deadline_s
-        self._judges_late = judges_late
+        self._is_clients_deadline = is_clients_deadline
         self._client = dispatcher.client
-        self._router = dispatcher.router
         self._settings = dispatcher.settings
         self._metrics = dispatcher.metrics
         self._request = request
-        self._pinned_rank = rank
-        self._wanted = self._router.read(request, session_id=session_id, pinned_rank=rank)
+        self._wanted = dispatcher.router.read(request, session_id=session_id, pinned_rank=rank)
         self._tokens = list(request.output_token_ids)  # so far, by whichever engine
         self._generation = request.generation
-        self._leg: _Leg | None = None
+        self._leg: Leg | None = None
         self._early: _EarlyLeg | None = None
         self._offer: _Offer | None = None
         self._attempts = Attempts(self._settings.max_attempts)
+        self._legs = Legs(dispatcher.client, dispatcher.router.ledger, dispatcher.breakers)
+        self._choice = dispatcher.choice(self._attempts, rank)
         self._failure: Failure | None = None  # that decides where to go on
         self._owes = False  # the next attempt is to be taken from the retry budget
 
@@ -178,6 +154,11 @@ class Dispatch:
         """For people: `x-baton-path`."""
         rung = "" if self.rung is Rung.ANY else f"; rung={self.rung}"
         return f"{self.path}; reason={self.reason}{rung}"
+
+    @property
+    def gpu_time_spent(self) -> bool:
+        """Or it may have been. What an attempt took is known when that has ended."""
+        return self._legs.gpu_time_spent
 
     async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
         """Outputs of whichever engines serve the sequence, as if they were one. Closing it ends every leg.
@@ -197,8 +178,7 @@ class Dispatch:
                 if output.generation != self._generation:
                     continue  # a late word of an attempt that was given up
                 if (error := _error_in(output)) is not None:
-                    late = error.kind is ErrorKind.TIMED_OUT and not output.scheduled_s
-                    leg.has_run = leg.is_read or not (late or error.kind in REFUSALS)
+                    self._legs.failed(leg, error, was_scheduled=bool(output.scheduled_s))
                     await self._fail(leg, error)
                     continue
                 if output.kv_source is not None and output.finish_reason is None:
@@ -211,16 +191,13 @@ class Dispatch:
         finally:
             self._retries.ended()
             if self._leg is not None and self._left_s <= MIN_TIMEOUT_S:
-                self._judge(self._leg, Failure.TIMED_OUT)
+                self._legs.judge(self._leg, Failure.TIMED_OUT, is_clients_deadline=self._is_clients_deadline)
             self._end_offer()
             await self._end_leg()
 
-    async def _accept(self, leg: _Leg, output: EngineOutput) -> EngineOutput:
+    async def _accept(self, leg: Leg, output: EngineOutput) -> EngineOutput:
         """Keeps what another engine would need to go on from here; starts the decode leg when prefill is done."""
-        if not leg.is_read:
-            leg.is_read = True
-            self._router.ledger.read(leg.placement)
-            self._breakers.succeeded(leg.peers)
+        self._legs.spoke(leg)
         if self._offer is not None:
             self._offer = None  # the decode engine speaks: it has the KV, and told the prefill engine so
         if self._tokens and output.num_cached_tokens:  # what this engine found or received is no news to the client
@@ -241,16 +218,16 @@ class Dispatch:
         )  # before the client sees the token: the transfer runs meanwhile
         return msgspec.structs.replace(output, finish_reason=None, kv_source=None)
 
-    def _start_early_leg(self, prefill: _Leg, source: KVSource) -> None:
+    def _start_early_leg(self, prefill: Leg, source: KVSource) -> None:
         """Lets a decode engine fetch the prompt while it is read; none at hand: that begins with the first token."""
         request = self._resumed()
         wanted = self._wanted.with_tokens(num_tokens(request))
-        mate = self._reader(self._reachable(), wanted, prefill.placement.engine)
+        mate = self._choice.reader(wanted, prefill.placement.engine)
         if mate is not None and self._early is None:
             request = msgspec.structs.replace(request, kv_source=source, awaits_first_token=True)
             self._early = _EarlyLeg(self._submit(mate, request, prefill.placement.engine), source)
 
-    async def _begin(self, early: _EarlyLeg | None, source: KVSource) -> _Leg | None:
+    async def _begin(self, early: _EarlyLeg | None, source: KVSource) -> Leg | None:
         """The first token is there: the early leg goes on from it, unless the prompt is on offer anew since."""
         if early is None:
             return None
@@ -258,16 +235,16 @@ class Dispatch:
             engine = early.leg.placement.engine
             self._client.begin(engine, self._request.request_id, self._generation, self._tokens[-1])
             return early.leg
-        await self._close(early.leg)
+        await self._legs.close(early.leg)
         self._generation += 1  # the engine's last word about it may still come
         return None
 
-    async def _fail(self, leg: _Leg, error: EngineError) -> None:
+    async def _fail(self, leg: Leg, error: EngineError) -> None:
         """Clears away a failed attempt. Raises `ApiError` where another one is of no use."""
         holder = None if leg.holder is None else engine_key(leg.holder)
         engine = engine_key(leg.placement.engine)
         failure = self._failure = self._attempts.failed(error, engine, holder, brought_tokens=leg.is_read)
-        self._judge(leg, failure)
+        self._legs.judge(leg, failure, is_clients_deadline=self._is_clients_deadline)
         self._note_decision(leg, failure)
         await self._end_leg()
         if LADDER[failure].blame is not Blame.FULL:  # who refuses has not touched what is on offer
@@ -287,16 +264,7 @@ class Dispatch:
             error.message,
         )
 
-    def _judge(self, leg: _Leg, failure: Failure) -> None:
-        """What a failed attempt says of its engine, or of the pair that was to hand over."""
-        if not LADDER[failure].breaks:
-            return
-        if failure is Failure.TIMED_OUT and (leg.is_read or not self._judges_late):
-            return
-        pair = leg.pair if failure in (Failure.KV_LOST, Failure.TIMED_OUT) else None
-        self._breakers.failed(pair or leg.engine)
-
-    def _note_decision(self, leg: _Leg, failure: Failure) -> None:
+    def _note_decision(self, leg: Leg, failure: Failure) -> None:
         """How long the request waited for somebody who had said his last word."""
         match LADDER[failure].blame:
             case Blame.ENGINE:
@@ -308,7 +276,7 @@ class Dispatch:
         since_s = max(leg.sent_s, self._client.heard_s(blamed))
         self._metrics.decisions_s.labels(failure).observe(time.monotonic() - since_s)
 
-    async def _wait_for_leg(self) -> _Leg:
+    async def _wait_for_leg(self) -> Leg:
         """Raises `ApiError` (503) when no engine can take the sequence in time."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._settings.capacity_timeout_s
@@ -330,8 +298,7 @@ class Dispatch:
     @property
     def _are_full(self) -> bool:
         """It was refused for lack of room, and nobody is left to ask: to wait is the client's part."""
-        asked_all = self._dispatcher.admission.are_full(self._reachable(), self._attempts.full)
-        return self._failure is Failure.OVERLOADED and (self._may_try or asked_all)
+        return self._failure is Failure.OVERLOADED and (self._may_try or self._choice.are_full)
 
     def _nobody(self) -> ApiError:
         retry_after_s = self._dispatcher.retry_after_s()
@@ -343,41 +310,32 @@ class Dispatch:
             return engines_full(retry_after_s, detail)
         return no_capacity(f"No engine can take the request now.{detail}", retry_after_s)
 
-    def _start_leg(self) -> _Leg | None:
+    def _start_leg(self) -> Leg | None:
         """Submits to the best engine there is now, if any, on the first rung that has one."""
-        engines, request = self._reachable(), self._resumed()
+        request = self._resumed()
         wanted = self._wanted.with_tokens(num_tokens(request))
         for rung in (Rung.ANY,) if self._failure is None else LADDER[self._failure].rungs:
             if rung is Rung.OTHER_DECODE:
-                leg = self._go_on_from_offer(engines, wanted, request)
+                leg = self._go_on_from_offer(wanted, request)
             else:
-                leg = self._compute(rung, engines, wanted, request)
+                leg = self._compute(rung, wanted, request)
             if leg is not None:
                 return leg
         return None
 
-    def _go_on_from_offer(self, engines: Sequence[EngineView], wanted: Wanted, request: EngineRequest) -> _Leg | None:
+    def _go_on_from_offer(self, wanted: Wanted, request: EngineRequest) -> Leg | None:
         if self._offer is None:
             return None
-        mate = self._reader(engines, wanted, self._offer.engine)
+        mate = self._choice.reader(wanted, self._offer.engine)
         if mate is None:
             return None
         if self._failure is not Failure.NO_READER:  # which is how every hand-off begins
             self._note_path(self.path, Rung.OTHER_DECODE)
         return self._submit(mate, msgspec.structs.replace(request, kv_source=self._offer.source), self._offer.engine)
 
-    def _reader(self, engines: Sequence[EngineView], wanted: Wanted, holder: EngineRecord) -> Placement | None:
-        """A decode engine for the KV of `holder`."""
-        full, lost = self._attempts.full, self._attempts.lost
-        avoid = full | lost | self._breakers.closed_to(engines) | self._breakers.closed_from(holder)
-        choose = self._router.decode_placement
-        return choose(engines, wanted, holder, avoid) or choose(engines, wanted, holder, full)
-
-    def _compute(
-        self, rung: Rung, engines: Sequence[EngineView], wanted: Wanted, request: EngineRequest
-    ) -> _Leg | None:
+    def _compute(self, rung: Rung, wanted: Wanted, request: EngineRequest) -> Leg | None:
         """Lets an engine compute all tokens so far."""
-        route = self._route(rung, engines, wanted)
+        route = self._choice.route(rung, wanted)
         if route is None:
             return None
         if self._offer is not None:
@@ -390,22 +348,6 @@ class Dispatch:
             self._note_path(Path.RECOMPUTED, Rung.RECOMPUTE if route.path is Path.LOCAL_PREFILL else rung)
         return self._submit(route.placement, msgspec.structs.replace(request, keep_kv=route.hands_off))
 
-    def _route(self, rung: Rung, engines: Sequence[EngineView], wanted: Wanted) -> Route | None:
-        full, engines = self._attempts.full, on_rung(rung, engines)
-        if rung is Rung.AGAIN:
-            return self._router.route(engines, wanted, full)
-        avoid = full | self._attempts.lost | self._breakers.closed_to(engines)
-        route = self._router.route(engines, wanted, avoid)
-        if rung is Rung.ANY:
-            return route or self._router.route(engines, wanted, full)
-        if rung is Rung.OTHER_PREFILL and route is not None and route.reason == NO_PREFILL_ENGINE:
-            return None  # that is the next rung, which asks for slack
-        return route
-
-    def _reachable(self) -> Sequence[EngineView]:
-        engines = reachable(self._client, self._pinned_rank)
-        return [view for view in engines if engine_key(view.record) not in self._attempts.left]
-
     def _resumed(self) -> EngineRequest:
         """The request with all tokens so far."""
         return msgspec.structs.replace(self._request, output_token_ids=list(self._tokens), generation=self._generation)
@@ -417,13 +359,10 @@ class Dispatch:
         if self._failure is not None:
             self._metrics.rungs.labels(self.rung, self.reason).inc()
 
-    def _submit(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> _Leg:
+    def _submit(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> Leg:
         if self._deadline_s is not None:
             request = msgspec.structs.replace(request, timeout_s=max(MIN_TIMEOUT_S, self._left_s))
-        self._router.ledger.sent(placement)
-        leg = _Leg(placement, self._client.submit(placement.engine, request), holder)
-        self._breakers.sent(leg.peers, leg)
-        return leg
+        return self._legs.open(placement, request, holder)
 
     @property
     def _left_s(self) -> float:
@@ -434,16 +373,9 @@ class Dispatch:
         early, self._early = self._early, None
         leg, self._leg = self._leg, None
         if early is not None:
-            await self._close(early.leg)
+            await self._legs.close(early.leg)
         if leg is not None:
-            await self._close(leg)
-
-    async def _close(self, leg: _Leg) -> None:
-        self.gpu_time_spent |= leg.has_run
-        self._breakers.left(leg.peers, leg)
-        ledger = self._router.ledger
-        (ledger.ended if leg.is_read else ledger.given_up)(leg.placement)
-        await leg.stream.aclose()
+            await self._legs.close(leg)
 
     def _end_offer(self) -> None:
         if (offer := self._offer) is not None:
