@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections import deque
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from baton.engine.core.messages import EngineOutput, FinishReason, TokenLogprobs
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.text import TextStream, Tokenizer
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """How far a choice is."""
+
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    checksum: Annotated[int, msgspec.Meta(ge=0)] = 0  # CRC-32 of the tokens' ids
+    is_whole: bool = False
+
+    def after(self, tokens: Sequence[int], *, is_whole: bool) -> Mark:
+        packed = struct.pack(f"<{len(tokens)}I", *tokens)
+        return Mark(self.num_tokens + len(tokens), zlib.crc32(packed, self.checksum), is_whole)
+
+    def is_behind(self, other: Mark) -> bool:
+        """It is further on."""
+        return (self.num_tokens, self.is_whole) > (other.num_tokens, other.is_whole)
 
 
 class TokenAt(msgspec.Struct, frozen=True):
@@ -29,6 +48,7 @@ class Delta(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
+    mark: Mark | None = None  # how far the choice is, where its stream is resumable
 
 
 class SequenceText:

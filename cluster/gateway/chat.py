@@ -68,7 +68,7 @@ class ChatRenderer:
         self._tally = Tally(job)
         self._begun = [False] * len(job.sequences)
 
-    def event(self, index: int, delta: Delta) -> bytes:
+    def event(self, index: int, delta: Delta, event_id: bytes = b"") -> bytes:
         self._tally.add(index, delta)
         opening = b""
         if not self._begun[index]:
@@ -83,7 +83,7 @@ class ChatRenderer:
             delta.finish_reason,
             delta.stop_reason if delta.finish_reason else UNSET,
         )
-        return opening + self._chunk([choice])
+        return opening + self._chunk([choice], event_id)
 
     def end(self) -> bytes:
         if not self._usage.at_end:
@@ -104,9 +104,9 @@ class ChatRenderer:
             completion.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt)
         return encode(completion)
 
-    def _chunk(self, choices: list[ChunkChoice]) -> bytes:
+    def _chunk(self, choices: list[ChunkChoice], event_id: bytes = b"") -> bytes:
         usage = self._tally.in_chunk(self._usage)
-        return sse(ChatChunk(self._id, self._job.created, self._model_id, choices, usage))
+        return sse(ChatChunk(self._id, self._job.created, self._model_id, choices, usage), event_id)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, delta.tokens) if delta.tokens else None

@@ -43,12 +43,12 @@ class CompletionRenderer:
         self._tally = Tally(job)
         self._begun = [False] * len(job.sequences)
 
-    def event(self, index: int, delta: Delta) -> bytes:
+    def event(self, index: int, delta: Delta, event_id: bytes = b"") -> bytes:
         delta = self._count(index, delta)
         echoes = self._job.echoes is not None and not self._begun[index]
         if not (delta.text or delta.tokens or delta.finish_reason or echoes):
             return b""
-        return sse(self._completion([self._choice(index, delta)], self._tally.in_chunk(self._usage)))
+        return sse(self._completion([self._choice(index, delta)], self._tally.in_chunk(self._usage)), event_id)
 
     def end(self) -> bytes:
         return (sse(self._completion([], self._tally.usage())) if self._usage.at_end else b"") + DONE

@@ -7,6 +7,7 @@ the headers can say which way the request went. What goes wrong later becomes an
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import time
@@ -31,6 +32,7 @@ from .prepare import Job
 from .protocol import GenerationRequest, StreamOptions, parse_request
 from .ranks import PIN_HEADER, pinned_rank, reachable
 from .render import Renderer, UsageOptions
+from .resume import LAST_EVENT_ID_HEADER, Position, Trail, is_resumable
 from .sessions import SESSION_HEADER, session_id_of
 from .settings import GatewaySettings
 from .streams import ClientGone, merge, until_gone
@@ -68,6 +70,7 @@ class _Call:
     session_id: str | None
     started_s: float  # by `time.perf_counter`
     patience: Patience
+    last_event_id: str | None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class GenerationEndpoint(Generic[RequestT]):
                     session_id=session_id_of(http.headers.get(SESSION_HEADER)),
                     started_s=started_s,
                     patience=patience,
+                    last_event_id=http.headers.get(LAST_EVENT_ID_HEADER),
                 )
                 await until_gone(receive, self._generate(call, body, answer))
         except ApiError as error:
@@ -132,7 +136,9 @@ class GenerationEndpoint(Generic[RequestT]):
     async def _generate(self, call: _Call, body: bytes, answer: _Answer) -> None:
         gateway = self._gateway
         request = parse_request(self._api.request_type, parse_object(body))
-        job = await self._api.prepare(request, call.request_id)
+        told = Position.known(call.last_event_id, request)
+        job = await self._prepare(request, call, told)
+        trail = Trail(job, told) if is_resumable(request) else None
         gateway.admission.check_engines(reachable(gateway.dispatcher.client, call.rank))
         gateway.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
         options = request.stream_options or StreamOptions()
@@ -147,43 +153,77 @@ class GenerationEndpoint(Generic[RequestT]):
             is_clients_deadline=patience.is_clients,
         )
         answer.dispatches = [dispatch(each) for each in job.sequences]
-        choices = [self._choice(job, index, dispatch, call) for index, dispatch in enumerate(answer.dispatches)]
+        choices = [self._choice(job, index, dispatch, call, trail) for index, dispatch in enumerate(answer.dispatches)]
         async with aclosing(merge(choices)) as steps:
-            write = _write_events if request.stream else _write_whole
-            await write(answer, renderer, steps, answer.dispatches)
+            if request.stream:
+                await _write_events(answer, renderer, steps, answer.dispatches, trail)
+            else:
+                await _write_whole(answer, renderer, steps, answer.dispatches)
 
-    async def _choice(self, job: Job, index: int, dispatch: Dispatch, call: _Call) -> AsyncGenerator[Delta, None]:
+    async def _prepare(self, request: RequestT, call: _Call, told: Position | None) -> Job:
+        """As it was, where the client knows a part of the answer."""
+        if told is None:
+            return await self._api.prepare(request, call.request_id)
+        self._gateway.metrics.resumed.inc()
+        job = await self._api.prepare(request.model_copy(update={"seed": told.seed}), told.request_id)
+        return dataclasses.replace(job, created=told.created)
+
+    async def _choice(
+        self, job: Job, index: int, dispatch: Dispatch, call: _Call, trail: Trail | None
+    ) -> AsyncGenerator[Delta, None]:
         """What the engines generate for one choice, as text."""
-        model, metrics = self._gateway.model, self._gateway.metrics
-        text = SequenceText(model.tokenizer, job.sequences[index].prompt_token_ids, job.sampling)
-        last_s, num_tokens = 0.0, 0
+        model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
+        text = SequenceText(model.tokenizer, sequence.prompt_token_ids, job.sampling)
+        retelling = None if trail is None else trail.retelling(index)
+        pace = _Pace(metrics, call, sequence.arrival_s)
         try:
             async with aclosing(dispatch.outputs()) as outputs:
                 async for output in outputs:
-                    delta = text.push(output)
-                    now_s = time.perf_counter()
-                    if not last_s:
-                        call.patience.first_token()
-                        metrics.first_token_s.observe(now_s - call.started_s)
-                        metrics.queue_s.observe(max(0.0, output.scheduled_s - job.sequences[index].arrival_s))
-                    elif delta.num_tokens:
-                        metrics.inter_token_s.observe((now_s - last_s) / delta.num_tokens)
-                    last_s = now_s
-                    num_tokens += delta.num_tokens
-                    yield delta
-                    if delta.finish_reason is not None:
-                        metrics.finished.labels(model.model_id, delta.finish_reason).inc()
-                        return
+                    for part in (output,) if retelling is None else retelling.cut(output):
+                        delta = text.push(part)
+                        pace.note(delta, output.scheduled_s)
+                        yield delta if retelling is None else retelling.marked(delta, part)
+                        if delta.finish_reason is not None:
+                            metrics.finished.labels(model.model_id, delta.finish_reason).inc()
+                            return
         finally:
-            metrics.generation_tokens.inc(num_tokens)
+            metrics.generation_tokens.inc(pace.num_tokens)
 
 
-async def _write_events(answer: _Answer, renderer: Renderer, steps: Steps, dispatches: Sequence[Dispatch]) -> None:
+class _Pace:
+    """When the tokens of one choice came."""
+
+    def __init__(self, metrics: GatewayMetrics, call: _Call, arrival_s: float) -> None:
+        self.num_tokens = 0
+        self._metrics = metrics
+        self._call = call
+        self._arrival_s = arrival_s
+        self._last_s = 0.0
+
+    def note(self, delta: Delta, scheduled_s: float) -> None:
+        now_s = time.perf_counter()
+        if not self._last_s:
+            self._call.patience.first_token()
+            self._metrics.first_token_s.observe(now_s - self._call.started_s)
+            self._metrics.queue_s.observe(max(0.0, scheduled_s - self._arrival_s))
+        elif delta.num_tokens:
+            self._metrics.inter_token_s.observe((now_s - self._last_s) / delta.num_tokens)
+        self._last_s = now_s
+        self.num_tokens += delta.num_tokens
+
+
+async def _write_events(
+    answer: _Answer, renderer: Renderer, steps: Steps, dispatches: Sequence[Dispatch], trail: Trail | None
+) -> None:
+    event = renderer.event if trail is None else functools.partial(trail.event, renderer)
     async for step in steps:
-        if not answer.begun:
+        events = b"".join([event(index, delta) for index, delta in step])
+        if not answer.begun and (events or trail is None):  # before there is news the answer may still be a 409
             await answer.begin(STREAM_HEADERS | _path_header([dispatches[step[0][0]]]))
-        if events := b"".join([renderer.event(index, delta) for index, delta in step]):
+        if events:
             await answer.write(events)
+    if not answer.begun:  # the client had it all, but for the end
+        await answer.begin(STREAM_HEADERS | _path_header(dispatches))
     await answer.write(renderer.end(), more=False)
 
 

@@ -133,6 +133,7 @@ class GatewayMetrics:
         )
         self.circuits_opened = counter("circuits_opened_total", "Engines and pairs that failed too often.", ["kind"])
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
+        self.resumed = counter("streams_resumed_total", "Streams of which the client had a part from elsewhere.")
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)

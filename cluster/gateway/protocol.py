@@ -102,6 +102,7 @@ class _Strict(BaseModel):
 class StreamOptions(_Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    resumable: bool = False  # ours: see `resume.py`
 
 
 class JsonSchemaFormat(_Strict):

@@ -37,8 +37,10 @@ class UsageOptions(msgspec.Struct, frozen=True):
 class Renderer(Protocol):
     """One answer's JSON. Call either `event` for each delta and `end`, or `whole`."""
 
-    def event(self, index: int, delta: Delta) -> bytes:
-        """Server-sent events for what one choice gained; empty where a client would see no difference."""
+    def event(self, index: int, delta: Delta, event_id: bytes = b"") -> bytes:
+        """Server-sent events for what one choice gained; empty where a client would see no difference. The last one has
+        the id, where one is given.
+        """
         ...
 
     def end(self) -> bytes: ...
@@ -75,8 +77,9 @@ class Tally:
         return None if options.at_end else UNSET
 
 
-def sse(chunk: msgspec.Struct) -> bytes:
-    return b"data: " + encode(chunk) + b"\n\n"
+def sse(chunk: msgspec.Struct, event_id: bytes = b"") -> bytes:
+    name = b"id: " + event_id + b"\n" if event_id else b""
+    return name + b"data: " + encode(chunk) + b"\n\n"
 
 
 def join(deltas: Iterable[Delta]) -> Delta:
