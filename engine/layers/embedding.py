@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
+from baton.kernels.embedding import embedding
 from baton.kernels.linear import PackedWeight, linear, pack
 
 from .base import Layer, Parameter, Share
@@ -52,7 +53,7 @@ class Embedding(Layer):
     def __call__(self, token_ids: Tensor) -> Tensor:
         group, share = self.vocabulary.group, self.vocabulary.share
         if group.size == 1:
-            return functional.embedding(token_ids, self.weight.data)
+            return embedding(token_ids, self.weight.data)
         if not share.size:
             return group.all_reduce(self.weight.data.new_zeros(len(token_ids), self.weight.shape[1]))
         elsewhere = (token_ids < share.start) | (token_ids >= share.end)

@@ -19,6 +19,7 @@ from ..core.step import Runner
 from ..layers.decoder import CausalLM
 from ..model_config import ModelConfig
 from ..models import load_model
+from ..parallel.groups import ALL_ALONE
 from ..phases import Phases
 from ..weights import loading_bar
 from .kv_cache import allocate_kv, cpu_budget, region_of, size_kv_cache
@@ -113,6 +114,7 @@ class CpuAssembly:
             vocab_size=core_config.vocab_size,
             max_num_seqs=core_config.max_num_seqs,
             max_model_len=core_config.max_model_len,
+            tapes=self._place.groups == ALL_ALONE,
         )
         warm_up(runner, num_blocks=core_config.num_blocks, max_model_len=core_config.max_model_len)
         return runner

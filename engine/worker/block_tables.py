@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.layout import BLOCK_SIZE
+
 
 class BlockTables:
     """Block ids of every row, in the order of the row's tokens.
@@ -15,6 +17,11 @@ class BlockTables:
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int) -> None:
         self.table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.counts = [0] * max_num_seqs
+
+    @property
+    def max_tokens(self) -> int:
+        """That a row's blocks can hold."""
+        return self.table.shape[1] * BLOCK_SIZE
 
     def start(self, row: int, block_ids: list[int]) -> None:
         self.counts[row] = 0

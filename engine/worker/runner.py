@@ -20,6 +20,7 @@ from ..core.messages import TokenLogprobs
 from ..core.step import Chunk, ChunkResult, GroupStep, RowStart, StepPlan, StepResult, TokenMask
 from ..layers.rows import RankRows
 from .block_tables import BlockTables
+from .decode_tapes import DecodeTapes
 from .inputs import StepInputs
 from .logprobs import LogprobColumns, first_alternatives
 from .rows import Rows
@@ -84,14 +85,25 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, kv: torch.Tensor, *, vocab_size: int, max_num_seqs: int, max_model_len: int
+        self,
+        model: Model,
+        kv: torch.Tensor,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        tapes: bool = False,
     ) -> None:
+        """`tapes`: decode steps are recorded and made again. Not where ranks wait for each other within a step."""
         self.model = model
         self.kv = kv
         self.vocab_size = vocab_size
         self.rows = Rows(max_num_seqs, max_model_len)
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // BLOCK_SIZE))
         self.sampling = SamplingRows(max_num_seqs, vocab_size, self.rows.token_tensor)
+        self._tapes: DecodeTapes | None = None
+        if tapes:
+            self._tapes = DecodeTapes(lambda ids, batch: model.forward(ids, batch, kv, None), self.tables, max_num_seqs)
         self.num_logprobs: dict[int, int] = {}  # row -> how many alternatives beside each sampled token
         self.num_prompt_logprobs: dict[int, int] = {}
 
@@ -106,12 +118,17 @@ class ModelRunner:
                 self.model.forward(padding.token_ids, padding.attention, self.kv, padding.wanted, ranks)
             return FinishedStep(StepResult(plan.step, []))
         inputs = StepInputs.gather(plan.chunks, self.rows, self.tables)
-        hidden = self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.wanted, ranks)
+        hidden = self._hidden(inputs, ranks)
         prompt_logprobs = self._prompt_logprobs(plan.chunks, inputs, hidden)
         results = self._sample(plan.chunks, inputs, hidden)
         for index, logprobs in prompt_logprobs.items():
             results[index] = msgspec.structs.replace(results[index], prompt_logprobs=logprobs)
         return FinishedStep(StepResult(plan.step, results))
+
+    def _hidden(self, inputs: StepInputs, ranks: RankRows | None) -> torch.Tensor:
+        if self._tapes is not None and ranks is None and self._tapes.serve(inputs):
+            return self._tapes.forward(inputs)
+        return self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.wanted, ranks)
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:

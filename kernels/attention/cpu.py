@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ def _fits(q: Tensor, kv: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Callable[..., int | None] | None:
+def _kernel() -> native.NativeFunction | None:
     pointer = native.POINTER
     tensors = (pointer, pointer, pointer, ctypes.POINTER(ctypes.c_int64), pointer, pointer, pointer, pointer, pointer)
     return native.function("baton_paged_attention", native.INT, *tensors, native.F32, native.INT)

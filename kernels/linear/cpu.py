@@ -1,12 +1,11 @@
-"""bfloat16 linear layers on CPUs with AVX512-BF16, in C++ (`native/linear.cpp`).
+"""bfloat16 linear layers on CPUs with AVX512-BF16, and AMX where there is, in C++ (`native/linear.cpp`).
 
-Everything else is torch's: float32 has good kernels there, and CPUs with AMX multiply bfloat16 faster than AVX-512 can.
+Everything else is torch's: float32 has good kernels there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ def linear(x: Tensor, panels: Tensor, shape: tuple[int, int], bias: Tensor | Non
 
 
 @functools.cache
-def _packer() -> Callable[..., int | None] | None:
+def _packer() -> native.NativeFunction | None:
     supported = native.function("baton_has_linear", returns=native.INT)
     if supported is None or not supported():
         return None
@@ -66,6 +65,6 @@ def _packer() -> Callable[..., int | None] | None:
 
 
 @functools.cache
-def _kernel() -> Callable[..., int | None] | None:
+def _kernel() -> native.NativeFunction | None:
     pointer, i64 = native.POINTER, native.I64
     return native.function("baton_linear", pointer, i64, pointer, pointer, pointer, i64, i64, i64, native.INT)

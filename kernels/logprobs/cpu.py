@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
 
 
 @functools.cache
-def _kernel() -> Callable[..., int | None] | None:
+def _kernel() -> native.NativeFunction | None:
     pointer, i64 = native.POINTER, native.I64
     outputs = (pointer, pointer, pointer, pointer)
     return native.function("baton_token_logprobs", pointer, i64, i64, i64, pointer, i64, *outputs, native.INT)

@@ -12,18 +12,26 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from .build import NativeBuildError, library_path
+from .calls import F32, I64, INT, POINTER, NativeFunction
 
-__all__ = ["DTYPE_NUMBER", "F32", "I64", "INT", "POINTER", "NativeBuildError", "function", "prepare"]
+__all__ = [
+    "DTYPE_NUMBER",
+    "F32",
+    "I64",
+    "INT",
+    "POINTER",
+    "NativeBuildError",
+    "NativeFunction",
+    "function",
+    "prepare",
+]
 
 logger = logging.getLogger(__name__)
-
-POINTER, I64, INT, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 DTYPE_NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types as the C functions number them; others go to the references."""
@@ -38,15 +46,10 @@ def prepare() -> Path:
     return Path(_load()._name)
 
 
-def function(name: str, *arguments: type, returns: type | None = None) -> Callable[..., int | None] | None:
+def function(name: str, *arguments: type, returns: type | None = None) -> NativeFunction | None:
     """A C function with its argument types declared; None, after one warning, where the library cannot be had."""
     library = _library()
-    if library is None:
-        return None
-    declared = library[name]  # indexing makes a new object: declarations of two callers do not mix
-    declared.argtypes = arguments
-    declared.restype = returns
-    return declared
+    return None if library is None else NativeFunction(library, name, arguments, returns)
 
 
 @functools.cache

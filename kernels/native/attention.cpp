@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_tile.h"
+#include "tape.h"
 
 namespace baton {
 
@@ -201,3 +202,5 @@ void baton_paged_attention(int dtype, const void* q, const void* kv_layer, void*
 }
 
 }
+
+BATON_TAPED(baton_paged_attention)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,5 +30,5 @@ def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def _advise() -> Callable[..., int | None] | None:
+def _advise() -> native.NativeFunction | None:
     return native.function("baton_advise_huge_pages", native.POINTER, native.I64)

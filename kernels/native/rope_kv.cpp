@@ -1,6 +1,7 @@
 // Head norm, rotation and KV write of one layer's new tokens, in one pass over q, k and v.
 #include <cmath>
 
+#include "tape.h"
 #include "vec.h"
 
 namespace baton {
@@ -83,3 +84,5 @@ void baton_rope_and_cache(int dtype, void* q, void* k, const void* v, const void
 }
 
 }
+
+BATON_TAPED(baton_rope_and_cache)

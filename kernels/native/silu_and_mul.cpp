@@ -1,4 +1,5 @@
 // silu(gate) * up over rows of [gate, up]: the gated activation.
+#include "tape.h"
 #include "vec.h"
 
 namespace baton {
@@ -37,3 +38,5 @@ void baton_silu_and_mul(int dtype, const void* gate_up, int64_t stride, void* ou
 }
 
 }
+
+BATON_TAPED(baton_silu_and_mul)

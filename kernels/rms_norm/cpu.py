@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel() -> Callable[..., int | None] | None:
+def _kernel() -> native.NativeFunction | None:
     pointer, i64, integer = native.POINTER, native.I64, native.INT
     inputs = (integer, pointer, i64, pointer, i64, pointer)
     return native.function("baton_rms_norm", *inputs, pointer, pointer, i64, i64, native.F32, integer)

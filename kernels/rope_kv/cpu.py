@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ MAX_HEAD_DIM = 512  # as in native/rope_kv.cpp
 
 
 @functools.cache
-def _kernel() -> Callable[..., int | None] | None:
+def _kernel() -> native.NativeFunction | None:
     pointers = (native.POINTER,) * 6
     tables = (ctypes.POINTER(ctypes.c_int64), native.POINTER, native.POINTER, native.POINTER)
     return native.function("baton_rope_and_cache", native.INT, *pointers, *tables, native.F32, native.INT)

@@ -7,7 +7,6 @@ differs only where that sum comes within rounding of top-p and the token in ques
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -80,7 +79,7 @@ def _penalize(
     penalties: Penalties,
     history: TokenHistory,
     positions: Tensor,
-    penalize: Callable[..., int | None],
+    penalize: native.NativeFunction,
 ) -> None:
     table = history.token_ids
     if table.dtype not in (torch.int32, torch.int64) or table.stride(1) != 1:
@@ -115,13 +114,13 @@ def _pointer(name: str, numbers: Tensor | None, dtype: torch.dtype, length: int)
 
 
 @functools.cache
-def _kernel_of_draws() -> Callable[..., int | None] | None:
+def _kernel_of_draws() -> native.NativeFunction | None:
     pointer, i64 = native.POINTER, native.I64
     return native.function("baton_sample", pointer, i64, i64, i64, *(pointer,) * len(_PER_ROW), pointer, native.INT)
 
 
 @functools.cache
-def _kernel_of_penalties() -> Callable[..., int | None] | None:
+def _kernel_of_penalties() -> native.NativeFunction | None:
     pointer, i64 = native.POINTER, native.I64
     history = (pointer, native.INT, i64, pointer, pointer, pointer)
     return native.function("baton_penalize", pointer, i64, i64, pointer, i64, pointer, pointer, pointer, *history)

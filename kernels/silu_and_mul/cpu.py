@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,6 +31,6 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _kernel() -> Callable[..., int | None] | None:
+def _kernel() -> native.NativeFunction | None:
     pointer, i64, integer = native.POINTER, native.I64, native.INT
     return native.function("baton_silu_and_mul", integer, pointer, i64, pointer, i64, i64, integer)

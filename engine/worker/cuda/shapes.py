@@ -5,11 +5,12 @@ A captured step has a fixed number of sequences and tokens. A smaller step is fi
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.kernels.attention import SHORT_CONTEXT
+
+from ..step_sizes import at_least, decode_sizes
 
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is what a lightly loaded engine sees most
@@ -42,7 +43,7 @@ class CapturedShapes:
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_tokens: int) -> None:
         """Chunks are captured up to `max_tokens` tokens a step."""
         self._max_model_len = max_model_len
-        self._decodes = list(_decode_sizes(max_num_seqs))
+        self._decodes = decode_sizes(max_num_seqs)
         largest = min(max_tokens, max_num_batched_tokens)
         self._tokens = [size for size in _CHUNK_TOKENS if size < largest] + [largest] * (largest > 0)
         self._seqs = [size for size in _CHUNK_SEQS if size < max_num_seqs] + [max_num_seqs]
@@ -54,14 +55,14 @@ class CapturedShapes:
 
     def decode(self, num_seqs: int, alone: int) -> StepShape | None:
         """For a step of one token of each of `num_seqs` sequences. `alone`: tokens of the sequence, if it is one."""
-        size = _at_least(self._decodes, num_seqs)
+        size = at_least(self._decodes, num_seqs)
         if size is None:
             return None
         return self._alone if size == 1 and alone <= self._alone.max_seq_len else self._any(size)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
         """For a step of any chunks; None where nothing so large is captured."""
-        tokens, seqs = _at_least(self._tokens, num_tokens), _at_least(self._seqs, num_seqs)
+        tokens, seqs = at_least(self._tokens, num_tokens), at_least(self._seqs, num_seqs)
         return None if tokens is None or seqs is None else self._mix(min(seqs, tokens), tokens)
 
     def largest_first(self) -> Iterator[StepShape]:
@@ -84,16 +85,3 @@ class CapturedShapes:
 
     def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
         return StepShape(num_seqs, num_tokens, 0, min(num_tokens, self._max_model_len), self._max_model_len)
-
-
-def _decode_sizes(max_num_seqs: int) -> Iterator[int]:
-    size = 1
-    while size < max_num_seqs:
-        yield size
-        size += size if size < 8 else 8 if size < 64 else 16 if size < 128 else 32
-    yield max_num_seqs
-
-
-def _at_least(sizes: list[int], wanted: int) -> int | None:
-    index = bisect_left(sizes, wanted)
-    return sizes[index] if index < len(sizes) else None

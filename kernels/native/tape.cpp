@@ -1,0 +1,15 @@
+// The calls of a tape, one after another: see tape.py.
+#include <cstdint>
+
+extern "C" {
+
+struct BatonCall {
+    void (*function)(const uint64_t* words);
+    const uint64_t* words;
+};
+
+void baton_replay(const BatonCall* calls, int64_t count) {
+    for (int64_t i = 0; i < count; i++) calls[i].function(calls[i].words);
+}
+
+}
