@@ -1,31 +1,48 @@
-"""Which blocks one engine has cached, as a gateway knows it: a mirror of the engine's own pool."""
+"""Where one engine has which blocks, as a gateway knows it: a mirror of the engine's own pool and tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from baton.engine.core.block_log import BlockNews, BlocksCached, unpack_names
 
 BlockName = int  # the first bytes of a block's hash; stands for all tokens up to the block's end
 
 
+class FoundPrefix(NamedTuple):
+    """Blocks at the start of a prompt that an engine has: some in the pool, behind them some in tiers."""
+
+    pool: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def in_tiers(self) -> int:
+        return self.host + self.disk
+
+
 class CachedBlocks:
     """Exact as of the engine's last news, which a busy engine sends four times a second.
 
-    It holds no more than the engine has blocks: about 70 bytes a block in this process.
+    Each block is in the best place that has it. It holds no more than the engine has blocks and slots of tiers: about
+    70 bytes each in this process.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        """`num_blocks`: of the engine's pool. Empty until the first snapshot."""
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, num_tier_blocks: int = 0) -> None:
+        """`num_blocks`: of the engine's pool; `num_tier_blocks`: of its tiers. Empty until the first snapshot."""
+        self._num_blocks, self._num_tier_blocks = num_blocks, num_tier_blocks
         self._number: int | None = None  # None: unknown, waits for a snapshot
-        self._names: set[BlockName] = set()
+        self._pool: set[BlockName] = set()
+        self._host: set[BlockName] = set()
+        self._disk: set[BlockName] = set()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._pool) + len(self._host) + len(self._disk)
 
     def __contains__(self, name: BlockName) -> bool:
-        return name in self._names
+        """It is in the pool."""
+        return name in self._pool
 
     def apply(self, news: BlockNews) -> bool:
         """False: news are missing before these, or they cannot be true; a snapshot is needed.
@@ -33,8 +50,9 @@ class CachedBlocks:
         Until it comes, what was known stays the answer: most of it is still right.
         """
         if isinstance(news, BlocksCached):
-            names = unpack_names(news.stored)
-            self._names = set(names[: self._num_blocks])
+            self._pool = set(unpack_names(news.stored)[: self._num_blocks])
+            self._host = set(unpack_names(news.host)[: self._num_tier_blocks])
+            self._disk = set(unpack_names(news.disk)[: self._num_tier_blocks - len(self._host)])
             self._number = news.number
         elif self._number is None:
             return True  # a snapshot was asked for and is on its way behind these
@@ -42,19 +60,50 @@ class CachedBlocks:
             self._number = None
             return False
         else:
-            self._names.difference_update(unpack_names(news.evicted))
-            self._names.update(unpack_names(news.stored))
+            self._move(news.stored, self._pool, self._host, self._disk)
+            self._move(news.host, self._host, self._pool, self._disk)
+            self._move(news.disk, self._disk, self._pool, self._host)
+            for place in (self._pool, self._host, self._disk):
+                place.difference_update(unpack_names(news.evicted))
             self._number = news.number
-            if len(self._names) > self._num_blocks:
-                self._names.clear()
-                self._number = None
+            if not self._can_be_true():
+                self._forget()
                 return False
         return True
 
     def count_prefix(self, names: Sequence[BlockName]) -> int:
-        """How many blocks at the start of a prompt are cached, as the engine would find them."""
-        known = self._names
+        """How many blocks at the start of a prompt are in the pool, as the engine would find them."""
+        known = self._pool
         for index, name in enumerate(names):
             if name not in known:
                 return index
         return len(names)
+
+    def find_behind(self, names: Sequence[BlockName], count: int) -> FoundPrefix:
+        """What can be restored behind the first `count` blocks of a prompt, which are in the pool or will be."""
+        if not self._host and not self._disk:
+            return FoundPrefix(count)
+        num_host = num_disk = 0
+        for index in range(count, len(names)):
+            if names[index] in self._host:
+                num_host += 1
+            elif names[index] in self._disk:
+                num_disk += 1
+            else:
+                break
+        return FoundPrefix(count, num_host, num_disk)
+
+    @staticmethod
+    def _move(packed: bytes, place: set[BlockName], *others: set[BlockName]) -> None:
+        if names := unpack_names(packed):
+            place.update(names)
+            for other in others:
+                other.difference_update(names)
+
+    def _can_be_true(self) -> bool:
+        num_below = len(self._host) + len(self._disk)
+        return len(self._pool) <= self._num_blocks and num_below <= self._num_tier_blocks
+
+    def _forget(self) -> None:
+        self._pool, self._host, self._disk = set(), set(), set()
+        self._number = None

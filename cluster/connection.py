@@ -1,14 +1,16 @@
 """A gateway's connection to one engine process, and the streams of the requests in it.
 
 An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost falls silent,
-which libzmq notices. Either ends the streams with `EngineGone`.
+which libzmq notices. Either ends the streams with `EngineGone`, and so does a message that one of both cannot read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 RECONNECT_S = 0.2
 CONNECT_MS = 1_000  # then anew: the kernel asks a host that was away ever more rarely
 HANDSHAKE_MS = 5_000
+NOT_SOON_MS = 3_600_000
+# Of a connection, and of an attempt to make one: libzmq says then that it would try again after `NOT_SOON_MS`.
+ENDS = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -104,7 +109,7 @@ class Connection:
         self.heard_s = 0.0
         self.stats: EngineStats | None = None  # None: not answered yet, or lost
         self.transfers: TransferStats | None = None
-        self.cached = CachedBlocks(record.num_blocks)
+        self.cached = CachedBlocks(record.num_blocks, record.num_tier_blocks)
         self.counters = ClientCounters()
         self._context, self._key, self._identity, self._silence_s = context, key, identity, silence_s
         self._codec = Codec()
@@ -112,6 +117,7 @@ class Connection:
         self._requests: weakref.WeakValueDictionary[tuple[str, int], RequestStream] = weakref.WeakValueDictionary()
         self._socket: zmq.asyncio.Socket | None = None
         self._refused = False
+        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         self._task = asyncio.create_task(self._keep(), name=f"engine {record.engine_id}")
 
     @property
@@ -120,7 +126,7 @@ class Connection:
 
     def submit(self, request: EngineRequest) -> RequestStream:
         name = (request.request_id, request.generation)
-        stream = RequestStream(functools.partial(self.abort, *name))
+        stream = RequestStream(functools.partial(self._abandon, *name))
         if self.stats is None or self._socket is None:
             stream.end(self._gone("is not connected"))
             return stream
@@ -140,6 +146,14 @@ class Connection:
         if self.stats is not None and self._socket is not None:
             self._send(Abort(self.record.epoch, request_id, generation))
 
+    def _abandon(self, request_id: str, generation: int) -> None:
+        """Of a stream that nobody wants. Who collects it may be another thread, and the socket is not that one's."""
+        if threading.get_ident() == self._thread_id:
+            self.abort(request_id, generation)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
+            self._loop.call_soon_threadsafe(self.abort, request_id, generation)
+
     async def close(self, why: str) -> None:
         """Ends every request with `EngineGone(why)`."""
         self._lose(why)
@@ -148,27 +162,35 @@ class Connection:
 
     async def _keep(self) -> None:
         while True:
-            self._socket = self._open()
-            monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | sum(HANDSHAKE_FAILURES))
             try:
-                self._send(Hello(self.record.epoch))
-                lost = asyncio.create_task(self._watch_connection(monitor))
-                await self._first_of(lost, asyncio.create_task(self._receive(self._socket)))
+                why = await self._converse()
             except Exception:
+                why = "could not be talked to"
                 logger.exception("the connection to engine %s failed and is opened anew", self.record.engine_id)
-            finally:
-                self._socket.disable_monitor()
-                self._socket.close(linger=0)
-                self._socket = None
-            self._lose("closed the connection or fell silent")
+            self._lose(why)
             await asyncio.sleep(RECONNECT_S)
 
+    async def _converse(self) -> str:
+        """One connection, until it is lost; returns how. Raises `ZMQError` where there is no socket left for it."""
+        self._socket = socket = self._open()
+        try:
+            monitor = socket.get_monitor_socket(sum((*ENDS, *HANDSHAKE_FAILURES)))
+            socket.connect(self.record.address)  # watched from its beginning: nobody tries again where it fails
+            self._send(Hello(self.record.epoch))
+            lost = asyncio.create_task(self._watch_connection(monitor))
+            receiving = asyncio.create_task(self._receive(socket))
+            why = await self._first_of(lost, receiving)
+            return (self._take_rest(socket) or why) if receiving.cancelled() else why
+        finally:
+            socket.disable_monitor()
+            socket.close(linger=0)
+            self._socket = None
+
     @staticmethod
-    async def _first_of(*tasks: asyncio.Task[None]) -> None:
+    async def _first_of(*tasks: asyncio.Task[str]) -> str:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            return "; ".join(task.result() for task in done)
         finally:
             for task in tasks:
                 task.cancel()
@@ -181,18 +203,20 @@ class Connection:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
+        # Not behind our back: what the next connection brings would seem to follow what was lost with this one. Never
+        # (-1) is another thing: libzmq then throws away what had arrived.
+        socket.setsockopt(zmq.RECONNECT_IVL, NOT_SOON_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         notice_silence(socket, self._silence_s)
-        socket.connect(self.record.address)
         return socket
 
-    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
-        """Returns when the connection is lost."""
+    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> str:
+        """Returns when the connection is lost, with what happened."""
         while True:
             event = await recv_monitor_message(monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                return
+            if event["event"] in ENDS:
+                return "closed the connection or fell silent"
             if not self._refused:
                 self._refused = True
                 logger.error(
@@ -201,26 +225,49 @@ class Connection:
                     self.record.address,
                 )
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+    async def _receive(self, socket: zmq.asyncio.Socket) -> str:
+        """Returns when a message was lost, with what happened: streams would miss tokens, or wait for ever."""
         while True:
-            frame = await socket.recv()
-            self.heard_s = time.monotonic()
-            await asyncio.sleep(0)  # where frames wait already, recv alone would never let the loop's others run
+            incoming = asyncio.ensure_future(socket.recv())
             try:
-                message = self._codec.decode_from_engine(frame)
-            except WireError as error:
-                self.counters.malformed_messages += 1
-                logger.warning("dropped a message of engine %s: %s", self.record.engine_id, error)
-                continue
-            if message.epoch != self.record.epoch:
-                self.counters.stale_messages += 1
-                continue
-            self.stats, self.transfers = message.stats, message.transfers or self.transfers
-            if message.blocks is not None and not self.cached.apply(message.blocks):
-                self.counters.block_gaps += 1
-                self._send(AskBlocks(self.record.epoch))
-            for output in message.outputs:
-                self._dispatch(output)
+                frame = await incoming
+            except asyncio.CancelledError:  # it may have come all the same
+                if incoming.done() and not incoming.cancelled() and (why := self._take(incoming.result())):
+                    return why
+                raise
+            if why := self._take(frame):
+                return why
+            await asyncio.sleep(0)  # where frames wait already, recv alone would never let the loop's others run
+
+    def _take_rest(self, socket: zmq.asyncio.Socket) -> str:
+        """What had come before the connection was lost, such as an engine's last words. Returns what `_take` does."""
+        while True:
+            try:
+                frame = asyncio.ensure_future(socket.recv(zmq.NOBLOCK)).result()
+            except zmq.Again:
+                return ""
+            if why := self._take(frame):
+                return why
+
+    def _take(self, frame: bytes) -> str:
+        """One message. Returns why it is the last one that may be taken; nothing where it is not."""
+        self.heard_s = time.monotonic()
+        try:
+            message = self._codec.decode_from_engine(frame)
+        except WireError as error:
+            self.counters.malformed_messages += 1
+            logger.warning("a message of engine %s cannot be read: %s", self.record.engine_id, error)
+            return "sent what this gateway cannot read"
+        if message.epoch != self.record.epoch:
+            self.counters.stale_messages += 1
+            return ""
+        self.stats, self.transfers = message.stats, message.transfers or self.transfers
+        if message.blocks is not None and not self.cached.apply(message.blocks):
+            self.counters.block_gaps += 1
+            self._send(AskBlocks(self.record.epoch))
+        for output in message.outputs:
+            self._dispatch(output)
+        return "could not read what this gateway sent" if message.lost_a_message else ""
 
     def _dispatch(self, output: EngineOutput) -> None:
         name = (output.request_id, output.generation)
@@ -235,7 +282,9 @@ class Connection:
     def _send(self, message: ClientMessage) -> None:
         assert self._socket is not None
         # The queue has no limit, so the send is done when this returns; it cannot wait for anyone.
-        self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK)
+        sent = asyncio.ensure_future(self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK))
+        with contextlib.suppress(zmq.Again):  # the connection is gone, as `_watch_connection` is about to hear
+            sent.result()
 
     def _lose(self, why: str) -> None:
         if self.stats is not None:
@@ -244,7 +293,7 @@ class Connection:
                 "engine %s (rank %d, pid %d) %s", self.record.engine_id, self.record.rank, self.record.pid, why
             )
         self.stats = None
-        self.cached = CachedBlocks(self.record.num_blocks)
+        self.cached = CachedBlocks(self.record.num_blocks, self.record.num_tier_blocks)
         lost = list(self._requests.values())
         self._requests.clear()
         for stream in lost:

@@ -52,6 +52,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     max_model_len: int
     num_blocks: int
+    num_tier_blocks: int = 0  # that its KV tiers have room for
     draining: bool = False  # it ends what it has and is to get nothing more, where others can take it
 
 
@@ -204,7 +205,7 @@ class EngineView(msgspec.Struct, frozen=True):
     stats: EngineStats | None  # the newest it sent; None before its first step
     outstanding: int  # requests of this gateway that it has not finished
     transfers: TransferStats | None = None  # the newest it sent; None where it hands nothing over
-    cached: CachedBlocks = CachedBlocks(0)  # what its prefix cache holds
+    cached: CachedBlocks = CachedBlocks(0)  # what its prefix cache and its tiers hold
 
 
 class EngineGone(Exception):

@@ -13,6 +13,10 @@
 
 Each message is one frame of msgpack; nothing else is ever decoded from these sockets. A message whose epoch is not the
 engine's was meant for another process: it is counted and dropped.
+
+Nobody waits for the answer to a message that could not be read. The engine ends the request that it names, with an
+error. Where it names none the engine says `lost_a_message`, and both begin anew: with Hello, while all requests go on
+elsewhere. So they do where the gateway cannot read an answer, which may have brought tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +30,32 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.protocol.stats import TransferStats
 
 
+class RequestName(msgspec.Struct, frozen=True):
+    request_id: str
+    generation: int = 0
+
+
+class About(msgspec.Struct, frozen=True):
+    """Of any message of a gateway, as far as it can be read: for which process it is, and of which request."""
+
+    epoch: int | None = None
+    request: RequestName | None = None
+    request_id: str | None = None
+    generation: int = 0
+
+    @property
+    def name(self) -> RequestName | None:
+        if self.request is not None or self.request_id is None:
+            return self.request
+        return RequestName(self.request_id, self.generation)
+
+
 class WireError(ValueError):
     """Bytes that are no message of this protocol. They came from another process: count them, never assert."""
+
+    def __init__(self, message: str, about: About = About()) -> None:
+        super().__init__(message)
+        self.about = about
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -59,7 +87,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class AskBlocks(msgspec.Struct, frozen=True, tag="ask-blocks"):
-    """The gateway missed news of the prefix cache, and wants to know all of it."""
+    """The gateway missed news of the prefix cache or of tiers, and wants to know all of it."""
 
     epoch: int
 
@@ -75,7 +103,8 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     outputs: list[EngineOutput]
     stats: EngineStats
     transfers: TransferStats | None = None  # with news about the engine, where it hands KV over
-    blocks: BlockNews | None = None  # with news about the engine, where its prefix cache changed
+    blocks: BlockNews | None = None  # with news about the engine, where its prefix cache or its tiers changed
+    lost_a_message: bool = False  # of this gateway, nobody knows about what: the conversation is over
 
 
 class Codec:
@@ -84,6 +113,7 @@ class Codec:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._from_client = msgspec.msgpack.Decoder(ClientMessage)
+        self._about = msgspec.msgpack.Decoder(About)
         self._from_engine = msgspec.msgpack.Decoder(Outputs)
 
     def encode(self, message: ClientMessage | Outputs) -> bytes:
@@ -91,15 +121,24 @@ class Codec:
 
     def decode_from_client(self, frame: bytes) -> ClientMessage:
         """Raises `WireError`."""
-        return self._decode(self._from_client, frame)
+        try:
+            return self._decode(self._from_client, frame)
+        except WireError as error:
+            raise WireError(str(error), self._read_about(frame)) from error
 
     def decode_from_engine(self, frame: bytes) -> Outputs:
         """Raises `WireError`."""
         return self._decode(self._from_engine, frame)
 
+    def _read_about(self, frame: bytes) -> About:
+        try:
+            return self._decode(self._about, frame)
+        except WireError:
+            return About()
+
     @staticmethod
     def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> Any:
         try:
             return decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"not a message of this protocol: {error}") from error

@@ -80,7 +80,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         return Patience(self.connect_s, self.retry_s, self.margin_s, self.renew_at)
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {"buffer": ("device", "host", "auto"), "digest": tuple(DigestMode)}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "transport": ("nixl", "ucx"),
+    "buffer": ("device", "host", "auto"),
+    "digest": tuple(DigestMode),
+}
 
 
 def parse_settings(values: Mapping[str, Any]) -> TransferSettings:

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-SOON_S = 10.0  # by when a failure is told and all processes are gone
+SOON_S = 30.0  # by when a failure is told and all processes are gone
 
 
 def members(parent: int | None = None) -> list[int]:

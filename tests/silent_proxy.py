@@ -15,12 +15,16 @@ class SilentProxy:
     What was sent meanwhile arrives when it speaks again, as TCP has it.
     """
 
-    def __init__(self, target: str) -> None:
-        self._host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._port = int(port)
+    def __init__(self, target: str, port: int = 0) -> None:
+        """`port`: of the proxy; 0 is a free one."""
+        self._own_port = port
+        self._host, _, target_port = target.removeprefix("tcp://").rpartition(":")
+        self._port = int(target_port)
         self._loop = asyncio.new_event_loop()
         self._speaks = asyncio.Event()
         self._pumps: set[asyncio.Task[None]] = set()
+        self._links: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # to who connected, to the target
+        self._left_open: list[asyncio.StreamWriter] = []
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self.address = ""
 
@@ -29,6 +33,16 @@ class SilentProxy:
 
     def speak(self) -> None:
         self._loop.call_soon_threadsafe(self._speaks.set)
+
+    def cut(self) -> None:
+        """Who has connected loses the connection, with what is on its way; the target notices nothing."""
+        self._loop.call_soon_threadsafe(self._cut)
+
+    def _cut(self) -> None:
+        for near, far in self._links:
+            self._left_open.append(far)
+            near.transport.abort()
+        self._links.clear()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -44,11 +58,13 @@ class SilentProxy:
 
     async def _start(self) -> asyncio.Server:
         self._speaks.set()
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1")
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", self._own_port)
         return self._server
 
     async def _end(self) -> None:
         self._server.close()
+        for writer in self._left_open:
+            writer.close()
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -56,6 +72,7 @@ class SilentProxy:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._speaks.wait()
         there, back = await asyncio.open_connection(self._host, self._port)
+        self._links.append((writer, back))
         for source, sink in ((reader, back), (there, writer)):
             pump = self._loop.create_task(self._pump(source, sink))
             self._pumps.add(pump)
@@ -73,4 +90,5 @@ class SilentProxy:
         except ConnectionError:
             return  # the other end is gone: so is this one
         finally:
-            sink.close()
+            if sink not in self._left_open:
+                sink.close()

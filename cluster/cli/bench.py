@@ -264,6 +264,10 @@ def router(
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 0,
     gateways: Count = 4,
     num_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 8192,
+    host_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks that the host's memory has room for behind each engine's own.")
+    ] = 0,
+    disk_blocks: Annotated[int, typer.Option(min=0, help="The same on a disk.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None,
     num_prompts: Count = 4000,
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0,
@@ -282,7 +286,7 @@ def router(
     from baton.cluster.replay.traffic import InvalidTrace, Shape
 
     unified = 0 if prefill or decode else unified
-    fleets = Fleets(unified, prefill, decode, num_blocks, gateways)
+    fleets = Fleets(unified, prefill, decode, num_blocks, gateways, host_blocks, disk_blocks)
     shape = Shape(num_prompts, request_rate, input_len, output_len, seed)
     try:
         rows = compare(fleets, shape, trace, policies or ())

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 import zmq
 
-from baton.cluster.wire import ClientMessage, Codec, Outputs, Submit, WireError
+from baton.cluster.wire import ClientMessage, Codec, Outputs, RequestName, Submit, WireError
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.network.silence import notice_silence
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 1.0  # an engine without work still looks after its leases and statistics this often
+LAST_WORDS_MS = 500
 MAX_RECEIVED_AT_ONCE = 1024  # then the outbox has its turn
 
 
@@ -35,11 +36,24 @@ class GatewayLost:
 
 
 @dataclass(frozen=True)
+class GatewayUnlisted:
+    """The directory has lost a gateway, whose connection may stand."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """This engine is about to end: what it has not finished goes on elsewhere."""
 
 
-Letter = ClientMessage | GatewayLost | Leave
+@dataclass(frozen=True)
+class Unreadable:
+    """A gateway waits for what follows from a message that is none, about this request."""
+
+    name: RequestName | None  # None: not even that could be read
+    reason: str
+
+
+Letter = ClientMessage | GatewayLost | GatewayUnlisted | Leave | Unreadable
 
 
 @dataclass
@@ -80,8 +94,8 @@ class Mailbox:
         self._socket.setsockopt(zmq.LINGER, 0)
 
     def close(self) -> None:
-        """Once both threads have ended."""
-        self._context.destroy(linger=0)
+        """Once both threads have ended. Waits a little for last words to go out."""
+        self._context.destroy(linger=LAST_WORDS_MS)
 
     # ---- any thread ----
 
@@ -106,9 +120,10 @@ class Mailbox:
     # ---- step thread ----
 
     def take(self) -> Iterator[tuple[bytes, Letter]]:
-        """Until nothing is left."""
+        """Until nothing is left. A letter counts (`num_submitted`) until the next one is asked for."""
         while self._inbox:
-            yield self._inbox.popleft()
+            yield self._inbox[0]
+            self._inbox.popleft()
 
     def send(self, gateway: bytes, message: Outputs) -> None:
         """Goes out after the next `ring`."""
@@ -164,7 +179,9 @@ class Mailbox:
                 message = codec.decode_from_client(frames[0])
             except WireError as error:
                 self.counters.malformed_messages += 1
-                logger.warning("a message of gateway %r was dropped: %s", gateway, error)
+                logger.warning("a message of gateway %r cannot be read: %s", gateway, error)
+                if error.about.epoch in (None, self._epoch):
+                    self._inbox.append((gateway, Unreadable(error.about.name, str(error))))
                 continue
             if message.epoch != self._epoch:
                 self.counters.stale_messages += 1

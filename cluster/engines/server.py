@@ -10,12 +10,13 @@ for too long, is noticed when something is sent to it, and its requests are abor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +24,7 @@ import msgspec
 
 from baton.cluster.contracts import EnginePulse
 from baton.cluster.gateway.settings import QueueLimits
-from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, Outputs, Submit
+from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, Outputs, RequestName, Submit
 from baton.engine.core.block_log import BlockLog, BlockNews
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
@@ -31,7 +32,7 @@ from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.network.silence import SILENCE_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
-from .mailbox import GatewayLost, Leave, Letter, Mailbox
+from .mailbox import GatewayLost, GatewayUnlisted, Leave, Letter, Mailbox, Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +85,15 @@ class EngineServer:
         self._mail = Mailbox(host=host, key=key, epoch=epoch, silence_s=silence_s)
         self.address, self.counters = self._mail.address, self._mail.counters
         self._closing = threading.Event()
+        self._has_spoken = threading.Event()  # the step thread has said its last word
         self.ended: Future[None] = Future()
 
         self._owners: dict[str, Owner] = {}  # step thread only, but for their number
         self._leaves = False  # step thread only: nothing more is taken
         self._gateways: dict[bytes, None] = {}  # step thread only: those that said hello, in order
         self._blocks = engine.block_log()  # step thread only, from `start` on
-        self._told: Outputs | None = None  # step thread only: what every gateway knows, but for blocks
+        self._told: Outputs | None = None  # step thread only: what every gateway was told last, but for blocks
+        self._told_apart: dict[bytes, None] = {}  # step thread only: gateways that were told something else since
         self._told_at_s = 0.0
         self._told_of_work = False  # in what every gateway knows
         self._turn_began_s = time.monotonic()
@@ -150,7 +153,7 @@ class EngineServer:
         """
         alive_now = {identity.encode() for identity in alive}
         for gateway in self._alive - alive_now:
-            self._mail.post(GatewayLost(), gateway)
+            self._mail.post(GatewayUnlisted(), gateway)
         self._alive = alive_now
 
     def _guard(self, loop: Callable[[], None]) -> None:
@@ -158,13 +161,13 @@ class EngineServer:
             loop()
         except BaseException as error:
             logger.exception("engine %s ends: its %s thread failed", self._engine_id, threading.current_thread().name)
-            if not self.ended.done():
+            with contextlib.suppress(InvalidStateError):  # the other thread's error came first
                 self.ended.set_exception(error)
             self._closing.set()
             self._mail.wake()
 
     def _carry_mail(self) -> None:
-        self._mail.run(self._closing)
+        self._mail.run(self._has_spoken)
 
     # ---- step thread ----
 
@@ -174,6 +177,7 @@ class EngineServer:
                 self._turn()
         finally:
             self._closing.set()
+            self._has_spoken.set()
             self._mail.wake_carrier()
 
     def _turn(self) -> None:
@@ -210,8 +214,10 @@ class EngineServer:
             case GatewayLost():
                 self._gateways.pop(gateway, None)
                 self._give_up_all_of(gateway)
+            case GatewayUnlisted():  # it hears on: one that knows of a full queue only would never ask again
+                self._give_up_all_of(gateway)
             case Submit(request=request):
-                self._gateways[gateway] = None  # one that the directory lost for a while is back
+                self._gateways[gateway] = None  # who asks is there, whatever could not be sent to it before
                 self._add(gateway, request)
             case Begin(request_id=request_id, generation=generation, token_id=token_id):
                 if self._owners.get(request_id) == Owner(gateway, generation):
@@ -222,6 +228,8 @@ class EngineServer:
                 self._tell_blocks(gateway)
             case Abort(request_id=request_id, generation=generation):
                 self._abort(request_id, generation)
+            case Unreadable(name=name, reason=reason):
+                self._end_unreadable(gateway, name, reason)
             case Leave():
                 self._leaves = True
                 for request_id, owner in list(self._owners.items()):
@@ -246,11 +254,25 @@ class EngineServer:
         self._owners[request.request_id] = Owner(gateway, request.generation)
         self._engine.add(request)
 
+    def _end_unreadable(self, gateway: bytes, name: RequestName | None, reason: str) -> None:
+        """What was to be done is not: the request goes on elsewhere, or all of the gateway's where it is not known."""
+        if name is None:
+            self._abort_all_of(gateway)
+            news = self._message([], self._engine.stats())
+            self._tell(gateway, msgspec.structs.replace(news, lost_a_message=True))
+            return
+        request_id, generation = name.request_id, name.generation
+        owner = self._owners.get(request_id)
+        if owner is not None and owner.gateway == gateway:
+            self._abort(request_id, generation)
+        error = EngineError(ErrorKind.INTERNAL, f"The engine cannot read what this gateway sent: {reason}")
+        self._refuse(gateway, request_id, generation, error)
+
     def _refuse(self, gateway: bytes, request_id: str, generation: int, error: EngineError) -> None:
         refusal = EngineOutput(
             request_id=request_id, generation=generation, finish_reason=FinishReason.ERROR, error=error
         )
-        self._mail.send(gateway, self._message([refusal], self._engine.stats()))
+        self._tell(gateway, self._message([refusal], self._engine.stats()))
 
     def _abort(self, request_id: str, generation: int) -> None:
         owner = self._owners.get(request_id)
@@ -273,7 +295,7 @@ class EngineServer:
     def _give_up_all_of(self, gateway: bytes) -> None:
         """Says so: a gateway that only the directory lost (it was stopped, or cut off) still waits for its tokens."""
         if last_words := self._abort_all_of(gateway):
-            self._mail.send(gateway, self._message(last_words, self._engine.stats()))
+            self._tell(gateway, self._message(last_words, self._engine.stats()))
 
     def _publish(self, outputs: Sequence[EngineOutput]) -> None:
         if not outputs:
@@ -288,17 +310,18 @@ class EngineServer:
                 del self._owners[output.request_id]
         stats = self._engine.stats()
         for gateway, its_outputs in of_gateway.items():
-            self._mail.send(gateway, self._message(its_outputs, stats))
+            self._tell(gateway, self._message(its_outputs, stats))
 
     def _tell_all_gateways(self) -> None:
         news, changes = self._news(), self._blocks.take() if self._gateways else None
         self._told_at_s, self._told_of_work = time.monotonic(), self._engine.has_work()
-        if news == self._told and changes is None:
-            return
-        self._told = news
+        is_new = news != self._told or changes is not None
         told = msgspec.structs.replace(news, blocks=changes)
         for gateway in self._gateways:
-            self._mail.send(gateway, told)
+            if is_new or gateway in self._told_apart:
+                self._mail.send(gateway, told)
+        self._told = news
+        self._told_apart.clear()
 
     def _tell_blocks(self, gateway: bytes) -> None:
         """All that is cached, to one gateway; what changed until now, to the others."""
@@ -306,8 +329,13 @@ class EngineServer:
             told = self._news(changes)
             for other in self._gateways:
                 if other != gateway:
-                    self._mail.send(other, told)
-        self._mail.send(gateway, self._news(self._blocks.snapshot()))
+                    self._tell(other, told)
+        self._tell(gateway, self._news(self._blocks.snapshot()))
+
+    def _tell(self, gateway: bytes, message: Outputs) -> None:
+        """To one gateway. What it hears of the engine may be over before anything is new to all the others."""
+        self._told_apart[gateway] = None
+        self._mail.send(gateway, message)
 
     def _news(self, blocks: BlockNews | None = None) -> Outputs:
         return Outputs(self._engine_id, self._epoch, [], self._engine.stats(), self._transfers(), blocks)

@@ -319,6 +319,7 @@ class EngineWorker:
             model_id=launch.spec.served_model_id,
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
+            num_tier_blocks=0 if self._tiers is None else self._tiers.num_slots,
         )
 
     def _open_tiers(self) -> Callable[[KVRegion], KVTiers] | None:

@@ -1,12 +1,15 @@
 """What it costs to serve a request in one place or another: seconds, and nothing but seconds.
 
 prefill engine P, decode engine D
-    queue(P) + prefill(P) + lease(P) + handoff(P, D) + decode(D)
+    queue(P) + prefill(P) + restore(P) + lease(P) + handoff(P, D) + decode(D)
 unified engine, or decode engine that reads the prompt itself
-    queue(E) + prefill(E) + stall(E) + decode(E)
+    queue(E) + prefill(E) + restore(E) + stall(E) + decode(E)
 
 queue    uncached tokens before it / prefill_tokens_per_s
 prefill  its own uncached tokens / prefill_tokens_per_s
+restore  (1 + requests in E whose KV is on its way) x tokens that tiers have / prefill_tokens_per_s x what restoring a
+         block took there lately / what computing one did (`UNTRIED` where it is not known). Where that is no less than
+         to compute them, or the engine would not restore them, they are computed: then they count as uncached
 stall    prefill x requests in E x stall_weight: answers that are being written wait for the prompt's chunks
 lease    share of P's blocks that wait for readers x lease_s
 handoff  handoff_s + (1 + requests in D whose KV is on its way) x tokens that D lacks / rate of the link
@@ -19,7 +22,12 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView
+from baton.engine.core.layout import BLOCK_SIZE
+from baton.engine.core.tiers import Tier, TierStats
+
+UNTRIED = 0.5  # of what computing a block takes: an engine that does not know restores and sees
 
 
 class CostRates(BaseModel):
@@ -47,20 +55,40 @@ class Load:
     queued_tokens: int  # to prefill before the next prompt
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What an engine would do to read a prompt."""
+
+    uncached: int  # tokens to compute
+    restore_s: float = 0.0  # for what comes out of tiers before
+
+
 class Cost:
     """See the module's text for the formula."""
 
     def __init__(self, rates: CostRates) -> None:
         self._rates = rates
 
-    def prefill_only_s(self, view: EngineView, load: Load, uncached: int) -> float:
-        """queue + prefill + lease."""
-        return self._prefill_s(load.queued_tokens + uncached) + self._lease_s(view)
+    def reading(self, view: EngineView, num_tokens: int, found: FoundPrefix) -> Reading:
+        """Of a prompt of so many tokens, of which the engine has some."""
+        uncached = num_tokens - found.pool * BLOCK_SIZE
+        stats, restorable = view.stats, found.in_tiers * BLOCK_SIZE
+        if not restorable or stats is None or stats.tiers is None:
+            return Reading(uncached)
+        share = (1 + stats.num_requests_waiting_for_kv) * _restoring_share(stats.tiers, found)
+        if restorable < stats.tiers.min_tokens or not stats.tiers.answers or share >= 1:
+            return Reading(uncached)
+        return Reading(uncached - restorable, self._prefill_s(restorable) * share)
 
-    def whole_s(self, load: Load, uncached: int) -> float:
-        """queue + prefill + stall + decode."""
-        stall = self._prefill_s(uncached) * load.num_requests * self._rates.stall_weight
-        return self._prefill_s(load.queued_tokens + uncached) + stall + self.decode_s(load)
+    def prefill_only_s(self, view: EngineView, load: Load, reading: Reading) -> float:
+        """queue + prefill + restore + lease."""
+        return self._prefill_s(load.queued_tokens + reading.uncached) + reading.restore_s + self._lease_s(view)
+
+    def whole_s(self, load: Load, reading: Reading) -> float:
+        """queue + prefill + restore + stall + decode."""
+        stall_s = self._prefill_s(reading.uncached) * load.num_requests * self._rates.stall_weight
+        prefill_s = self._prefill_s(load.queued_tokens + reading.uncached)
+        return prefill_s + reading.restore_s + stall_s + self.decode_s(load)
 
     def handoff_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
         rate = self._rates.node_tokens_per_s if same_node else self._rates.network_tokens_per_s
@@ -78,3 +106,14 @@ class Cost:
         if stats is None or not stats.num_blocks:
             return 0.0
         return self._rates.lease_s * stats.num_blocks_held / stats.num_blocks
+
+
+def _restoring_share(tiers: TierStats, found: FoundPrefix) -> float:
+    """What restoring takes, of what computing would: of all blocks together, as the engine decides."""
+    taken = found.host * _block_share(tiers, Tier.HOST) + found.disk * _block_share(tiers, Tier.DISK)
+    return taken / found.in_tiers
+
+
+def _block_share(tiers: TierStats, tier: Tier) -> float:
+    restore_s = tiers.restore_s.get(tier)
+    return UNTRIED if restore_s is None or not tiers.compute_s else restore_s / tiers.compute_s

@@ -172,11 +172,9 @@ class Dispatch:
                 try:
                     output = await anext(leg.stream)
                 except EngineGone as gone:
-                    output = _died(gone, self._generation)
+                    output = _died(gone)
                 except StopAsyncIteration:
                     raise internal("An engine ended a request without saying why.") from None
-                if output.generation != self._generation:
-                    continue  # a late word of an attempt that was given up
                 if (error := _error_in(output)) is not None:
                     self._legs.failed(leg, error, was_scheduled=bool(output.scheduled_s))
                     await self._fail(leg, error)
@@ -389,6 +387,6 @@ def _error_in(output: EngineOutput) -> EngineError | None:
     return output.error
 
 
-def _died(gone: EngineGone, generation: int) -> EngineOutput:
+def _died(gone: EngineGone) -> EngineOutput:
     error = EngineError(ErrorKind.ENGINE_DEAD, str(gone) or "An engine's process is gone.")
-    return EngineOutput(request_id="", generation=generation, finish_reason=FinishReason.ERROR, error=error)
+    return EngineOutput(request_id="", finish_reason=FinishReason.ERROR, error=error)

@@ -64,6 +64,12 @@ def model_not_found(model: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def prompt_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiError:
+    """Of a prompt that nobody has counted to its end."""
+    message = f"This model's maximum context length is {max_model_len} tokens. Your prompt has {least_tokens} or more."
+    return bad_request(param, message, "context_length_exceeded")
+
+
 def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, max_tokens: int | None) -> ApiError:
     """OpenAI's refusal of a prompt that leaves no room: for anything where `max_tokens` is None, else for that many."""
     if max_tokens is None:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.cluster.cached_blocks import BlockName, CachedBlocks
+from baton.cluster.cached_blocks import BlockName, CachedBlocks, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.messages import EngineStats
 
@@ -88,13 +88,13 @@ class Ledger:
         others = news.others
         return Load(own.num_requests + others.num_requests, own.queued_tokens + others.queued_tokens)
 
-    def count_prefix(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> int:
-        """Blocks at the start of a prompt that are cached by the time it runs."""
+    def find_prefix(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> FoundPrefix:
+        """Blocks at the start of a prompt that are in the pool by the time it runs, and those that can be restored."""
         count, coming = cached.count_prefix(names), self._coming.get(key)
         if coming:
             while count < len(names) and (names[count] in coming or names[count] in cached):
                 count += 1
-        return count
+        return cached.find_behind(names, count)
 
     def _forget_old(self) -> None:
         now = self._clock()

@@ -19,7 +19,7 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.text import TextError, bad_word_token_ids
 
-from .errors import bad_request, context_length_exceeded, model_not_found
+from .errors import bad_request, context_length_exceeded, model_not_found, prompt_too_long
 from .model import ServedModel
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from .settings import GatewaySettings
@@ -112,8 +112,7 @@ class Preparer:
         if reserved := sorted(RENDER_ARGUMENTS & variables.keys()):
             param = f"chat_template_kwargs.{reserved[0]}"
             raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
-        if len(messages) > self._model.max_model_len:  # each is a token at least
-            raise context_length_exceeded("messages", self._model.max_model_len, len(messages), None)
+        self._check_length("messages", len(messages))  # each is a token at least
         render = functools.partial(
             self._model.tokenizer.render_chat,
             messages,
@@ -126,6 +125,7 @@ class Preparer:
             text = render() if short else await asyncio.get_running_loop().run_in_executor(self._thread, render)
         except TextError as error:
             raise bad_request("messages", f"No prompt can be made of 'messages': {error}.") from None
+        self._check_length("messages", self._model.tokenizer.least_tokens(text))
         return await self.tokenize(text, request.add_special_tokens)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -150,6 +150,7 @@ class Preparer:
         prompts = []
         for prompt in given:
             if isinstance(prompt, str):
+                self._check_length("prompt", self._model.tokenizer.least_tokens(prompt))
                 prompts.append(await self.tokenize(prompt, request.add_special_tokens))
             else:
                 self._check_tokens("prompt", prompt)
@@ -164,6 +165,11 @@ class Preparer:
                 f"{prompts} prompts times n={n} are more than this server's limit of {self._settings.max_choices}."
             )
             raise bad_request("n" if n > prompts else "prompt", message)
+
+    def _check_length(self, field: str, least_tokens: int) -> None:
+        """Before seconds are spent on a text that can only be refused."""
+        if least_tokens > self._model.max_model_len:
+            raise prompt_too_long(field, self._model.max_model_len, least_tokens)
 
     def _check_tokens(self, field: str, tokens: Sequence[int]) -> None:
         size = self._model.vocab_size

@@ -1,4 +1,5 @@
-"""Chooses engines: the cheapest way to serve a request, in seconds (`cost.py`), where cached prefixes need no work.
+"""Chooses engines: the cheapest way to serve a request, in seconds (`cost.py`), where cached prefixes need no work, and
+those in tiers little.
 
 Everything it knows of the engines comes from them: a gateway that starts knows what the others know as soon as its
 connections are there. What it has sent itself and not heard of yet is in its ledger.
@@ -14,14 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.cluster.cached_blocks import BlockName
+from baton.cluster.cached_blocks import BlockName, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
 
-from .cost import Cost, CostRates
+from .cost import Cost, CostRates, Reading
 from .ledger import EngineKey, Ledger, Placement, engine_key
 
 EQUAL = 1.05  # costs closer than this are equal: gateways whose news are as old must not all choose the same engine
@@ -138,7 +139,7 @@ class Router:
             record = view.record
             if not _pairs(source, record) or engine_key(record) in avoid:
                 continue
-            missing = self._uncached(view, wanted)
+            missing = self._missing(view, wanted)
             cost_s = self._receive_s(view, missing, same_node=record.node_id == source.node_id)
             options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, Placement(record, 0)))
         best = self._best(options, wanted)
@@ -154,15 +155,15 @@ class Router:
             record = view.record
             if engine_key(record) in avoid or record.role is Role.DECODE:
                 continue
-            uncached, load, path = self._uncached(view, wanted), self.ledger.load_of(view), Path.UNIFIED
+            reading, load, path = self._reading(view, wanted), self.ledger.load_of(view), Path.UNIFIED
             if record.role is Role.UNIFIED:
-                cost_s = self._cost.whole_s(load, uncached)
+                cost_s = self._cost.whole_s(load, reading)
             elif (receive_s := receivers.cheapest_s(record)) is not None:
-                cost_s = self._cost.prefill_only_s(view, load, uncached) + receive_s
+                cost_s = self._cost.prefill_only_s(view, load, reading) + receive_s
                 path = Path.DISAGGREGATED
             else:
                 continue
-            placement = Placement(record, uncached, wanted.names)
+            placement = Placement(record, reading.uncached, wanted.names)
             options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, placement, path))
         if options:
             options += self._local_options(decoders, wanted, avoid, min_hit=WORTHWHILE_HIT)
@@ -179,11 +180,11 @@ class Router:
                 continue
             if wanted.pinned_rank not in (None, record.rank):
                 continue
-            uncached = self._uncached(view, wanted)
-            if uncached > self._local_prefill_max_tokens or wanted.num_tokens - uncached < min_hit:
+            reading = self._reading(view, wanted)
+            if reading.uncached > self._local_prefill_max_tokens or wanted.num_tokens - reading.uncached < min_hit:
                 continue
-            cost_s = self._cost.whole_s(self.ledger.load_of(view), uncached)
-            placement = Placement(record, uncached, wanted.names)
+            cost_s = self._cost.whole_s(self.ledger.load_of(view), reading)
+            placement = Placement(record, reading.uncached, wanted.names)
             options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, placement, Path.LOCAL_PREFILL))
         return options
 
@@ -200,9 +201,15 @@ class Router:
         equals = [option for option in options if option.cost_s <= limit_s and option.path is cheapest.path]
         return min(equals, key=lambda option: _order(wanted.tie, option.placement.engine))
 
-    def _uncached(self, view: EngineView, wanted: Wanted) -> int:
-        hit = self.ledger.count_prefix(view.cached, engine_key(view.record), wanted.names)
-        return wanted.num_tokens - hit * BLOCK_SIZE
+    def _reading(self, view: EngineView, wanted: Wanted) -> Reading:
+        return self._cost.reading(view, wanted.num_tokens, self._found(view, wanted))
+
+    def _missing(self, view: EngineView, wanted: Wanted) -> int:
+        """Tokens that a hand-off has to bring: it looks into the pool only."""
+        return wanted.num_tokens - self._found(view, wanted).pool * BLOCK_SIZE
+
+    def _found(self, view: EngineView, wanted: Wanted) -> FoundPrefix:
+        return self.ledger.find_prefix(view.cached, engine_key(view.record), wanted.names)
 
     def _receive_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
         """Of a decode engine: handoff + decode."""
@@ -219,7 +226,7 @@ class _Receivers:
         near: defaultdict[tuple[str, str], list[float]] = defaultdict(list)  # by fingerprint and node
         far: defaultdict[str, list[float]] = defaultdict(list)
         for view in decoders:
-            record, missing = view.record, router._uncached(view, wanted)
+            record, missing = view.record, router._missing(view, wanted)
             near[record.fingerprint, record.node_id].append(router._receive_s(view, missing, same_node=True))
             far[record.fingerprint].append(router._receive_s(view, missing, same_node=False))
         self._near_s = {place: min(costs_s) for place, costs_s in near.items()}

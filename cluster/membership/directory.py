@@ -41,6 +41,7 @@ RECOVERY_S = 3.0  # after a restart watchers wait so long, that nobody takes a h
 WATCH_S = 20.0  # a watch without news is answered after so long
 ANSWER_S = 10.0  # a sign of life is answered sooner
 LONELY_S = 30.0  # a directory that hears nothing for so long has lost its application
+ASKED_ELSEWHERE = 20  # calls that one other process makes for those that cannot reach the directory
 PRESENCE_S = 5.0  # between signs of life of a member that is not ready yet
 
 
@@ -175,7 +176,9 @@ class Directory:
 
     async def _keep(self) -> None:
         while True:
+            slept_s = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
+            self._excuse(time.monotonic() - slept_s - HEARTBEAT_S)
             silent = self._members.remove_silent(MISSED_AFTER_S)
             if silent:
                 logger.warning("no sign of life for %.0f s: %s", MISSED_AFTER_S, ", ".join(silent))
@@ -183,6 +186,12 @@ class Directory:
             if time.monotonic() - self._heard_s > LONELY_S:
                 logger.info("the application is gone, so the directory ends")
                 await self.end()
+
+    def _excuse(self, deaf_s: float) -> None:
+        """A directory that was stopped wakes up before the signs of life that wait for it are read."""
+        if deaf_s > HEARTBEAT_S:
+            self._members.excuse(deaf_s)
+            self._heard_s += deaf_s
 
     async def _scale(self) -> None:
         while True:
@@ -216,6 +225,7 @@ def get_directory(app: str) -> ActorHandle:
         get_if_exists=True,
         num_cpus=0,
         resources={HEAD_NODE: 0.001},  # a marker: it says where, and counts nothing
+        scheduling_strategy="DEFAULT",  # not in the placement group of the member that happens to start it
         max_restarts=-1,
         max_concurrency=10_000,
     ).remote(ClusterKey.generate())
@@ -233,12 +243,25 @@ class DirectoryWatch:
             return await self.call("watch", version)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Calls the actor. Raises what Ray raises; where the actor is dead, the next call finds its successor."""
+        """Calls the actor. Raises what Ray raises; where the actor is dead, the next call finds its successor.
+
+        Ray tells a process once where an actor that was restarted is now. One that was cut off may miss it, and would
+        never hear of it again: where the actor is out of its reach, another process asks.
+        """
         try:
             return await getattr(self._actor, method).remote(*args)
         except ray.exceptions.ActorDiedError:
             self._actor = get_directory(self._app)
             raise
+        except ray.exceptions.ActorUnavailableError:
+            return await _ask_elsewhere.remote(self._app, method, args)
+
+
+@ray.remote(num_cpus=0, max_retries=0, max_calls=ASKED_ELSEWHERE, scheduling_strategy="DEFAULT")
+def _ask_elsewhere(app: str, method: str, args: tuple[Any, ...]) -> Any:
+    """In a process that has its own word of where the directory is, and a short life: it could be cut off, too."""
+    directory = ray.get_actor(directory_name(app), NAMESPACE)
+    return ray.get(getattr(directory, method).remote(*args))
 
 
 @contextlib.asynccontextmanager

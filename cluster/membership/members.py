@@ -72,7 +72,8 @@ class Membership:
             had = next(run for run in runs if not taken.intersection(run))
         engines = [msgspec.structs.replace(engine, rank=rank) for engine, rank in zip(group.engines, had, strict=True)]
         listed = msgspec.structs.replace(group, engines=engines)
-        self._members[group.group_id] = Member(self._clock(), group=listed)
+        # One that drains was asked to leave, before this list was made or while it was cut off: it is not to stay now.
+        self._members[group.group_id] = Member(self._clock(), group=listed, is_to_leave=group.draining)
         self.version += 1
         return listed
 
@@ -124,6 +125,12 @@ class Membership:
 
     def groups(self) -> list[EngineGroup]:
         return [member.group for member in self._members.values() if member.group is not None]
+
+    def excuse(self, deaf_s: float) -> None:
+        """Nobody could be heard for so long: it was our own process that stood still."""
+        now = self._clock()
+        for member in self._members.values():
+            member.heard_s = min(now, member.heard_s + deaf_s)
 
     def remove_silent(self, longer_than_s: float) -> list[str]:
         """Removes members that gave no sign of life for `longer_than_s`; returns their names."""

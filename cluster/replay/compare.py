@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ from rich.table import Table
 from baton.engine.core.layout import BLOCK_SIZE
 
 from .engines import Speed
-from .policies import POLICIES
+from .policies import OF_TIERS, POLICIES, PolicyMaker
 from .replay import Fleets, Replay, Report
 from .traffic import Arrival, Shape, shared, trace, unshared
 
@@ -36,7 +36,8 @@ def compare(fleets: Fleets, shape: Shape, trace_file: Path | None, policies: Col
         longest = max((len(arrival.prompt) + arrival.output_tokens for arrival in arrivals), default=0)
         if longest > fleets.num_blocks * BLOCK_SIZE:
             raise InvalidReplay(f"{name}: {longest} tokens do not fit into {fleets.num_blocks} blocks of {BLOCK_SIZE}")
-    pairs = [(name, policy) for name in traffic for policy in policies or POLICIES]
+    chosen = policies or _policies(fleets)
+    pairs = [(name, policy) for name in traffic for policy in chosen]
     return [
         Row(name, Replay(fleets, policy, Speed()).run(traffic[name]))
         for name, policy in track(pairs, description="replaying", transient=True)
@@ -44,7 +45,10 @@ def compare(fleets: Fleets, shape: Shape, trace_file: Path | None, policies: Col
 
 
 def table(rows: Sequence[Row]) -> Table:
-    shown = Table("traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "hits", "busiest")
+    """Columns of what there are none of are left out: restored tokens."""
+    columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "hits", "busiest"]
+    any_restored = any(row.report.restored_rate for row in rows)
+    shown = Table(*columns, *(["restored"] if any_restored else []))
     for row in rows:
         report = row.report
         shown.add_row(
@@ -54,6 +58,7 @@ def table(rows: Sequence[Row]) -> Table:
             *(f"{value:.1f}" for value in (report.tpot_mean_ms, report.tpot_p99_ms)),
             f"{report.hit_rate:.0%}",
             f"{report.imbalance:.2f}x",
+            *([f"{report.restored_rate:.0%}"] if any_restored else []),
         )
     return shown
 
@@ -63,8 +68,13 @@ def _check(fleets: Fleets, policies: Collection[str]) -> None:
         raise InvalidReplay("prefill and decode engines need each other: give both numbers, or unified engines")
     if not fleets.num_unified and not fleets.num_prefill:
         raise InvalidReplay("no engine was asked for")
-    if unknown := sorted(set(policies) - POLICIES.keys()):
-        raise InvalidReplay(f"{unknown[0]!r} is no policy: there are {', '.join(POLICIES)}")
+    if unknown := sorted(set(policies) - _policies(fleets).keys()):
+        of_tiers = f"; with tiers {', '.join(OF_TIERS)}" if not fleets.num_tier_blocks else ""
+        raise InvalidReplay(f"{unknown[0]!r} is no policy: there are {', '.join(_policies(fleets))}{of_tiers}")
+
+
+def _policies(fleets: Fleets) -> Mapping[str, PolicyMaker]:
+    return POLICIES | OF_TIERS if fleets.num_tier_blocks else POLICIES
 
 
 def _traffic(fleets: Fleets, shape: Shape, trace_file: Path | None) -> dict[str, list[Arrival]]:

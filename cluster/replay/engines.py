@@ -26,6 +26,7 @@ from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step import StepPlan
+from baton.engine.core.tiers import KVTiers
 
 from .traffic import VOCAB_SIZE
 
@@ -41,6 +42,8 @@ class Speed:
     prefill_tokens_per_s: float = 20_000.0
     handoff_s: float = 0.003
     kv_tokens_per_s: float = 1_000_000.0
+    host_tokens_per_s: float = 160_000.0  # between the pool and the host's memory, either way
+    disk_tokens_per_s: float = 40_000.0
 
     def of(self, plan: StepPlan) -> float:
         """Seconds of a step."""
@@ -147,25 +150,32 @@ class VirtualEngine:
         speed: Speed,
         connector: VirtualConnector,
         publish: Callable[[EngineOutput], None],
+        tiers: KVTiers | None = None,
     ) -> None:
+        """Whoever makes the tiers calls `wake` when something has happened there."""
         self.record = record
         self.prompt_tokens = 0  # computed, those of repeated chunks too
         self.busy_s = 0.0
         self._time, self._speed, self._publish = time, speed, publish
-        self._scheduler = Scheduler(config, connector, clock=time)
-        self._log = self._scheduler.pool.log()
-        self._cached = CachedBlocks(config.num_blocks)
+        self._scheduler = Scheduler(config, connector, clock=time, monotonic=time, tiers=tiers)
+        self._log = self._scheduler.tiering.block_log()
+        self._cached = CachedBlocks(config.num_blocks, record.num_tier_blocks)
         self._cached.apply(self._log.snapshot())
         self._stats = self._with_tokens = self._scheduler.stats()
         self._heard: dict[int, EngineStats] = {}  # by gateways, since all were told
         self._told_at_s = 0.0
         self._busy = False
-        connector.on_event = self._wake
+        connector.on_event = self.wake
 
     @property
     def stats(self) -> EngineStats:
         """As of now; gateways do not know it yet."""
         return self._scheduler.stats()
+
+    @property
+    def restored_tokens(self) -> int:
+        tiers = self._scheduler.stats().tiers
+        return 0 if tiers is None else tiers.restored_tokens
 
     def view(self, outstanding: int, gateway: int = 0) -> EngineView:
         return EngineView(self.record, self._heard.get(gateway, self._stats), outstanding, None, self._cached)
@@ -176,9 +186,10 @@ class VirtualEngine:
 
     def add(self, request: EngineRequest) -> None:
         self._scheduler.add(request)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """There is something new for it."""
         if not self._busy:
             self._busy = True
             self._tell()
@@ -215,7 +226,7 @@ class VirtualEngine:
             self._cached.apply(changes)
 
 
-def make_record(rank: int, role: Role, num_blocks: int) -> EngineRecord:
+def make_record(rank: int, role: Role, num_blocks: int, num_tier_blocks: int = 0) -> EngineRecord:
     """Eight engines a node."""
     name = f"{role}-{rank}"
     return EngineRecord(
@@ -233,6 +244,7 @@ def make_record(rank: int, role: Role, num_blocks: int) -> EngineRecord:
         model_id="virtual",
         max_model_len=num_blocks * BLOCK_SIZE,
         num_blocks=num_blocks,
+        num_tier_blocks=num_tier_blocks,
     )
 
 

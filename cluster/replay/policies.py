@@ -98,10 +98,18 @@ class ExactPrefixes:
         self._router.ledger.ended(placement)
 
 
+class ExactPools(ExactPrefixes):
+    """The gateway's own router, where engines tell what their pools have and not what their tiers have."""
+
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+        return super().reader([msgspec.structs.replace(view, cached=PoolAlone(view.cached)) for view in views], request)
+
+
 class ApproximatePrefixes(ExactPrefixes):
     """The same cost over a gateway's own memory of what it sent where: as routers do that hear nothing from engines.
 
-    For each engine it remembers as many blocks as the engine has, least recently sent ones go first.
+    For each engine it remembers as many blocks as the engine has room for, in tiers too; those that were sent least
+    recently go first.
     """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
@@ -122,7 +130,8 @@ class ApproximatePrefixes(ExactPrefixes):
         return msgspec.structs.replace(view, cached=self._memory_of(view.record))
 
     def _memory_of(self, engine: EngineRecord) -> RememberedBlocks:
-        return self._remembered.setdefault(engine_key(engine), RememberedBlocks(engine.num_blocks))
+        room = engine.num_blocks + engine.num_tier_blocks
+        return self._remembered.setdefault(engine_key(engine), RememberedBlocks(room))
 
 
 class RememberedBlocks(CachedBlocks):
@@ -136,9 +145,17 @@ class RememberedBlocks(CachedBlocks):
         for name in reversed(names):  # so that the ends of prompts are forgotten first
             self._by_age[name] = None
             self._by_age.move_to_end(name)
-            self._names.add(name)
+            self._pool.add(name)
         while len(self._by_age) > self._num_blocks:
-            self._names.remove(self._by_age.popitem(last=False)[0])
+            self._pool.remove(self._by_age.popitem(last=False)[0])
+
+
+class PoolAlone(CachedBlocks):
+    """Of what is known of an engine, what is in its pool, as of now."""
+
+    def __init__(self, known: CachedBlocks) -> None:
+        super().__init__(0)
+        self._pool = known._pool
 
 
 def _num_requests(view: EngineView) -> int:
@@ -149,9 +166,14 @@ def _num_requests(view: EngineView) -> int:
     return max(view.outstanding, in_engine)
 
 
-POLICIES: dict[str, Callable[[int, Callable[[], float]], Policy]] = {  # of the gateway with this number
+PolicyMaker = Callable[[int, Callable[[], float]], Policy]  # of the gateway with this number
+
+POLICIES: dict[str, PolicyMaker] = {
     "round-robin": lambda number, clock: round_robin(number),
     "power-of-two": lambda number, clock: power_of_two(number),
     "approximate": lambda number, clock: ApproximatePrefixes(f"gateway-{number}", clock),
     "exact": lambda number, clock: ExactPrefixes(f"gateway-{number}", clock),
+}
+OF_TIERS: dict[str, PolicyMaker] = {  # as well, where engines have tiers
+    "exact-pools": lambda number, clock: ExactPools(f"gateway-{number}", clock),
 }

@@ -16,7 +16,8 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
 
 from .engines import Speed, VirtualConnector, VirtualEngine, VirtualTime, make_config, make_record
-from .policies import POLICIES, Policy
+from .policies import OF_TIERS, POLICIES, Policy
+from .tiers import VirtualTiers
 from .traffic import Arrival
 
 
@@ -29,6 +30,12 @@ class Fleets:
     num_decode: int = 0
     num_blocks: int = 8192  # of each engine
     num_gateways: int = 4
+    num_host_blocks: int = 0  # of the tiers of each engine; 0: no such tier
+    num_disk_blocks: int = 0
+
+    @property
+    def num_tier_blocks(self) -> int:
+        return self.num_host_blocks + self.num_disk_blocks
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -41,7 +48,8 @@ class Report(msgspec.Struct, frozen=True):
     ttft_p99_ms: float
     tpot_mean_ms: float  # from the first token to the last, over the tokens behind the first
     tpot_p99_ms: float
-    hit_rate: float  # prompt tokens found in the prefix cache where the prompt was read
+    hit_rate: float  # prompt tokens found in the prefix cache, or restored, where the prompt was read
+    restored_rate: float  # prompt tokens restored
     imbalance: float  # prompt tokens computed by the busiest engine over the mean of those that read prompts
 
 
@@ -70,16 +78,25 @@ class Replay:
     def __init__(self, fleets: Fleets, policy: str, speed: Speed) -> None:
         self._time = VirtualTime()
         self._policy = policy
-        self._gateways = [_Gateway(POLICIES[policy](number, self._time)) for number in range(fleets.num_gateways)]
+        make_policy = (POLICIES | OF_TIERS)[policy]
+        self._gateways = [_Gateway(make_policy(number, self._time)) for number in range(fleets.num_gateways)]
         counts = {Role.UNIFIED: fleets.num_unified, Role.PREFILL: fleets.num_prefill, Role.DECODE: fleets.num_decode}
         config = make_config(fleets.num_blocks)
         offers: dict[bytes, VirtualConnector] = {}
         self._engines: list[VirtualEngine] = []
         for role in [role for role, count in counts.items() for _ in range(count)]:
-            record = make_record(len(self._engines), role, fleets.num_blocks)
-            connector = VirtualConnector(self._time, speed, offers)
-            self._engines.append(VirtualEngine(record, config, self._time, speed, connector, self._on_output))
+            record = make_record(len(self._engines), role, fleets.num_blocks, fleets.num_tier_blocks)
+            connector, tiers = VirtualConnector(self._time, speed, offers), self._tiers(fleets, speed)
+            engine = VirtualEngine(record, config, self._time, speed, connector, self._on_output, tiers)
+            if tiers is not None:
+                tiers.on_event = engine.wake
+            self._engines.append(engine)
         self._served: dict[str, _Served] = {}
+
+    def _tiers(self, fleets: Fleets, speed: Speed) -> VirtualTiers | None:
+        if not fleets.num_tier_blocks:
+            return None
+        return VirtualTiers(self._time, speed, fleets.num_host_blocks, fleets.num_disk_blocks)
 
     def run(self, arrivals: Sequence[Arrival]) -> Report:
         for index, arrival in enumerate(arrivals):
@@ -137,6 +154,7 @@ class Replay:
             for each in served
             if each.arrival.output_tokens > 1
         ]
+        num_prompt_tokens = sum(len(each.arrival.prompt) for each in served)
         work = [engine.prompt_tokens for engine in self._engines if engine.record.role is not Role.DECODE]
         return Report(
             policy=self._policy,
@@ -146,7 +164,8 @@ class Replay:
             ttft_p99_ms=_p99(ttft_ms),
             tpot_mean_ms=statistics.fmean(tpot_ms) if tpot_ms else 0.0,
             tpot_p99_ms=_p99(tpot_ms),
-            hit_rate=sum(each.num_cached for each in served) / sum(len(each.arrival.prompt) for each in served),
+            hit_rate=sum(each.num_cached for each in served) / num_prompt_tokens,
+            restored_rate=sum(engine.restored_tokens for engine in self._engines) / num_prompt_tokens,
             imbalance=max(work) / statistics.fmean(work) if any(work) else 1.0,
         )
 

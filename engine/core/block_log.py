@@ -1,7 +1,10 @@
-"""News of which prefixes an engine has cached, for those who choose engines.
+"""News of where an engine has which prefixes, for those who choose engines.
 
     BlockPool ── stored, evicted ──> BlockLog ── take() ──> BlocksChanged(5), BlocksChanged(6), ... ──> a mirror
-                                         └── snapshot() ──> BlocksCached(6) ─────────────────────────────^
+    KVTiers ────── kept, lost ─────────^  └── snapshot() ──> BlocksCached(6) ────────────────────────────^
+
+A block is told in the best place that has it: the pool, the host's memory, the disk. So a block that leaves the pool
+while the host's memory has a copy has moved there; one that is copied down while the pool has it is no news.
 
 Numbers count what was taken. A mirror that misses one asks for a snapshot, and goes on with the number behind it.
 
@@ -17,6 +20,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from .prefix import BlockHash
+from .tiers import KVTiers, Tier
 
 NAME_BYTES = 8
 
@@ -30,25 +34,28 @@ def unpack_names(packed: bytes) -> tuple[int, ...]:
 
 
 class BlocksChanged(msgspec.Struct, frozen=True, tag="changed", omit_defaults=True):
-    """What differs from the state with the number before. No block is in both."""
+    """What differs from the state with the number before: packed names by where the blocks are now, none twice."""
 
     number: int
-    stored: bytes = b""  # packed names
-    evicted: bytes = b""
+    stored: bytes = b""  # in the pool
+    evicted: bytes = b""  # nowhere any more
+    host: bytes = b""
+    disk: bytes = b""
 
     def __post_init__(self) -> None:
-        _check_names(self.stored)
-        _check_names(self.evicted)
+        _check_names(self.stored, self.evicted, self.host, self.disk)
 
 
-class BlocksCached(msgspec.Struct, frozen=True, tag="cached"):
-    """Everything that is cached in the state of this number."""
+class BlocksCached(msgspec.Struct, frozen=True, tag="cached", omit_defaults=True):
+    """Everything that is anywhere in the state of this number."""
 
     number: int
-    stored: bytes
+    stored: bytes  # in the pool
+    host: bytes = b""
+    disk: bytes = b""
 
     def __post_init__(self) -> None:
-        _check_names(self.stored)
+        _check_names(self.stored, self.host, self.disk)
 
 
 BlockNews = BlocksChanged | BlocksCached
@@ -57,41 +64,61 @@ BlockNews = BlocksChanged | BlocksCached
 class BlockLog:
     """Net changes since the last `take`: at most two a block, however long nobody takes them.
 
-    `cached` is the pool's own set of hashes, seen as it is at any time.
+    `cached` is the pool's own set of hashes, seen as it is at any time. Watches the pool and the tiers.
     """
 
-    def __init__(self, cached: Collection[BlockHash]) -> None:
+    def __init__(self, cached: Collection[BlockHash], tiers: KVTiers | None = None) -> None:
         self._cached = cached
-        self._is_stored: dict[BlockHash, bool] = {}  # False: evicted
+        self._tiers = tiers
+        self._moves: dict[BlockHash, tuple[Tier | None, Tier | None]] = {}  # from the last `take` to now
         self._number = 0
 
     def stored(self, block_hash: BlockHash) -> None:
-        if self._is_stored.pop(block_hash, None) is None:
-            self._is_stored[block_hash] = True
+        self._move(block_hash, self._tier_of(block_hash), Tier.POOL)
 
     def evicted(self, block_hash: BlockHash) -> None:
-        if self._is_stored.pop(block_hash, None) is None:
-            self._is_stored[block_hash] = False
+        self._move(block_hash, Tier.POOL, self._tier_of(block_hash))
+
+    def kept(self, block_hash: BlockHash, tier: Tier) -> None:
+        if block_hash not in self._cached:
+            self._move(block_hash, None, tier)
+
+    def lost(self, block_hash: BlockHash, tier: Tier) -> None:
+        if block_hash not in self._cached:
+            self._move(block_hash, tier, None)
 
     def take(self) -> BlocksChanged | None:
         """What changed since the last call; None where nothing did."""
-        if not self._is_stored:
+        if not self._moves:
             return None
         self._number += 1
-        changes = BlocksChanged(
-            self._number,
-            pack_names(block_hash for block_hash, stored in self._is_stored.items() if stored),
-            pack_names(block_hash for block_hash, stored in self._is_stored.items() if not stored),
-        )
-        self._is_stored.clear()
-        return changes
+        now: dict[Tier | None, list[BlockHash]] = {None: [], **{tier: [] for tier in Tier}}
+        for block_hash, (_, place) in self._moves.items():
+            now[place].append(block_hash)
+        self._moves.clear()
+        packed = (pack_names(now[place]) for place in (Tier.POOL, None, Tier.HOST, Tier.DISK))
+        return BlocksChanged(self._number, *packed)
 
     def snapshot(self) -> BlocksCached:
         """The state after the last `take`, which must have been a moment ago: changes not taken belong to no number."""
-        assert not self._is_stored, "take changes before a snapshot, and send them to those who have the state before"
-        return BlocksCached(self._number, pack_names(self._cached))
+        assert not self._moves, "take changes before a snapshot, and send them to those who have the state before"
+        below = (pack_names(self._only_in(tier)) for tier in (Tier.HOST, Tier.DISK))
+        return BlocksCached(self._number, pack_names(self._cached), *below)
+
+    def _move(self, block_hash: BlockHash, before: Tier | None, now: Tier | None) -> None:
+        told, _ = self._moves.pop(block_hash, (before, now))
+        if told is not now:
+            self._moves[block_hash] = told, now
+
+    def _tier_of(self, block_hash: BlockHash) -> Tier | None:
+        return None if self._tiers is None else self._tiers.tier_of(block_hash)
+
+    def _only_in(self, tier: Tier) -> list[BlockHash]:
+        kept, cached = () if self._tiers is None else self._tiers.kept_in(tier), self._cached
+        return [block_hash for block_hash in kept if block_hash not in cached]
 
 
-def _check_names(packed: bytes) -> None:
-    if len(packed) % NAME_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no names of blocks: those have {NAME_BYTES} bytes each")
+def _check_names(*packed: bytes) -> None:
+    for names in packed:
+        if len(names) % NAME_BYTES:
+            raise ValueError(f"{len(names)} bytes are no names of blocks: those have {NAME_BYTES} bytes each")

@@ -13,11 +13,10 @@ Only full blocks get a hash, and nobody writes to a block that has one; so a blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from .block_log import BlockLog
 from .prefix import BlockHash
 
 NO_BLOCK = -2  # not adjacent to any block
@@ -43,7 +42,6 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
-        self._log: BlockLog | None = None
         self._watchers: list[BlockWatcher] = []
         self.num_registered = 0  # blocks that became findable, ever; each has its number
         self._news: dict[int, tuple[int, BlockHash]] | None = None  # of those not taken: number, and what they hold
@@ -133,19 +131,17 @@ class BlockPool:
             self._unlink(block)
         self._refs[block] += 1
 
-    def log(self) -> BlockLog:
-        """Keeps account of what is stored and evicted, from the first call on; always the same log."""
-        if self._log is None:
-            self._log = BlockLog(self._block_of.keys())
-            self.watch(self._log)
-        return self._log
-
     def watch(self, watcher: BlockWatcher) -> None:
         """Tells it, from now on."""
         self._watchers.append(watcher)
 
     def has(self, block_hash: BlockHash) -> bool:
         return block_hash in self._block_of
+
+    @property
+    def findable(self) -> Collection[BlockHash]:
+        """All that is, seen as it is at any time."""
+        return self._block_of.keys()
 
     def record_lookup(self, num_tokens: int, num_hits: int) -> None:
         """Counts one request's way through the cache, in tokens."""

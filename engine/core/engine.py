@@ -85,8 +85,8 @@ class EngineCore:
             self._lockstep.when_woken(call)
 
     def block_log(self) -> BlockLog:
-        """News of the prefix cache; kept from the first call on."""
-        return self._scheduler.pool.log()
+        """News of the prefix cache and of tiers; kept from the first call on."""
+        return self._scheduler.tiering.block_log()
 
     def has_work(self) -> bool:
         """False: `step` would do nothing until a request, an abort, an event of the connector or a wake comes."""

@@ -16,12 +16,15 @@ class Pace:
     def note(self, asked_s: float, over_s: float, num_units: int) -> None:
         """A piece is over. One of no units only says that the next did not begin before."""
         began_s, self._over_s = max(asked_s, self._over_s), over_s
-        if not num_units:
-            return
-        kept = KEPT if self._is_known(over_s) else 0.0
-        self._seconds = self._seconds * kept + over_s - began_s
+        if num_units:
+            self.add(over_s - began_s, num_units, over_s)
+
+    def add(self, seconds: float, num_units: int, now_s: float) -> None:
+        """So many units took so long, as somebody else measured."""
+        kept = KEPT if self._is_known(now_s) else 0.0
+        self._seconds = self._seconds * kept + seconds
         self._units = self._units * kept + num_units
-        self._measured_s = over_s
+        self._measured_s = now_s
 
     def per_unit_s(self, now_s: float) -> float | None:
         """None where nothing was measured lately."""

@@ -68,6 +68,7 @@ class Scheduler:
         connector: KVConnector | None = None,
         clock: Callable[[], float] = time.time,
         *,
+        monotonic: Callable[[], float] = time.monotonic,
         tiers: KVTiers | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
@@ -77,14 +78,14 @@ class Scheduler:
         self.fence = Fence(self.rows, self.pool)
         self.memory = RequestMemory(self.pool, config.block_size, config.enable_prefix_caching)
         self.handoffs = Handoffs(connector, self.pool, config.block_size)
-        self.tiering = Tiering(tiers, self.pool, config.block_size)
+        self.tiering = Tiering(tiers, self.pool, config.block_size, monotonic)
         self.constraints = Constraints(grammars)
         self.requests: dict[str, Request] = {}  # all that are not over
         self.unread = UnreadPrompts(self.memory, self.pool, config.block_size)
         self.waiting = WaitingQueue(self.unread)
         self.filled = FilledRequests()
         self.running: list[Request] = []  # by rank
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(monotonic)
         self._reading: list[Request] = []  # those of the newest step that may have more of their prompts left
         self._can_transfer = connector is not None
         self._clock = clock

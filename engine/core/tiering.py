@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from .block_log import BlockLog
 from .blocks import BlockPool
 from .handoff import Quarantine
 from .pace import Pace
 from .prefix import BlockHash
 from .request import Request
-from .tiers import CopyId, KVTiers, Restored, Stored, TierStats
+from .tiers import CopyId, KVTiers, Restored, Stored, Tier, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Restoration(NamedTuple):
 class _Restore(NamedTuple):
     request: Request
     hashes: list[BlockHash]
+    blocks: Counter[Tier]  # in each
     since: float
 
 
@@ -75,7 +77,9 @@ class Tiering:
         self._answers = True  # the tiers do, in time
         self._planned_s: dict[int, float] = {}  # of steps in flight
         self._computing = Pace()  # of a token
-        self._restoring = Pace()  # of a block
+        self._restoring: dict[Tier, Pace] = {Tier.HOST: Pace(), Tier.DISK: Pace()}  # of a block
+        self._restored_until = 0.0
+        self._log: BlockLog | None = None
         self._hits = self._misses = self._restored = self._given_up = 0  # blocks
         if tiers is not None:
             pool.keep_news()
@@ -83,6 +87,15 @@ class Tiering:
     @property
     def exists(self) -> bool:
         return self._tiers is not None
+
+    def block_log(self) -> BlockLog:
+        """Keeps account of what is where, from the first call on; always the same log."""
+        if self._log is None:
+            self._log = BlockLog(self._pool.findable, self._tiers)
+            self._pool.watch(self._log)
+            if self._tiers is not None:
+                self._tiers.watch(self._log)
+        return self._log
 
     @property
     def num_restoring(self) -> int:
@@ -138,16 +151,31 @@ class Tiering:
         if not self._answers:
             return False
         num_blocks = self._tiers.find(missing)
-        return num_blocks * self._block_size >= self._tiers.min_tokens and self._is_sooner_restored(num_blocks)
+        if num_blocks * self._block_size < self._tiers.min_tokens:
+            return False
+        return self._is_sooner_restored(missing[:num_blocks])
 
-    def _is_sooner_restored(self, num_blocks: int) -> bool:
+    def _is_sooner_restored(self, hashes: Sequence[BlockHash]) -> bool:
         """By what both took lately, behind the restores that are under way. Where it is not known, it is tried."""
         now_s = self._clock()
-        block_s, token_s = self._restoring.per_unit_s(now_s), self._computing.per_unit_s(now_s)
-        if block_s is None or token_s is None:
+        token_s = self._computing.per_unit_s(now_s)
+        if token_s is None:
             return True
-        num_before = sum(len(restore.hashes) for restore in self._restores.values())
-        return (num_before + num_blocks) * block_s <= num_blocks * self._block_size * token_s
+        blocks = self._count(hashes)
+        for restore in self._restores.values():
+            blocks.update(restore.blocks)
+        restore_s = 0.0
+        for tier, count in blocks.items():
+            block_s = self._restoring[tier].per_unit_s(now_s)
+            if block_s is None:
+                return True
+            restore_s += count * block_s
+        return restore_s <= len(hashes) * self._block_size * token_s
+
+    def _count(self, hashes: Sequence[BlockHash]) -> Counter[Tier]:
+        """Of blocks that `find` has found just now."""
+        assert self._tiers is not None
+        return Counter(tier for block_hash in hashes if (tier := self._tiers.tier_of(block_hash)) is not None)
 
     def is_coming(self, block_hash: BlockHash) -> bool:
         """Another request has it restored: whoever waits finds it in the pool."""
@@ -157,9 +185,10 @@ class Tiering:
         """Starts to fill the request's blocks behind its prefix hits; see `pays`."""
         assert self._tiers is not None
         hashes = list(missing[: self._tiers.find(missing)])
+        blocks = self._count(hashes)
         first = request.num_computed // self._block_size
         copy_id = self._tiers.restore(hashes, request.block_ids[first : first + len(hashes)])
-        self._restores[copy_id] = _Restore(request, hashes, self._clock())
+        self._restores[copy_id] = _Restore(request, hashes, blocks, self._clock())
         self._copy_of[request] = copy_id
         self._coming.update(hashes)
         self._hits += len(hashes)
@@ -196,8 +225,8 @@ class Tiering:
                     self._num_lent -= len(blocks)
                     self._pool.release(blocks)
                 case Restored():
-                    request, hashes, since_s = self._restores.pop(event.copy_id)
-                    self._restoring.note(since_s, self._clock(), len(hashes))
+                    request, hashes, _, since_s = self._restores.pop(event.copy_id)
+                    self._note_pace(event, since_s)
                     self._coming.difference_update(hashes)
                     if self.quarantine.release(event.copy_id):
                         continue
@@ -206,6 +235,16 @@ class Tiering:
                     over.append(Restoration(request, event.num_blocks))
         self._store()
         return over + self._give_up_overdue()
+
+    def _note_pace(self, restored: Restored, since_s: float) -> None:
+        """What a restore took, waiting included, belongs to the tiers in the proportion of what their copies took."""
+        now_s = self._clock()
+        took_s = now_s - max(since_s, self._restored_until)
+        self._restored_until = now_s
+        copies_s = sum(read.seconds for read in restored.reads)
+        for read in restored.reads:
+            if read.seconds > 0:
+                self._restoring[read.tier].add(took_s * read.seconds / copies_s, read.num_blocks, now_s)
 
     def _give_up_overdue(self) -> list[Restoration]:
         """A disk that hangs must not hold up everyone who waits behind one request."""
@@ -225,11 +264,17 @@ class Tiering:
         """None without tiers."""
         if self._tiers is None:
             return None
-        stats = self._tiers.stats()
+        stats, now_s = self._tiers.stats(), self._clock()
+        paces = {tier.value: pace.per_unit_s(now_s) for tier, pace in self._restoring.items()}
+        token_s = self._computing.per_unit_s(now_s)
         return msgspec.structs.replace(
             stats,
             hits=self._hits,
             misses=self._misses,
             restored_tokens=self._restored * self._block_size,
             failures={**stats.failures, "slow": self._given_up} if self._given_up else stats.failures,
+            min_tokens=self._tiers.min_tokens,
+            answers=self._answers,
+            restore_s={tier: block_s for tier, block_s in paces.items() if block_s is not None},
+            compute_s=0.0 if token_s is None else token_s * self._block_size,
         )

@@ -11,7 +11,8 @@ not be restored the engine computes the rest itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -19,6 +20,22 @@ import msgspec
 from .prefix import BlockHash
 
 CopyId = int
+
+
+class Tier(enum.StrEnum):
+    """Where a block can be, the best place first."""
+
+    POOL = "pool"
+    HOST = "host"
+    DISK = "disk"
+
+
+class TierRead(msgspec.Struct, frozen=True):
+    """What a restore took of one tier."""
+
+    tier: Tier
+    num_blocks: int
+    seconds: float  # of the copies alone, without what they waited for
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -32,6 +49,7 @@ class Restored(msgspec.Struct, frozen=True):
 
     copy_id: CopyId
     num_blocks: int
+    reads: tuple[TierRead, ...] = ()
 
 
 TierEvent = Stored | Restored
@@ -47,6 +65,17 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int = 0  # into all tiers
     evictions: int = 0  # blocks that no tier had room for any longer
     failures: dict[str, int] = {}  # blocks lost, by reason
+    min_tokens: int = 0  # a shorter prefix is computed rather than restored
+    answers: bool = True  # False: nothing is restored until the tiers do
+    restore_s: dict[str, float] = {}  # of one block, by tier, as measured lately; what was not is missing
+    compute_s: float = 0.0  # of one block, the same; 0: not known
+
+
+class TierWatcher(Protocol):
+    """Hears what can be restored, and what no longer can. A block is in one tier at most."""
+
+    def kept(self, block_hash: BlockHash, tier: Tier) -> None: ...
+    def lost(self, block_hash: BlockHash, tier: Tier) -> None: ...
 
 
 class KVTiers(Protocol):
@@ -59,6 +88,18 @@ class KVTiers(Protocol):
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
         """How many leading blocks of a chain could be restored now."""
+        ...
+
+    def tier_of(self, block_hash: BlockHash) -> Tier | None:
+        """Out of which tier it could be restored now."""
+        ...
+
+    def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
+        """All that could be restored out of it now."""
+        ...
+
+    def watch(self, watcher: TierWatcher) -> None:
+        """Tells it, from now on, in the thread that calls the tiers."""
         ...
 
     def knows(self, block_hash: BlockHash) -> bool:

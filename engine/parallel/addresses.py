@@ -14,6 +14,7 @@ from .member import Member
 from .watch import beat
 
 _MAX_UNIX_PATH = 100
+_NOT_SOON_MS = 3_600_000
 
 
 class Addresses:
@@ -50,7 +51,8 @@ class Addresses:
 
 
 def connect(socket: zmq.Socket[Any], address: str, member: Member) -> None:
-    """To what another member has bound."""
+    """To what another member has bound; once: what came after a loss would seem to follow what came before it."""
+    socket.reconnect_ivl = _NOT_SOON_MS
     if address.startswith("tcp:"):
         beat(socket)
         if member.secure_client is not None:

@@ -63,14 +63,17 @@ class GrammarCompiler:
         # A session of its own: an interrupt from the keyboard is this process's business.
         command = [sys.executable, "-m", "baton.engine.structured.compiling"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        reply = _ask(process, self._setup)
+        self._process = process  # before the next look at `_closed`: either `close` finds it, or it is ended here
+        reply = None if self._closed else _ask(process, self._setup)
         if not isinstance(reply, Ready):
             process.kill()
             status = process.wait()
             if isinstance(reply, Refused):
                 raise GrammarRefused(reply.reason)
+            if self._closed:
+                raise CompilerFailed("the engine has ended")
             raise CompilerFailed(f"the compiler of grammars ended with status {status}; its output says why")
-        self._process, self._tokenizer_info = process, reply.tokenizer_info
+        self._tokenizer_info = reply.tokenizer_info
         return process
 
     def _why_ended(self) -> str:

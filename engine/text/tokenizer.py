@@ -14,12 +14,14 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.normalizers import NFC
 
 from .chat import ChatTemplate
 from .errors import ChatTemplateError, TokenizerError
 from .pieces import PieceRule, rule_of
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+COMPOSED = 4  # characters at most that Unicode's composition makes one of
 
 
 class Tokenizer:
@@ -73,6 +75,22 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    def least_tokens(self, text: str) -> int:
+        """As many as `text` has at least, known without encoding it: no token stands for more characters than the
+        longest. 0 where that says nothing, as of vocabularies with one token for all that they do not know.
+        """
+        return len(text) // self._most_characters if self._most_characters else 0
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Of a text, that may become one token; 0 where there is no limit."""
+        if self.piece_rule is None or not self.piece_rule.byte_level:
+            return 0
+        if not isinstance(self._backend.normalizer, NFC | None):
+            return 0
+        composed = 1 if self._backend.normalizer is None else COMPOSED
+        return composed * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` frames it as in training (a chat's prompt is framed already)."""

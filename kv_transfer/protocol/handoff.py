@@ -122,6 +122,9 @@ class Handoff:
         except MalformedMessage as error:
             self._refuse(receive, str(error))
             return
+        if offered.refusal:
+            self._refuse(receive, f"{offered.lease.holder.engine_id} offers nothing: {offered.refusal}")
+            return
         now = self._clock()
         try:
             peer = self._peers.connect(offered.lease.holder, offered.kv_address, now)

@@ -13,19 +13,15 @@ overtake: their slots are pinned.
 from __future__ import annotations
 
 import enum
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from baton.engine.core.prefix import BlockHash
+from baton.engine.core.tiers import Tier, TierWatcher
 
 from .shelf import Shelf
-
-
-class Tier(enum.StrEnum):
-    POOL = "pool"
-    HOST = "host"
-    DISK = "disk"
 
 
 class Loss(enum.StrEnum):
@@ -49,11 +45,26 @@ class Move(NamedTuple):
 class TierBooks:
     def __init__(self, num_host_slots: int, num_disk_slots: int, on_disk: Iterable[tuple[BlockHash, int]] = ()) -> None:
         """`on_disk`: blocks and slots of an earlier process, the least recently used first."""
-        self._shelves = {Tier.HOST: Shelf(num_host_slots), Tier.DISK: Shelf(num_disk_slots, on_disk)}
+        self._watchers: list[TierWatcher] = []
+        self._shelves = {
+            Tier.HOST: Shelf(num_host_slots, tell=functools.partial(self._tell, Tier.HOST)),
+            Tier.DISK: Shelf(num_disk_slots, on_disk, functools.partial(self._tell, Tier.DISK)),
+        }
         self._used: dict[BlockHash, None] = {}  # on the disk, since `take_used`; the last one used comes last
         self._saved: list[BlockHash] = []  # the last one used comes first
         self.evictions = 0
         self.losses: Counter[Loss] = Counter()
+
+    @property
+    def num_slots(self) -> int:
+        return sum(shelf.num_slots for shelf in self._shelves.values())
+
+    def watch(self, watcher: TierWatcher) -> None:
+        """Tells it, from now on."""
+        self._watchers.append(watcher)
+
+    def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
+        return self._shelves[tier].kept
 
     def num_kept(self) -> dict[str, int]:
         return {tier.value: shelf.num_kept for tier, shelf in self._shelves.items() if shelf.num_slots}
@@ -63,9 +74,15 @@ class TierBooks:
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
         for number, block_hash in enumerate(hashes):
-            if self._tier_of(block_hash) is None:
+            if self.tier_of(block_hash) is None:
                 return number
         return len(hashes)
+
+    def tier_of(self, block_hash: BlockHash) -> Tier | None:
+        for tier, shelf in self._shelves.items():
+            if shelf.keeps(block_hash):
+                return tier
+        return None
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         for block_hash in reversed(hashes):
@@ -151,7 +168,7 @@ class TierBooks:
         """For blocks that `find` has just found. Each move ends with `restored`."""
         moves: list[Move] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
-            tier = self._tier_of(block_hash)
+            tier = self.tier_of(block_hash)
             assert tier is not None, "find comes first"
             moves.append(Move(block_hash, tier, self._shelves[tier].pin(block_hash), Tier.POOL, block))
         self.touch(hashes)
@@ -173,5 +190,9 @@ class TierBooks:
         for shelf in self._shelves.values():
             shelf.check()
 
-    def _tier_of(self, block_hash: BlockHash) -> Tier | None:
-        return next((tier for tier, shelf in self._shelves.items() if shelf.keeps(block_hash)), None)
+    def _tell(self, tier: Tier, block_hash: BlockHash, is_kept: bool) -> None:
+        for watcher in self._watchers:
+            if is_kept:
+                watcher.kept(block_hash, tier)
+            else:
+                watcher.lost(block_hash, tier)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
+from baton.engine.core.tiers import Tier
 
 from ..errors import MalformedMessage, RankLost, TransportError
 from ..network.channel import RankSocket
@@ -32,7 +33,7 @@ from ..ranks.team_messages import (
     TeamOrder,
     TeamReport,
 )
-from .books import Move, Tier
+from .books import Move
 from .disk_files import Seat
 from .settings import TierSettings
 from .worker import Losses, TierWorker, take_room

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from baton.engine.core.prefix import BlockHash
 
@@ -37,9 +37,18 @@ class _Entry:
 
 
 class Shelf:
-    def __init__(self, num_slots: int, kept: Iterable[tuple[BlockHash, int]] = ()) -> None:
-        """`kept`: what is there from before, least recently used first; no block and no slot twice."""
+    def __init__(
+        self,
+        num_slots: int,
+        kept: Iterable[tuple[BlockHash, int]] = (),
+        tell: Callable[[BlockHash, bool], None] = lambda block_hash, is_kept: None,
+    ) -> None:
+        """`kept`: what is there from before, least recently used first; no block and no slot twice.
+
+        `tell` hears what can be read from now on, and what no longer can.
+        """
         self.num_slots = num_slots
+        self._tell = tell
         self._entries = OrderedDict((block_hash, _Entry(slot, Presence.KEPT)) for block_hash, slot in kept)
         self.num_kept = len(self._entries)
         taken = {entry.slot for entry in self._entries.values()}
@@ -53,6 +62,12 @@ class Shelf:
     def is_open(self) -> bool:
         """Blocks may be put here."""
         return self._open
+
+    @property
+    def kept(self) -> list[BlockHash]:
+        """All that can be read now."""
+        kept = Presence.KEPT
+        return [block_hash for block_hash, entry in self._entries.items() if entry.presence is kept]
 
     def keeps(self, block_hash: BlockHash) -> bool:
         """It can be read now."""
@@ -91,13 +106,16 @@ class Shelf:
     def written(self, block_hash: BlockHash) -> None:
         self._become(self._entries[block_hash], Presence.KEPT)
         self.num_kept += 1
+        self._tell(block_hash, True)
 
     def drop(self, block_hash: BlockHash) -> int:
         """Frees the slot of a block that nobody reads. Returns it."""
         entry = self._entries.pop(block_hash)
         assert not entry.pins, "a block was dropped that is being read"
-        self.num_kept -= entry.presence is Presence.KEPT
         self._free.append(entry.slot)
+        if entry.presence is Presence.KEPT:
+            self.num_kept -= 1
+            self._tell(block_hash, False)
         return entry.slot
 
     def pin(self, block_hash: BlockHash) -> int:
@@ -123,6 +141,7 @@ class Shelf:
             return
         self._become(entry, Presence.SPOILED)
         self.num_kept -= 1
+        self._tell(block_hash, False)
 
     def close(self) -> int:
         """Nothing can be read or put here any more. Returns how many blocks that costs."""

@@ -16,15 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import NamedTuple
 
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
-from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierStats
+from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierRead, TierStats
 
 from ..affinity import pin_thread
 from ..errors import RankLost, TransferError
 from ..network.channel import RankSocket
+from .booked import BookedTiers
 from .books import Loss, Move, TierBooks
 from .disk_files import TierRefused
 from .ranks import TierGroup
@@ -48,13 +50,18 @@ class _Job(NamedTuple):
     is_restore: bool
 
 
+class _Done(NamedTuple):
+    losses: Losses
+    reads: tuple[TierRead, ...] = ()
+
+
 class _Use(NamedTuple):
     """Which blocks on the disk were used, to be written down."""
 
     used: list[tuple[int, BlockHash]]
 
 
-class TierStore:
+class TierStore(BookedTiers):
     """Implements `engine.core.tiers.KVTiers`. The step loop calls it; `wake` is called from the tier thread.
 
     `name` is that of no other in this process. `ranks`: where the other ranks of a group join, of which this is rank 0;
@@ -82,7 +89,7 @@ class TierStore:
         self._restores: collections.deque[_Job | _Use] = collections.deque()
         self._stores: collections.deque[_Job | _Use] = collections.deque()
         self._closing = False
-        self._finished: collections.deque[tuple[_Job, Losses]] = collections.deque()
+        self._finished: collections.deque[tuple[_Job, _Done]] = collections.deque()
         self._failure: Exception | None = None
         self._disk_failed = False
         self._num_written = 0
@@ -108,15 +115,6 @@ class TierStore:
             hands.num_disk_slots,
             len(hands.kept),
         )
-
-    def find(self, hashes: Sequence[BlockHash]) -> int:
-        return self._books.find(hashes)
-
-    def knows(self, block_hash: BlockHash) -> bool:
-        return self._books.knows(block_hash)
-
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        self._books.touch(hashes)
 
     def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
         return self._enqueue(self._stores, self._books.store(hashes, block_ids), is_restore=False)
@@ -169,7 +167,8 @@ class TierStore:
             queue.append(job)
             self._work.notify()
 
-    def _settle(self, job: _Job, losses: Losses) -> TierEvent:
+    def _settle(self, job: _Job, done: _Done) -> TierEvent:
+        losses = done.losses
         if not job.is_restore:
             for move, loss in zip(job.moves, losses, strict=True):
                 self._books.stored(move, loss)
@@ -178,7 +177,7 @@ class TierStore:
         for move, loss in zip(job.moves, losses, strict=True):
             self._books.restored(move, loss)
         lost = (number for number, loss in enumerate(losses) if loss is not None)
-        return Restored(job.copy_id, next(lost, len(losses)))
+        return Restored(job.copy_id, next(lost, len(losses)), done.reads)
 
     # ------------------------------------------------------------------ in the tier thread
 
@@ -205,9 +204,9 @@ class TierStore:
         if isinstance(job, _Use):
             hands.note_use(job.used)
             return
-        losses = hands.carry_out(job.moves)
+        done = _read(hands, job.moves) if job.is_restore else _Done(hands.carry_out(job.moves))
         self._disk_failed = hands.disk_failed
-        self._finished.append((job, losses))
+        self._finished.append((job, done))
         self._wake()
 
     def _die(self, error: Exception) -> None:
@@ -233,9 +232,20 @@ class TierStore:
         if hands.disk_failed:
             return
         while time.monotonic() < deadline and (moves := self._books.save(SAVE_BLOCKS)):
-            self._settle(_Job(next(self._ids), moves, is_restore=False), hands.carry_out(moves))
+            self._settle(_Job(next(self._ids), moves, is_restore=False), _Done(hands.carry_out(moves)))
         self._books.saved()
         hands.note_use(self._books.take_used())
+
+
+def _read(hands: TierHands, moves: Sequence[Move]) -> _Done:
+    """Moves up, with what they took of each tier."""
+    losses: Losses = []
+    reads = []
+    for tier, group in itertools.groupby(moves, key=attrgetter("source")):
+        alike, began_s = list(group), time.perf_counter()
+        losses += hands.carry_out(alike)
+        reads.append(TierRead(tier, len(alike), time.perf_counter() - began_s))
+    return _Done(losses, tuple(reads))
 
 
 def _check_sizes(region: KVRegion, settings: TierSettings) -> None:

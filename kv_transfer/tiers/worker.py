@@ -17,12 +17,13 @@ from typing import NamedTuple, Protocol
 
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
+from baton.engine.core.tiers import Tier
 
 from ..copies.host_memory import HostMemory, open_copies
 from ..errors import TransportError
 from ..transports import ByteRange, FileTransport, ReadState
 from ..transports.nixl_file import NixlFile
-from .books import Loss, Move, Tier
+from .books import Loss, Move
 from .disk_files import ALONE, DiskFiles, DiskFull, Record, Seat
 from .settings import TierSettings
 

@@ -15,6 +15,7 @@ How NIXL behaves, as far as it shaped this file (1.5, UCX 1.23):
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import time
@@ -31,6 +32,7 @@ from ..protocol.messages import decode_as
 from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
+from .stumbles import Stumbles
 from .ucx_log import UcxLog
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class NixlTransport:
         with _ucx_log.capturing():
             bindings, api = import_nixl()
             self._errors = errors_of(bindings)
+            self._stumbles = Stumbles("NIXL", self._errors)
             gpu = use_device(region.device)
             self._memory: _Memory = "DRAM" if gpu is None else "VRAM"
             self._device = gpu or 0
@@ -100,6 +103,9 @@ class NixlTransport:
             self._register(region.address, self._num_bytes),
             self._register(self._scratch.address, WARM_BYTES),
         ]
+        blob = self._asking("cannot describe our memory", self._agent.get_agent_metadata)
+        known = _Metadata(blob, self._address, self._num_bytes, self._memory, self._device)
+        self._metadata = msgspec.msgpack.encode(known)
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
@@ -113,8 +119,7 @@ class NixlTransport:
         return _ucx_log.lanes
 
     def metadata(self) -> bytes:
-        blob = self._agent.get_agent_metadata()
-        return msgspec.msgpack.encode(_Metadata(blob, self._address, self._num_bytes, self._memory, self._device))
+        return self._metadata
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         known = decode_as(_metadata_decoder, metadata, "metadata of a NIXL peer")
@@ -193,7 +198,7 @@ class NixlTransport:
         return True
 
     def progress(self) -> None:
-        self._agent.get_new_notifs()
+        self._stumbles.survive(self._agent.get_new_notifs)
         self._lingering = [h for h in self._lingering if self._state_of(h) is ReadState.RUNNING or not self._let_go(h)]
 
     def close(self) -> None:
@@ -206,7 +211,7 @@ class NixlTransport:
             _abandoned.append(self)
             return
         for registered in self._registered:
-            self._agent.deregister_memory(registered)
+            self._stumbles.survive(functools.partial(self._agent.deregister_memory, registered))
         del self._agent
 
     def _register(self, address: int, num_bytes: int) -> Any:

@@ -30,6 +30,7 @@ from ..errors import TransportError
 from ..protocol.messages import Name, decode_as
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
+from .stumbles import Stumbles
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_log import UcxLog
 
@@ -96,7 +97,6 @@ class UcxTransport:
     name = "ucx"
 
     def __init__(self, region: KVRegion, agent_name: str) -> None:
-        self._agent_name = agent_name
         self._address = region.address
         self._num_bytes = region.num_bytes
         kind = "cpu" if use_device(region.device) is None else "cuda"
@@ -111,6 +111,11 @@ class UcxTransport:
                 raise TransportError(f"cannot make a UCX worker: {error}") from error
         self._memory = self._ucp.register(self._context.handle, self._address, self._num_bytes, kind)
         self._into_region = self._ucp.registered(self._memory)
+        self._stumbles = Stumbles("UCX", (self._ucxx.UCXError,))
+        key = self._ucp.pack_key(self._context.handle, self._memory)
+        worker = self._worker.address.tobytes()
+        known = _Metadata(self._ucp.version, agent_name, worker, key, self._address, self._num_bytes)
+        self._metadata = msgspec.msgpack.encode(known)
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
@@ -124,11 +129,7 @@ class UcxTransport:
         return _ucx_log.lanes
 
     def metadata(self) -> bytes:
-        key = self._ucp.pack_key(self._context.handle, self._memory)
-        worker = self._worker.address.tobytes()
-        return msgspec.msgpack.encode(
-            _Metadata(self._ucp.version, self._agent_name, worker, key, self._address, self._num_bytes)
-        )
+        return self._metadata
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         known = decode_as(_metadata_decoder, metadata, "metadata of a UCX peer")
@@ -261,7 +262,7 @@ class UcxTransport:
 
     def _advance(self) -> None:
         until = time.monotonic() + PROGRESS_S
-        while self._worker.progress_once() and time.monotonic() < until:
+        while self._stumbles.survive(self._worker.progress_once) and time.monotonic() < until:
             pass
         for peer in list(self._lingering):
             self._settle(peer.warm_read)

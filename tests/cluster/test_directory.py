@@ -155,6 +155,27 @@ def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: 
         members.group_with(2)
 
 
+def test_a_group_that_leaves_goes_on_leaving_where_the_directory_has_forgotten_it(members: Membership) -> None:
+    """One that restarted, or that was cut off from the group: it was not told to stay."""
+    members.add_group(alone("a").with_draining(True))
+    assert members.heard("a", 1) is Standing.LEAVE
+    members.ask_to_leave("a", False)
+    assert members.heard("a", 1) is Standing.LISTED
+
+
+def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membership, clock: Clock) -> None:
+    members.add_group(alone("a"))
+    clock.now_s = 5.0
+    members.add_group(alone("b"))
+    clock.now_s = 15.0
+    members.excuse(9.0)
+    assert members.remove_silent(6.0) == []
+    clock.now_s = 15.5
+    assert members.remove_silent(6.0) == ["a"], "6.5 s while it could have been heard"
+    clock.now_s = 22.0
+    assert members.remove_silent(6.0) == ["b"]
+
+
 def test_drains_are_counted_for_everyone(members: Membership) -> None:
     members.drains = members.drains.plus(Drained(2.0, 3)).plus(Drained(1.0, 0))
     assert members.snapshot().drains == DrainCounters(groups=2, seconds=3.0, handed_over=3)

@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.cli.main import app
 from baton.cluster.replay.compare import InvalidReplay, compare
 from baton.cluster.replay.engines import Speed, VirtualTime
-from baton.cluster.replay.policies import POLICIES, RememberedBlocks
+from baton.cluster.replay.policies import OF_TIERS, POLICIES, RememberedBlocks
 from baton.cluster.replay.replay import Fleets, Replay, Report
 from baton.cluster.replay.traffic import Arrival, InvalidTrace, Shape, shared, trace, unshared
 
 UNIFIED = Fleets(num_unified=4, num_blocks=512)
 DIVIDED = Fleets(num_prefill=2, num_decode=2, num_blocks=512)
+TIERED = Fleets(num_unified=4, num_blocks=256, num_host_blocks=512, num_disk_blocks=4096)
+TIERED_AND_DIVIDED = Fleets(num_prefill=2, num_decode=2, num_blocks=256, num_disk_blocks=4096)
 SHAPE = Shape(num_requests=80, rate_per_s=20, prompt_tokens=1024, output_tokens=8)
 
 
@@ -42,6 +45,38 @@ def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(fl
     assert all(each.num_blocks_free == each.num_blocks for each in stats)
     assert sum(each.generation_tokens for each in stats) == sum(arrival.output_tokens for arrival in arrivals)
     assert all(not +gateway.outstanding for gateway in replay._gateways)
+
+
+@pytest.mark.parametrize("policy", POLICIES | OF_TIERS)
+@pytest.mark.parametrize("fleets", [TIERED, TIERED_AND_DIVIDED], ids=["unified", "divided"])
+def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: Fleets, policy: str) -> None:
+    arrivals = conversations()
+    report, replay = run(fleets, policy, arrivals)
+    assert report.num_requests == len(arrivals)
+    assert report.restored_rate > 0
+    for engine in replay._engines:
+        assert engine.stats.num_blocks_free == engine.stats.num_blocks
+        known, snapshot = engine.view(0).cached, CachedBlocks(fleets.num_blocks, fleets.num_tier_blocks)
+        snapshot.apply(engine._log.snapshot())
+        assert (known._pool, known._host, known._disk) == (snapshot._pool, snapshot._host, snapshot._disk)
+
+
+def test_a_router_that_knows_of_tiers_finds_more_and_answers_sooner() -> None:
+    told, untold = (run(TIERED, policy, conversations())[0] for policy in ("exact", "exact-pools"))
+    assert told.restored_rate > untold.restored_rate
+    assert told.hit_rate > untold.hit_rate
+    assert told.ttft_mean_ms < untold.ttft_mean_ms
+
+
+@pytest.mark.parametrize(("tier", "rate"), [("host", "host_tokens_per_s"), ("disk", "disk_tokens_per_s")])
+def test_a_prompt_out_of_a_tier_takes_what_the_formula_says(tier: str, rate: str) -> None:
+    speed, prompt, other = Speed(), [1] * 1008 + [2], [3] * 1008 + [4]
+    fleets = Fleets(num_unified=1, num_blocks=64, **{f"num_{tier}_blocks": 200})
+    arrivals = [Arrival(at_s, tokens, 1) for at_s, tokens in ((0.0, prompt), (1.0, other), (2.0, prompt))]
+    report, replay = run(fleets, "exact", arrivals)
+    assert report.restored_rate == pytest.approx(1008 / (3 * 1009))
+    (*_, last) = replay._served.values()
+    assert last.first_s - 2.0 == pytest.approx(1008 / getattr(speed, rate) + speed.step_s, rel=0.02)
 
 
 @pytest.mark.parametrize("fleets", [UNIFIED, DIVIDED], ids=["unified", "divided"])
@@ -122,7 +157,13 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, message: 
     [
         (Fleets(num_prefill=1), [], "need each other"),
         (Fleets(), [], "no engine"),
-        (UNIFIED, ["guess"], "'guess' is no policy: there are round-robin, power-of-two, approximate, exact"),
+        (
+            UNIFIED,
+            ["guess"],
+            "'guess' is no policy: there are round-robin, power-of-two, approximate, exact; with tiers",
+        ),
+        (UNIFIED, ["exact-pools"], "'exact-pools' is no policy: .*; with tiers exact-pools"),
+        (TIERED, ["guess"], "'guess' is no policy: there are .*, exact, exact-pools$"),
         (Fleets(num_unified=1, num_blocks=4), [], "do not fit into 4 blocks"),
     ],
 )
@@ -139,6 +180,12 @@ def test_the_command_shows_a_table_and_writes_the_figures(tmp_path: Path) -> Non
     assert "exact" in result.output
     rows = json.loads(file.read_text())
     assert [(row["traffic"], row["report"]["policy"]) for row in rows] == [("shared", "exact"), ("unshared", "exact")]
+    tiers = ["--num-blocks", "128", "--host-blocks", "256", "--disk-blocks", "512", "--unified", "1"]
+    traffic = ["--num-prompts", "30", "--input-len", "512", "--output-len", "4"]
+    result = CliRunner().invoke(app, ["bench", "router", *tiers, *traffic], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "exact-pools" in result.output
+    assert "restored" in result.output
     refused = CliRunner().invoke(app, ["bench", "router", "--prefill", "2"])
     assert refused.exit_code != 0
     assert "need each other" in refused.output

@@ -24,7 +24,7 @@ from baton.kv_transfer.network.curve import ClusterKey
 pytestmark = pytest.mark.timeout(60)
 
 KEY = ClusterKey.generate()
-SILENCE_S = 0.6  # shorter than by default: tests wait for it
+SILENCE_S = 1.0  # shorter than by default: tests wait for it
 NOTICED_S = 15.0  # far longer than that: others may share the cores
 LONG = 1_000_000  # tokens of an answer that does not end by itself
 

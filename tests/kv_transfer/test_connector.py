@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -92,7 +93,7 @@ def slow_pair(start: Start, monkeypatch: pytest.MonkeyPatch) -> Pair:
     return meet(start, LARGE, num_blocks=128)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -109,9 +110,9 @@ def hand_over_shuffled_blocks(prefill: EngineProcess, decode: EngineProcess) -> 
         source, target = rng.sample(range(128), 12), rng.sample(range(128), 12)
         offer = prefill.offer(f"request-{number}", source)
         transfer = decode.receive(offer.ticket, 0, target)
-        assert decode.events(1, 10.0) == [Received(transfer)]
+        assert decode.events(1, 30.0) == [Received(transfer)]
         assert decode.content(target) == prefill.content(source)
-        assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+        assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
     assert decode.stats().bytes_read - before == 5 * len(prefill.content(source))
 
 
@@ -128,17 +129,17 @@ def test_only_the_blocks_behind_a_cached_prefix_are_fetched(pair: Pair) -> None:
     before = decode.content([3])
     offer = prefill.offer("request", [3, 4, 5, 9])
     transfer = decode.receive(offer.ticket, 2, [20, 21])
-    assert decode.events(1, 10.0) == [Received(transfer)]
+    assert decode.events(1, 30.0) == [Received(transfer)]
     assert decode.content([20, 21]) == prefill.content([5, 9])
     assert decode.content([3]) == before
-    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
 def test_a_prefix_that_is_cached_whole_still_ends_the_offer(pair: Pair) -> None:
     prefill, decode = pair
     offer = prefill.offer("request", [3, 4])
-    assert decode.receive(offer.ticket, 2, []) == decode.events(1, 10.0)[0].transfer_id
-    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+    assert decode.receive(offer.ticket, 2, []) == decode.events(1, 30.0)[0].transfer_id
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
 def test_blocks_are_read_as_they_are_written_and_received_when_all_are(pair: Pair) -> None:
@@ -153,9 +154,9 @@ def test_blocks_are_read_as_they_are_written_and_received_when_all_are(pair: Pai
         assert decode.content(target[:num_ready]) == prefill.content(source[:num_ready])
     assert decode.events(1, 0.1) == prefill.events(1, 0.1) == []
     prefill.advance(offer.transfer_id, len(source))
-    assert decode.events(1, 10.0) == [Received(transfer)]
+    assert decode.events(1, 30.0) == [Received(transfer)]
     assert decode.content(target) == prefill.content(source)
-    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
 def test_a_prompt_that_is_given_up_in_mid_growth_comes_back_when_its_reader_let_go(pair: Pair) -> None:
@@ -166,10 +167,10 @@ def test_a_prompt_that_is_given_up_in_mid_growth_comes_back_when_its_reader_let_
     prefill.advance(offer.transfer_id, 2)
     wait_until(lambda: decode.stats().blocks_read_early - before == 2)
     prefill.withdraw(offer.transfer_id)
-    failed, released = decode.events(2, 10.0)
+    failed, released = decode.events(2, 30.0)
     assert "the holder withdrew the offer" in failed.reason
     assert released == BlocksReleased(transfer)
-    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
 
 
 def test_a_ticket_works_before_the_directory_has_named_its_holder(start: Start) -> None:
@@ -177,7 +178,7 @@ def test_a_ticket_works_before_the_directory_has_named_its_holder(start: Start) 
     prefill.fill(2)
     offer = prefill.offer("request", [1, 2])
     transfer = decode.receive(offer.ticket, 0, [8, 7])
-    assert decode.events(1, 10.0) == [Received(transfer)]
+    assert decode.events(1, 30.0) == [Received(transfer)]
     assert decode.content([8, 7]) == prefill.content([1, 2])
 
 
@@ -186,9 +187,9 @@ def test_cancelling_in_mid_pull_frees_the_blocks_once_nothing_can_write(slow_pai
     offer = prefill.offer("request", list(range(128)))
     transfer = decode.receive(offer.ticket, 0, list(range(128)))
     decode.cancel(transfer)
-    assert kinds(decode.events(2, 10.0)) == [ReceiveFailed, BlocksReleased]
+    assert kinds(decode.events(2, 30.0)) == [ReceiveFailed, BlocksReleased]
     before = decode.content(range(128))
-    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
     time.sleep(0.5)
     assert decode.content(range(128)) == before
     assert decode.stats().blocks_quarantined == 0
@@ -197,9 +198,9 @@ def test_cancelling_in_mid_pull_frees_the_blocks_once_nothing_can_write(slow_pai
 def test_an_offer_that_nobody_claims_expires_and_comes_too_late(start: Start) -> None:
     prefill, decode = meet(start, settings=QUICK)
     offer = prefill.offer("request", [1, 2])
-    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
     decode.receive(offer.ticket, 0, [1, 2])
-    failed, released = decode.events(2, 10.0)
+    failed, released = decode.events(2, 30.0)
     assert "the offer has ended" in failed.reason
     assert released == BlocksReleased(failed.transfer_id)
 
@@ -208,9 +209,9 @@ def test_a_withdrawn_offer_is_refused(pair: Pair) -> None:
     prefill, decode = pair
     offer = prefill.offer("request", [1, 2])
     prefill.withdraw(offer.transfer_id)
-    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
     decode.receive(offer.ticket, 0, [1, 2])
-    assert kinds(decode.events(2, 10.0)) == [ReceiveFailed, BlocksReleased]
+    assert kinds(decode.events(2, 30.0)) == [ReceiveFailed, BlocksReleased]
 
 
 def test_a_holder_killed_in_mid_transfer_fails_the_receive_within_two_seconds(slow_pair: Pair) -> None:
@@ -220,7 +221,7 @@ def test_a_holder_killed_in_mid_transfer_fails_the_receive_within_two_seconds(sl
     prefill.kill()
     decode.peers_changed([])
     killed_at = time.monotonic()
-    failed, released = decode.events(2, 5.0)
+    failed, released = decode.events(2, 30.0)
     assert time.monotonic() - killed_at < 2.0
     assert isinstance(failed, ReceiveFailed)
     assert isinstance(released, BlocksReleased)
@@ -257,7 +258,7 @@ def test_engines_of_different_layouts_never_pair(start: Start) -> None:
     decode.peers_changed([prefill.info])
     offer = prefill.offer("request", [1])
     decode.receive(offer.ticket, 0, [1])
-    failed, _released = decode.events(2, 10.0)
+    failed, _released = decode.events(2, 30.0)
     assert SMALL.fingerprint in failed.reason
     assert other.fingerprint in failed.reason
     assert decode.stats().peers_ready == 0
@@ -280,7 +281,7 @@ def test_engines_of_different_transports_or_backends_say_so_by_name(
     try:
         decode.peers_changed([prefill.info])
         decode.receive(prefill.offer("request", [1]).ticket, 0, [1])
-        by_ticket, _ = decode.events(2, 10.0)
+        by_ticket, _ = decode.events(2, 30.0)
         assert f"the ticket is for transport {names[0]}, here is {names[1]}" in by_ticket.reason
         assert decode.stats().peers_ready == 0
     finally:
@@ -293,8 +294,8 @@ def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
     offers = [prefill.offer(f"request-{number}", range(4 * number, 4 * number + 4)) for number in range(64)]
     for number, offer in enumerate(offers):
         decode.receive(offer.ticket, 0, range(4 * (63 - number), 4 * (63 - number) + 4))
-    assert kinds(decode.events(64, 20.0)) == [Received] * 64
-    assert kinds(prefill.events(64, 20.0)) == [OfferEnded] * 64
+    assert kinds(decode.events(64, 30.0)) == [Received] * 64
+    assert kinds(prefill.events(64, 30.0)) == [OfferEnded] * 64
     for number in range(64):
         mine, theirs = 4 * (63 - number), 4 * number
         assert decode.content(range(mine, mine + 4)) == prefill.content(range(theirs, theirs + 4))
@@ -305,10 +306,10 @@ def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
 
 
 @contextlib.contextmanager
-def connecting(engine_id: str) -> Iterator[TransferConnector]:
+def connecting(engine_id: str, settings: TransferSettings = QUICK) -> Iterator[TransferConnector]:
     memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
     region = KVRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
-    connector = TransferConnector(region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=QUICK)
+    connector = TransferConnector(region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=settings)
     try:
         yield connector
     finally:
@@ -332,6 +333,21 @@ def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
     return found
 
 
+def test_the_transfer_thread_runs_where_the_settings_say() -> None:
+    allowed = os.sched_getaffinity(0)
+    cpu = max(allowed)
+    with connecting("pinned", msgspec.structs.replace(QUICK, cpu_affinity=str(cpu))) as pinned:
+        assert pinned._thread.native_id is not None
+        assert os.sched_getaffinity(pinned._thread.native_id) == {cpu}
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_prompts_are_offered_early_unless_the_settings_say_otherwise(connector: TransferConnector) -> None:
+    assert connector.offers_early
+    with connecting("patient", msgspec.structs.replace(QUICK, progressive=False)) as patient:
+        assert not patient.offers_early
+
+
 def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_made_it(
     connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,13 +358,13 @@ def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_
 
         def receive_late() -> list[tuple[Route, bytes]]:
             listening.set()
-            claimed.wait(5.0)
+            claimed.wait(30.0)
             time.sleep(0.1)  # the claim arrives
             return receive()
 
         monkeypatch.setattr(connector._channel, "receive", receive_late)
         connector.cancel(12345)  # any call: the thread looks up
-        assert listening.wait(5.0)
+        assert listening.wait(30.0)
         offer = connector.offer("request", 0, [1], 16)
         transfer = reader.receive("request", 0, offer.ticket, 0, [1])
         claimed.set()

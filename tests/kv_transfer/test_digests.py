@@ -44,19 +44,19 @@ def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, 
     decode.peers_changed([prefill.info])
     changed, intact = prefill.offer("changed", [3, 4, 9]), prefill.offer("intact", [3, 4, 9])
     received = decode.receive(intact.ticket, 1, [7, 5])
-    assert decode.events(1, 20.0) == [Received(received)]
+    assert decode.events(1, 30.0) == [Received(received)]
     assert decode.content([7, 5]) == prefill.content([4, 9])
-    assert prefill.events(1, 10.0) == [OfferEnded(intact.transfer_id, OfferOutcome.FINISHED)]
+    assert prefill.events(1, 30.0) == [OfferEnded(intact.transfer_id, OfferOutcome.FINISHED)]
 
     prefill.ranks[-1].order("spoil", 9)  # as a bug would that reuses what is on offer; it was digested before the other
     failing = decode.receive(changed.ticket, 0, [7, 5, 6])
-    failed, released = decode.events(2, 20.0)
+    failed, released = decode.events(2, 30.0)
     assert isinstance(failed, ReceiveFailed)
     assert "the digests differ: " in failed.reason
     assert "KV head 1 is not what the holder's rank" in failed.reason
     assert released == BlocksReleased(failing)
     assert decode.stats().receives == {"received": 1, "corrupt": 1}
-    assert prefill.events(1, 10.0) == [OfferEnded(changed.transfer_id, OfferOutcome.WITHDRAWN)]
+    assert prefill.events(1, 30.0) == [OfferEnded(changed.transfer_id, OfferOutcome.WITHDRAWN)]
 
 
 @pytest.mark.parametrize("theirs", list(DigestMode))
@@ -66,7 +66,7 @@ def test_engines_that_differ_in_it_are_not_paired_and_say_so(start: Start, their
     decode = start("decode", settings=msgspec.structs.replace(VERIFYING, digest=ours))
     decode.peers_changed([prefill.info])
     decode.receive(prefill.offer("request", [1]).ticket, 0, [1])
-    failed, _ = decode.events(2, 10.0)
+    failed, _ = decode.events(2, 30.0)
     assert failed.reason == f"the ticket's holder has transfer.digest {theirs.value!r}, here it is {ours.value!r}"
     assert decode.stats().peers_ready == 0
 

@@ -77,7 +77,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[int, EngineProcess]
         yield engines
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -97,10 +97,10 @@ def test_shuffled_blocks_and_runs_arrive_intact_whatever_the_sizes(engines: dict
             before = reader.content(others)
             offer = holder.offer("request", source)
             transfer = reader.receive(offer.ticket, 0, target)
-            assert reader.events(1, 10.0) == [Received(transfer)]
+            assert reader.events(1, 30.0) == [Received(transfer)]
             assert reader.content(target) == holder.content(source)
             assert reader.content(others) == before
-            assert holder.events(1, 10.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+            assert holder.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
 def test_all_ranks_count_what_they_read(engines: dict[int, EngineProcess]) -> None:
@@ -109,8 +109,8 @@ def test_all_ranks_count_what_they_read(engines: dict[int, EngineProcess]) -> No
     before, layout = reader.stats(), reader.layout
     offer = holder.offer("request", [0, 1, 2])
     reader.receive(offer.ticket, 0, [4, 5, 6])
-    assert [type(event) for event in reader.events(1, 10.0)] == [Received]
-    assert [type(event) for event in holder.events(1, 10.0)] == [OfferEnded]
+    assert [type(event) for event in reader.events(1, 30.0)] == [Received]
+    assert [type(event) for event in holder.events(1, 30.0)] == [OfferEnded]
     heads_read = max(layout.num_kv_heads, reader.size)  # ranks that keep the same head each read it
     wait_until(lambda: reader.stats().bytes_read - before.bytes_read == 3 * heads_read * layout.head_bytes)
     assert reader.stats().descriptors_read - before.descriptors_read in (reader.size, 3 * reader.size)
@@ -122,8 +122,8 @@ def test_many_hand_offs_at_once_leave_nothing_behind(engines: dict[int, EnginePr
     offers = [holder.offer(f"request-{number}", [2 * number, 2 * number + 1]) for number in range(16)]
     for number, offer in enumerate(offers):
         reader.receive(offer.ticket, 0, [2 * (15 - number), 2 * (15 - number) + 1])
-    assert {type(event) for event in reader.events(16, 20.0)} == {Received}
-    assert {type(event) for event in holder.events(16, 20.0)} == {OfferEnded}
+    assert {type(event) for event in reader.events(16, 30.0)} == {Received}
+    assert {type(event) for event in holder.events(16, 30.0)} == {OfferEnded}
     for number in range(16):
         mine, theirs = 2 * (15 - number), 2 * number
         assert reader.content([mine, mine + 1]) == holder.content([theirs, theirs + 1])
@@ -157,7 +157,7 @@ def test_a_reader_whose_rank_dies_in_mid_read_fails_it_and_ends(start: Start) ->
     holder, reader = meet(start, **SLOW)
     transfer = begin_a_read_that_hangs(holder, reader)
     reader.ranks[1].kill()
-    events, reason = reader.last_words(5.0)
+    events, reason = reader.last_words(30.0)
     assert [type(event) for event in events] == [ReceiveFailed]
     assert events[0].transfer_id == transfer
     assert "the connection to rank 1 is broken" in events[0].reason
@@ -168,14 +168,14 @@ def test_a_holder_whose_rank_dies_in_mid_read_fails_it_and_ends_while_the_reader
     holder, reader = meet(start, **SLOW)
     transfer = begin_a_read_that_hangs(holder, reader)
     holder.ranks[1].kill()
-    failed, released = reader.events(2, 10.0)
+    failed, released = reader.events(2, 30.0)
     assert isinstance(failed, ReceiveFailed)
     assert released == BlocksReleased(transfer)
-    assert "rank 1" in holder.last_words(5.0)[1]
+    assert "rank 1" in holder.last_words(30.0)[1]
     other = start("other", HEADS, size=1, **SLOW)
     other.fill(5)
     transfer = reader.receive(other.offer("request", [7, 8]).ticket, 0, [1, 2])
-    assert reader.events(1, 10.0) == [Received(transfer)]
+    assert reader.events(1, 30.0) == [Received(transfer)]
     assert reader.content([1, 2]) == other.content([7, 8])
 
 
@@ -183,11 +183,12 @@ def test_a_read_that_is_cancelled_is_released_when_every_rank_has_ended_it(start
     holder, reader = meet(start, **SLOW)
     transfer = begin_a_read_that_hangs(holder, reader)
     reader.cancel(transfer)
-    (failed,) = reader.events(2, 1.0)
+    (failed,) = reader.events(1, 30.0)
     assert isinstance(failed, ReceiveFailed)
+    assert reader.events(1, 0.5) == []
     assert reader.stats().blocks_quarantined == 3
     os.kill(holder.ranks[1].process.pid, signal.SIGCONT)
-    assert reader.events(1, 10.0) == [BlocksReleased(transfer)]
+    assert reader.events(1, 30.0) == [BlocksReleased(transfer)]
     wait_until(lambda: reader.stats().blocks_quarantined == 0)
 
 
@@ -197,6 +198,6 @@ def test_a_rank_that_ended_unnoticed_fails_the_next_receive(start: Start, end: C
     end(reader.ranks[1])
     assert reader.last_words(0.3) == ([], "")
     transfer = reader.receive(holder.offer("request", [1]).ticket, 0, [1])
-    events, reason = reader.last_words(5.0)
+    events, reason = reader.last_words(30.0)
     assert [(type(event), event.transfer_id) for event in events] == [(ReceiveFailed, transfer)]
     assert "rank 1" in reason

@@ -34,15 +34,19 @@ THEIRS = KVLayout(model="theirs", num_layers=1, num_kv_heads=1, head_dim=1, dtyp
 
 class Engines:
     def __init__(
-        self, holder_layout: KVLayout = OURS, transport: str = "fake", settings: TransferSettings = SETTINGS
+        self,
+        holder_layout: KVLayout = OURS,
+        transport: str = "fake",
+        settings: TransferSettings = SETTINGS,
+        reader_settings: TransferSettings = SETTINGS,
     ) -> None:
-        """What the holder is like."""
+        """What the holder is like, and how the reader reads."""
         self.clock = VirtualClock()
         self.network = FakeNetwork(self.clock, random.Random(0))
         self.fabric = FakeFabric(self.clock, random.Random(0))
         self.events: list[ConnectorEvent] = []
         self.holder = self.engine("holder", holder_layout, transport, settings)
-        self.reader = self.engine("reader", OURS, "fake", SETTINGS)
+        self.reader = self.engine("reader", OURS, "fake", reader_settings)
         self.reader_channel = self.network.bound("tcp://reader")
 
     def engine(self, name: str, layout: KVLayout, transport_name: str, settings: TransferSettings) -> Handoff:
@@ -72,20 +76,13 @@ class Engines:
         self.pass_time(3)
 
     def receive(self, holder: EngineKey, block: int = 1) -> None:
-        lease = LeaseKey(holder, "request", 0, 1)
-        ticket = Ticket(
-            TICKET_VERSION,
-            lease,
-            "tcp://holder",
-            OURS.fingerprint,
-            "fake",
-            16,
-            30.0,
-            DigestMode.OFF,
-            1,
-            runs_of([block]),
-        )
-        self.reader.receive(1, ticket.encode(), 0, [1])
+        self.reader.receive(1, ticket_of(holder, block).encode(), 0, [1])
+
+
+def ticket_of(holder: EngineKey, block: int = 1) -> Ticket:
+    lease = LeaseKey(holder, "request", 0, 1)
+    runs = runs_of([block])
+    return Ticket(TICKET_VERSION, lease, "tcp://holder", OURS.fingerprint, "fake", 16, 30.0, DigestMode.OFF, 1, runs)
 
 
 def test_a_peer_is_warm_before_its_first_request() -> None:
@@ -146,15 +143,48 @@ def test_a_ticket_for_blocks_that_the_holder_lacks_costs_nobody_else_the_connect
     assert engines.reader._peers.get(EngineKey("holder", 1)).memory == memory
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": THEIRS.fingerprint}, f"KV layout is {THEIRS.fingerprint}, this engine's {OURS.fingerprint}"),
+        ({"transport": "ucx"}, "the ticket is for transport ucx, here is fake"),
+        ({"digest": DigestMode.VERIFY}, "holder has transfer.digest 'verify', here it is 'off'"),
+        ({"num_tokens": 17}, "offers 1 blocks for 17 tokens; blocks of 16 need 2"),
+        ({"refusal": "its host buffer is full"}, "holder offers nothing: its host buffer is full"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_ticket_that_cannot_be_used_fails_at_once_and_says_why(change: dict, reason: str) -> None:
+    engines = Engines(OURS)
+    engines.meet()
+    engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], 1)
+    ticket = msgspec.structs.replace(ticket_of(EngineKey("holder", 1)), **change)
+    engines.reader.receive(1, ticket.encode(), 0, [1])
+    failed, released = engines.events
+    assert isinstance(failed, ReceiveFailed)
+    assert reason in failed.reason
+    assert released == BlocksReleased(1)
+
+
+@pytest.mark.parametrize("block", [-1, 4])
+def test_a_block_that_the_reader_does_not_have_is_never_written(block: int) -> None:
+    engines = Engines(OURS)
+    engines.meet()
+    engines.reader.receive(1, ticket_of(EngineKey("holder", 1)).encode(), 0, [block])
+    assert engines.events == [ReceiveFailed(1, "a block to be filled is outside this engine's 4"), BlocksReleased(1)]
+
+
 def test_a_broken_peer_is_greeted_anew_only_when_no_read_of_it_is_left() -> None:
     """A transport knows the memory before and after by one name: forgetting the old one would break the new one."""
     engines = Engines(OURS)
     engines.fabric.faults.fail, engines.fabric.faults.late_s = 1.0, (5.0, 5.0)
     engines.hand_over()
     assert isinstance(engines.events[0], ReceiveFailed)
-    assert engines.reader.any_access
-    assert engines.reader.stats().peers_ready == 0
-    engines.pass_time(60)
+    for _ in range(4):
+        assert engines.reader.any_access
+        assert engines.reader.stats().peers_ready == 0
+        engines.pass_time(10)
+    engines.pass_time(20)
     assert not engines.reader.any_access
     assert engines.reader.stats().peers_ready == 1
 
@@ -173,6 +203,36 @@ def test_a_read_of_a_peer_that_is_cut_off_fails_at_once_and_its_blocks_come_back
     engines.pass_time(60)
     assert engines.events[1:] == [BlocksReleased(1)]
     assert engines.reader.stats().peers_ready == 1, "it was greeted again"
+
+
+def test_a_peer_that_left_the_cluster_is_forgotten_and_what_is_read_of_it_fails_at_once() -> None:
+    engines = Engines(OURS)
+    engines.fabric.faults.read_s = (5.0, 5.0)
+    engines.hand_over()
+    engines.reader.peers_changed([])
+    (failed,) = engines.events
+    assert failed == ReceiveFailed(1, "engine holder (epoch 1) left the cluster")
+    assert (engines.reader.stats().peers_ready, engines.reader.stats().blocks_quarantined) == (0, 1)
+    engines.pass_time(60)
+    assert engines.events[1:] == [BlocksReleased(1)]
+    assert engines.reader.stats().peers_ready == 0
+
+
+def test_a_receive_that_is_given_up_begins_no_further_read() -> None:
+    two_at_a_time = msgspec.structs.replace(SETTINGS, batch_bytes=OURS.block_bytes, reads_in_flight=2)
+    engines = Engines(reader_settings=two_at_a_time)
+    engines.fabric.faults.read_s = (0.5, 3.0)  # one of two ends first, and leaves room for the third
+    engines.meet()
+    blocks = [0, 1, 2]
+    engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), blocks, 3)
+    ticket = ticket_of(EngineKey("holder", 1))
+    ticket = msgspec.structs.replace(ticket, runs=runs_of(blocks), num_tokens=48, num_ready=3)
+    engines.reader.receive(1, ticket.encode(), 0, blocks)
+    engines.pass_time(3)
+    engines.reader.cancel(1)
+    engines.pass_time(40)
+    assert BlocksReleased(1) in engines.events
+    assert engines.reader.stats().bytes_read == 2 * OURS.block_bytes
 
 
 def test_nobody_waits_for_what_a_peer_offers_that_is_cut_off_until_it_answers() -> None:

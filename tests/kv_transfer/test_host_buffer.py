@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.connector import TransferSettings, TransferStats
 from baton.kv_transfer.copies import host_buffer
+from baton.kv_transfer.copies.copier import Copier
 from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector
 from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.network.curve import ClusterKey
@@ -294,13 +296,24 @@ class TestPlaces:
         assert station.events(2) == [ReceiveFailed(transfer, "cancelled"), BlocksReleased(transfer)]
         assert station.places_used == 0
 
-    def test_places_of_an_ended_offer_are_kept_while_a_copy_writes_them(self, station: Station) -> None:
+    def test_places_of_an_ended_offer_are_kept_while_a_copy_writes_them(
+        self, station: Station, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_copy, copy = threading.Event(), Copier._copy
+
+        def copy_late(copier: Copier, copies: Any, job: Any) -> None:
+            may_copy.wait(PATIENCE_S)
+            copy(copier, copies, job)
+
+        monkeypatch.setattr(Copier, "_copy", copy_late)
         offer = station.buffer.offer_growing("r", 0, [5, 9], 32)
         station.buffer.advance(offer.transfer_id, 1)
         station.buffer.withdraw(offer.transfer_id)
         station.buffer.withdraw(offer.transfer_id + 100)  # unknown: ignored
         assert station.events(1) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
         station.buffer.advance(offer.transfer_id, 2)  # too late: ignored
+        assert station.places_used == 2
+        may_copy.set()
 
         def all_back() -> bool:
             station.buffer.poll()

@@ -96,9 +96,10 @@ def test_what_was_promised_is_only_asked_back(table: LeaseTable) -> None:
     assert table.on_message(Abort(LEASE, READER), now=6.0) == ended(OfferOutcome.WITHDRAWN)
 
 
-def test_a_reader_that_does_not_answer_keeps_its_promise_until_expiry(table: LeaseTable) -> None:
+def test_a_reader_that_does_not_let_go_keeps_its_promise_until_expiry_and_no_longer(table: LeaseTable) -> None:
     table.on_message(Claim(LEASE, READER, 1), now=1.0)
     table.withdraw(1)
+    table.on_message(Renew(LEASE, READER, 2), now=5.0)
     assert table.expire(now=10.9) == []
     assert table.expire(now=11.0) == ended(OfferOutcome.WITHDRAWN)
 

@@ -43,6 +43,7 @@ def test_the_name_that_both_ends_compare_has_nixls_backends_in_any_order() -> No
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
+        ({"transport": "tcp"}, "transport is 'tcp'; it must be one of 'nixl', 'ucx'"),
         ({"digest": "sha"}, "digest is 'sha'; it must be one of 'off', 'verify'"),
         ({"buffer": "gpu"}, "buffer is 'gpu'; it must be one of 'device', 'host', 'auto'"),
         ({"progressive": "sometimes"}, "Expected `bool`, got `str` - at `$.progressive`"),

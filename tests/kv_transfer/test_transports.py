@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport
+from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport, nixl
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.ucx import UcxTransport
 
@@ -100,6 +101,72 @@ def test_a_read_goes_on_where_the_same_peer_was_removed_before(ends: tuple[End, 
         holder.progress()
     assert reader.release(read)
     assert (memory == ord("h")).all()
+
+
+class Crash:
+    """An agent, or a worker, whose call for progress raises as long as `is_on`."""
+
+    def __init__(self, target: Any, call: str, error: Exception) -> None:
+        self._target, self._call, self._error = target, call, error
+        self.is_on = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call and self.is_on:
+            return self._raise
+        return getattr(self._target, name)
+
+    def _raise(self, *arguments: object) -> None:
+        raise self._error
+
+
+def crash_in(end: Any) -> Crash:
+    if isinstance(end, NixlTransport):
+        from nixl import _bindings
+
+        end._agent = Crash(end._agent, "get_new_notifs", _bindings.nixlBackendError("NIXL_ERR_BACKEND"))
+        return end._agent
+    end._worker = Crash(end._worker, "progress_once", end._ucxx.UCXError("Endpoint timeout"))
+    return end._worker
+
+
+@pytest.mark.parametrize("whose", [0, 1], ids=["holder", "reader"])
+def test_an_agent_that_crashes_raises_nothing_is_logged_once_and_goes_on_when_it_can(
+    whose: int, ends: tuple[End, End], caplog: pytest.LogCaptureFixture
+) -> None:
+    (holder, _), (reader, memory) = ends
+    peer = connect(holder, reader)
+    crash = crash_in(ends[whose][0])
+    with caplog.at_level(logging.ERROR, logger="baton.kv_transfer.transports.stumbles"):
+        crash.is_on = True
+        for _ in range(3):
+            ends[whose][0].progress()
+        crash.is_on = False
+        ends[whose][0].progress()
+    (record,) = caplog.records
+    assert "fails, and hand-offs may until it works again" in record.getMessage()
+    read = reader.read(peer, [ByteRange(0, 0, memory.size)])
+    while reader.poll(read) is ReadState.RUNNING:
+        holder.progress()
+    assert reader.release(read)
+    assert (memory == ord("h")).all()
+
+
+@pytest.mark.parametrize("transport", ["nixl"])
+def test_a_read_that_failed_is_not_released_before_its_siblings_had_time_to_end(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nixl import _bindings
+
+    (holder, _), (reader, _) = ends
+    peer = connect(holder, reader)
+    reader._agent = crash = Crash(reader._agent, "transfer", _bindings.nixlRemoteDisconnectError("gone"))
+    crash.is_on = True
+    monkeypatch.setattr(nixl, "SETTLE_S", 3600.0)
+    read = reader.read(peer, [ByteRange(0, 0, 16)])
+    assert (reader.poll(read), reader.peer_state(peer)) == (ReadState.FAILED, PeerState.BROKEN)
+    assert not reader.release(read)
+    monkeypatch.setattr(nixl, "SETTLE_S", 0.0)
+    assert reader.release(read)
 
 
 def altered(metadata: bytes, field: int, value: object) -> bytes:

@@ -433,7 +433,7 @@ class FakeCluster:
 
     async def settled(self) -> None:
         """Waits until no living engine has a block in use; fails where that does not happen."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not all(self._is_idle(engine) for engine in self.members if engine.alive):
                 await asyncio.sleep(0.005)
 

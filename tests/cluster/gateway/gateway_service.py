@@ -62,13 +62,13 @@ class Service:
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve([listener]))
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while not server.started:
                     await asyncio.sleep(0.005)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 20)
 
     @asynccontextmanager
     async def openai(self, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
@@ -94,6 +94,6 @@ def events(body: str) -> list[Any]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)

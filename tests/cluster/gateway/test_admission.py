@@ -145,7 +145,7 @@ async def test_full_engines_get_no_more_and_the_time_told_grows_with_their_queue
             answers.append(asyncio.create_task(service.complete(BODY["prompt"], max_tokens=4)))
             await asyncio.sleep(0.01)
         *_, last = answers
-        response = await asyncio.wait_for(last, 5)
+        response = await asyncio.wait_for(last, 20)
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["gpu_time_spent"]) == (503, "engines_full", False)
         told_s.append(int(response.headers["retry-after"]))

@@ -24,7 +24,7 @@ async def client_of(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 async def check_all_is_back(service: Service, disconnects: int = 1) -> None:
     counted = "baton_client_disconnects_total"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await service.metrics())[counted] < disconnects:
             await asyncio.sleep(0.005)
     await service.cluster.settled()
@@ -59,11 +59,11 @@ async def test_while_waiting_for_an_engine(start: Callable[..., Service], stream
     service = start(capacity_timeout_s=60)
     async with client_of(service) as client:
         request = asyncio.create_task(client.post("/v1/completions", json={**BODY, "stream": stream}))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while (await service.metrics())["baton_gateway_requests_inflight"] == 0:
                 await asyncio.sleep(0.005)
         await leave(request)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while (await service.metrics())["baton_client_disconnects_total"] == 0:
                 await asyncio.sleep(0.005)
 

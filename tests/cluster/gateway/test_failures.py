@@ -28,7 +28,7 @@ def text_of(stream: list[Any]) -> str:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -81,6 +81,21 @@ async def test_a_dead_engines_replacement_is_waited_for(start: Callable[..., Ser
     *chunks, done = events((await answer).text)
     assert (text_of(chunks), done) == (expected, "[DONE]")
     await service.cluster.settled()
+
+
+async def test_an_engine_that_leaves_is_asked_once_and_another_one_is_waited_for(start: Callable[..., Service]) -> None:
+    expected = await undisturbed(start)
+    service = start(Role.UNIFIED)
+    (leaving,) = service.cluster.members
+    refuse(leaving, ErrorKind.LEAVING)
+    answer = asyncio.create_task(service.complete(PROMPT, **FIELDS, stream=True))
+    await until(lambda: leaving.submitted)
+    await asyncio.sleep(0.05)
+    assert not answer.done()
+    service.cluster.start(Role.UNIFIED)
+    *chunks, done = events((await answer).text)
+    assert (text_of(chunks), done) == (expected, "[DONE]")
+    assert len(leaving.submitted) == 1
 
 
 async def test_a_stream_that_nobody_can_continue_ends_with_an_error_and_no_done(
@@ -249,6 +264,9 @@ async def test_prompt_logprobs_survive_a_retry_and_come_once(start: Callable[...
     service.cluster.wire.lose = 1
     response = await service.complete(PROMPT, **FIELDS, prompt_logprobs=1)
     assert len(response.json()["choices"][0]["prompt_logprobs"]) == len(PROMPT)
+    asked = [request.sampling.prompt_logprobs for engine in service.cluster.members for request in engine.submitted]
+    assert sorted(asked, key=str) == [1, *[None] * (len(asked) - 1)], "whoever goes on need not compute them again"
+    assert len(asked) == 4
 
 
 async def test_a_request_that_takes_too_long_is_aborted(start: Callable[..., Service]) -> None:

@@ -102,7 +102,7 @@ async def test_a_stream_that_fails_late_raises_after_its_last_token(start: Calla
 async def test_the_first_token_does_not_wait_for_the_transfer(disaggregated: Service) -> None:
     disaggregated.script("who sleeps?", ANSWER)
     disaggregated.cluster.wire.hold = True
-    async with disaggregated.openai() as client, asyncio.timeout(10):
+    async with disaggregated.openai() as client, asyncio.timeout(30):
         stream = await client.completions.create(model="tiny", prompt="who sleeps?", max_tokens=60, stream=True)
         first = await anext(stream)
         assert first.choices[0].text == "the"

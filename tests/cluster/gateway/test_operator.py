@@ -149,7 +149,7 @@ async def test_a_full_gateway_says_when_to_come_back(start: Callable[..., Servic
     service = start(Role.UNIFIED, max_inflight_requests=1)
     service.cluster.members[0].running.clear()
     first = asyncio.create_task(service.complete("hello", max_tokens=2))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not service.cluster.members[0].submitted:
             await asyncio.sleep(0.001)
     second = await service.complete("hello")

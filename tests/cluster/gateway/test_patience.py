@@ -53,11 +53,16 @@ async def test_a_stream_that_outlasts_its_clients_time_ends_with_an_error(start:
     await service.cluster.settled()
 
 
-async def test_a_client_cannot_ask_for_more(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED, request_timeout_s=0.2, first_token_timeout_s=0.1)
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [({"request_timeout_s": 0.2}, "request_timeout"), ({"first_token_timeout_s": 0.2}, "first_token_timeout")],
+)
+async def test_a_client_cannot_ask_for_more(start: Callable[..., Service], limits: dict[str, float], code: str) -> None:
+    service = start(Role.UNIFIED, **limits)
     engine = service.cluster.members[0]
     engine.running.clear()
-    assert refusal(await ask(service, {WHOLE: "90000", FIRST_TOKEN: "90000"}))[1] == "first_token_timeout"
+    assert refusal(await ask(service, {WHOLE: "9000", FIRST_TOKEN: "9000"}))[1] == code
+    assert engine.submitted[0].timeout_s <= limits.get("request_timeout_s", 9.0), "nor of the engine"
     engine.running.set()
     await service.cluster.settled()
 

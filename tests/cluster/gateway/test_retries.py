@@ -105,7 +105,7 @@ async def test_who_waits_for_the_budget_goes_on_when_there_is_some(
     for engine in service.cluster.members:
         engine.refuse = EngineError(ErrorKind.OVERLOADED, "full")
     answer = asyncio.create_task(service.complete("hello", **FIELDS))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not any(engine.submitted for engine in service.cluster.members):
             await asyncio.sleep(0.001)
     for engine in service.cluster.members:

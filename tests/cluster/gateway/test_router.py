@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from gateway_service import Clock
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.cluster.cached_blocks import CachedBlocks
+from baton.cluster.cached_blocks import CachedBlocks, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.cluster.gateway.cost import CostRates, Load
+from baton.cluster.gateway.cost import UNTRIED, Cost, CostRates, Load
 from baton.cluster.gateway.ledger import NEWS_DELAY_S
 from baton.cluster.gateway.router import Path, Route, Router, Wanted
 from baton.engine.core.block_log import BlocksCached, pack_names
@@ -18,6 +21,7 @@ from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest, EngineStats
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.tiers import TierStats
 
 STATS = EngineStats(
     **{
@@ -29,6 +33,8 @@ STATS = EngineStats(
     }
 )
 PROMPT = list(range(1, 40 * BLOCK_SIZE))
+IN_BLOCKS = len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+FAST = TierStats(min_tokens=256, restore_s={"host": 0.1, "disk": 0.5}, compute_s=1.0)
 RATES = CostRates()
 
 
@@ -40,10 +46,12 @@ def view(
     node: str = "n",
     outstanding: int = 0,
     cached: list[int] | None = None,
+    host: list[int] | None = None,
+    disk: list[int] | None = None,
     salt: str = "",
-    **stats: int,
+    **stats: Any,
 ) -> EngineView:
-    """An engine that has the prompt `cached` in its prefix cache."""
+    """An engine that has the prompt `cached` in its prefix cache, and others in tiers: all their blocks."""
     record = EngineRecord(
         engine_id=f"e{rank}",
         group_id=f"e{rank}",
@@ -61,8 +69,10 @@ def view(
         num_blocks=1000,
     )
     values = {name: getattr(STATS, name) for name in EngineStats.__struct_fields__} | stats
-    blocks = CachedBlocks(1000)
-    blocks.apply(BlocksCached(0, pack_names(block_hashes(cached or [], BLOCK_SIZE, salt))))
+    blocks = CachedBlocks(1000, 1000)
+    blocks.apply(
+        BlocksCached(0, *(pack_names(block_hashes(each or [], BLOCK_SIZE, salt)) for each in (cached, host, disk)))
+    )
     return EngineView(record, EngineStats(**values), outstanding, None, blocks)
 
 
@@ -176,6 +186,17 @@ def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
         assert chosen.reason == reason
 
 
+def test_a_prefix_is_shared_only_under_the_same_adapter() -> None:
+    blocks = CachedBlocks(1000)
+    blocks.apply(BlocksCached(0, pack_names(block_hashes(PROMPT, BLOCK_SIZE, "", "a"))))
+    engines = [view(0), msgspec.structs.replace(view(1), cached=blocks)]
+    chooser = router()
+    for adapter, reason in {"a": "prefix-hit", "b": "least-loaded", "": "least-loaded"}.items():
+        chosen = chooser.route(engines, chooser.read(request(PROMPT, adapter_id=adapter)))
+        assert chosen is not None
+        assert chosen.reason == reason
+
+
 def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() -> None:
     clock = Clock()
     chooser, engines = router(clock=clock), [view(0), view(1)]
@@ -282,6 +303,122 @@ def test_the_link_and_what_is_cached_already_choose_the_decode_engine() -> None:
     assert placed(far, view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)) == 1
 
 
+class TestTiers:
+    """Engines that could restore the prompt, and one that has to compute it."""
+
+    def cost_s(self, engine: EngineView, tokens: list[int] = PROMPT) -> float:
+        (option,) = router()._options([engine], wanted(tokens), ())
+        return option.cost_s
+
+    def test_a_prefix_in_a_tier_costs_less_than_none_and_more_than_one_in_the_pool(self) -> None:
+        costs = [
+            self.cost_s(view(0, cached=PROMPT, tiers=FAST)),
+            self.cost_s(view(0, host=PROMPT, tiers=FAST)),
+            self.cost_s(view(0, disk=PROMPT, tiers=FAST)),
+            self.cost_s(view(0, tiers=FAST)),
+        ]
+        compute_s = IN_BLOCKS / RATES.prefill_tokens_per_s
+        assert [round((cost - costs[0]) / compute_s, 6) for cost in costs] == [0, 0.1, 0.5, 1]
+        engines = [view(0), view(1, disk=PROMPT, tiers=FAST), view(2, host=PROMPT, tiers=FAST)]
+        assert rank_of(router(), engines, PROMPT) == 2
+        assert rank_of(router(), engines[:2], PROMPT) == 1
+        assert rank_of(router(), [*engines, view(3, cached=PROMPT)], PROMPT) == 3
+
+    @given(
+        found=st.tuples(*[st.integers(0, 10)] * 3),
+        restore_s=st.dictionaries(st.sampled_from(["host", "disk"]), st.floats(0, 3)),
+        compute_s=st.floats(0, 3),
+        min_tokens=st.integers(0, 200),
+        num_before=st.integers(0, 5),
+        num_requests=st.integers(0, 5),
+    )
+    def test_whatever_engines_say_it_is_never_cheaper_than_the_pool_nor_dearer_than_computing(
+        self,
+        found: tuple[int, int, int],
+        restore_s: dict[str, float],
+        compute_s: float,
+        min_tokens: int,
+        num_before: int,
+        num_requests: int,
+    ) -> None:
+        tiers = TierStats(min_tokens=min_tokens, restore_s=restore_s, compute_s=compute_s)
+        engine, load = view(0, tiers=tiers, num_requests_waiting_for_kv=num_before), Load(num_requests, 100)
+        cost, known = Cost(RATES), FoundPrefix(*found)
+        in_pool = FoundPrefix(known.pool + known.in_tiers)
+        costs = [
+            cost.whole_s(load, cost.reading(engine, 500, each)) for each in (in_pool, known, FoundPrefix(known.pool))
+        ]
+        assert costs[0] <= costs[1] + 1e-12
+        assert costs[1] <= costs[2] + 1e-12
+
+    def test_only_what_has_to_be_computed_is_in_the_queue(self) -> None:
+        engine = view(0, cached=PROMPT[: 10 * BLOCK_SIZE], host=PROMPT, tiers=FAST)
+        chosen = route(router(), [engine], PROMPT)
+        assert (chosen.placement.uncached, chosen.reason) == (len(PROMPT) - IN_BLOCKS, "prefix-hit")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"restore_s": {"host": 1.0}},
+            {"restore_s": {"host": 9.0}},
+            {"min_tokens": IN_BLOCKS + 1},
+            {"answers": False},
+        ],
+        ids=["as slow as computing", "slower", "too short", "a tier that does not answer"],
+    )
+    def test_what_the_engine_would_compute_costs_as_much(self, change: dict[str, Any]) -> None:
+        engine = view(0, host=PROMPT, tiers=msgspec.structs.replace(FAST, **change))
+        assert self.cost_s(engine) == self.cost_s(view(0))
+        assert route(router(), [engine], PROMPT).placement.uncached == len(PROMPT)
+
+    def test_an_engine_whose_pace_is_not_known_is_believed_to_be_somewhat_faster_than_computing(self) -> None:
+        compute_s = IN_BLOCKS / RATES.prefill_tokens_per_s
+        for tiers in (
+            TierStats(),
+            TierStats(restore_s={"disk": 0.1}, compute_s=1.0),
+            TierStats(restore_s={"host": 1.0}),
+        ):
+            saved_s = self.cost_s(view(0)) - self.cost_s(view(0, host=PROMPT, tiers=tiers))
+            assert saved_s == pytest.approx(compute_s * (1 - UNTRIED))
+
+    def test_restores_that_are_under_way_come_first(self) -> None:
+        found, compute_s = FoundPrefix(0, 20, 10), 30 * BLOCK_SIZE / RATES.prefill_tokens_per_s
+        share = (20 * 0.1 + 10 * 0.5) / 30
+        readings = [
+            Cost(RATES).reading(view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found)
+            for number in (0, 1, 9)
+        ]
+        assert [reading.uncached for reading in readings] == [20, 20, 500]
+        assert [reading.restore_s for reading in readings] == pytest.approx(
+            [share * compute_s, 2 * share * compute_s, 0]
+        )
+
+    def test_a_long_queue_before_a_tier_is_worth_less_than_computing_at_once(self) -> None:
+        for queue, expected in {IN_BLOCKS // 2: 1, 2 * IN_BLOCKS: 0}.items():
+            there = view(1, host=PROMPT, tiers=FAST, num_waiting_tokens=queue)
+            assert rank_of(router(), [view(0), there], PROMPT) == expected
+
+    def test_a_prefill_engine_restores_and_hands_over_but_a_hand_off_is_not_read_from_tiers(self) -> None:
+        prefill = [view(0, Role.PREFILL), view(1, Role.PREFILL, host=PROMPT, tiers=FAST)]
+        decode = [view(2, Role.DECODE), view(3, Role.DECODE, host=PROMPT, tiers=FAST)]
+        assert rank_of(router(local=0), [*prefill, decode[0]], PROMPT) == 1
+        chooser = router()
+        placed = {
+            placement.engine.rank
+            for number in range(20)
+            if (placement := chooser.decode_placement(decode, wanted(PROMPT, f"{number}"), prefill[0].record))
+        }
+        assert placed == {2, 3}
+        chosen = route(router(), [prefill[0], decode[1]], PROMPT)
+        assert (chosen.path, chosen.reason) == (Path.LOCAL_PREFILL, "cheaper"), "but it may restore the prompt itself"
+
+    def test_what_is_on_its_way_up_for_another_request_counts_as_cached(self) -> None:
+        chooser, engine = router(), view(0, host=PROMPT, tiers=FAST)
+        chooser.ledger.sent(route(chooser, [engine], PROMPT).placement)
+        found = chooser.ledger.find_prefix(engine.cached, ("e0", 0), wanted(PROMPT).names)
+        assert found == (IN_BLOCKS // BLOCK_SIZE, 0, 0)
+
+
 def test_prefill_engines_full_of_held_blocks_are_spared() -> None:
     engines = [view(0, Role.PREFILL, num_blocks_held=500), view(1, Role.PREFILL), view(2, Role.DECODE)]
     assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
@@ -296,6 +433,39 @@ def test_a_decode_engine_that_has_the_prompt_reads_the_rest_itself_where_that_is
     assert route(router(), [prefill, busy], [*PROMPT, *rest]).path is Path.DISAGGREGATED
     assert route(router(local=1), [prefill, view(1, Role.DECODE, cached=PROMPT)], PROMPT).hands_off
     assert route(router(), [prefill, view(1, Role.DECODE)], [1]).hands_off, "a short prompt alone is no reason"
+
+
+def test_a_prompt_goes_past_the_queue_of_a_prefill_engine() -> None:
+    engines = [view(0, Role.PREFILL, num_waiting_tokens=4000), view(1, Role.PREFILL), view(2, Role.DECODE)]
+    assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
+
+
+def test_blocks_that_are_on_their_way_to_a_decode_engine_keep_its_link_busy() -> None:
+    source = view(0, Role.PREFILL, node="a").record
+    far, near = view(1, Role.DECODE, node="b"), view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)
+    placement = router(handoff_s=0, decode_request_s=0).decode_placement([far, near], wanted(PROMPT), source)
+    assert placement is not None
+    assert placement.engine.rank == 1
+
+
+def draining(engine: EngineView) -> EngineView:
+    return msgspec.structs.replace(engine, record=msgspec.structs.replace(engine.record, draining=True))
+
+
+@pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
+def test_an_engine_that_drains_gets_prompts_only_where_no_other_can_take_them(role: Role) -> None:
+    leaving, busy, decode = draining(view(0, role)), view(1, role, num_waiting_tokens=10**6), view(2, Role.DECODE)
+    others = [decode] if role is Role.PREFILL else []
+    assert rank_of(router(local=0), [leaving, busy, *others], [1]) == 1
+    assert rank_of(router(local=0), [leaving, *others], [1]) == 0
+
+
+def test_an_engine_that_drains_gets_blocks_only_where_no_other_can_take_them() -> None:
+    leaving, busy = draining(view(0, Role.DECODE)), view(1, Role.DECODE, num_requests_running=99)
+    for engines, expected in [([leaving, busy], 1), ([leaving], 0)]:
+        placement = router().decode_placement(engines, wanted([1]), view(2, Role.PREFILL).record)
+        assert placement is not None
+        assert placement.engine.rank == expected
 
 
 def test_a_pinned_prefill_engine_is_never_skipped() -> None:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from baton.kv_transfer.tiers.books import Loss, Move, Tier, TierBooks
+from baton.engine.core.tiers import Tier
+from baton.kv_transfer.tiers.books import Loss, Move, TierBooks
 from baton.kv_transfer.tiers.shelf import Shelf
 
 
@@ -129,12 +130,63 @@ class TestUse:
         assert books.evictions == 1
 
 
+class Following:
+    """Knows of blocks what books tell."""
+
+    def __init__(self, books: TierBooks) -> None:
+        self._books = books
+        self.where = {each: tier for tier in (Tier.HOST, Tier.DISK) for each in books.kept_in(tier)}
+        books.watch(self)
+
+    def kept(self, block_hash: bytes, tier: Tier) -> None:
+        assert block_hash not in self.where, "a block is in one tier"
+        self.where[block_hash] = tier
+
+    def lost(self, block_hash: bytes, tier: Tier) -> None:
+        assert self.where.pop(block_hash) is tier
+
+    def check(self) -> None:
+        for tier in (Tier.HOST, Tier.DISK):
+            kept = {each for each, place in self.where.items() if place is tier}
+            assert kept == set(self._books.kept_in(tier))
+            assert all(self._books.tier_of(each) is tier for each in kept)
+
+
+class TestNews:
+    def test_a_block_is_told_when_it_can_be_restored_and_when_it_no_longer_can(self) -> None:
+        books = TierBooks(1, 1, [(name(9), 0)])
+        told = Following(books)
+        assert told.where == {name(9): Tier.DISK}, "what is there from before is there"
+        (move,) = books.store(names(1), [1])
+        assert name(1) not in told.where, "it is on its way"
+        books.stored(move, None)
+        assert told.where == {name(9): Tier.DISK, name(1): Tier.HOST}
+        demotion, move = books.store(names(2), [2])
+        assert told.where == {}, "the one on its way to the disk took the place of the other"
+        books.stored(demotion, None)
+        books.stored(move, None)
+        assert told.where == {name(1): Tier.DISK, name(2): Tier.HOST}
+        books.close_disk()
+        assert told.where == {name(2): Tier.HOST}
+
+    def test_a_block_that_was_not_written_or_holds_other_bytes_is_not_there(self) -> None:
+        books = TierBooks(0, 2)
+        told = Following(books)
+        store(books, 1, loss=Loss.DISK_WRITE)
+        assert told.where == {}
+        store(books, 2)
+        (fetch,) = books.restore(names(2), [0])
+        books.restored(fetch, Loss.CORRUPT)
+        assert told.where == {}
+
+
 class BooksMachine(RuleBasedStateMachine):
     """Books over memory in which a misplaced or early move shows: every slot holds the name of what is in it."""
 
     @initialize(host=st.integers(0, 4), disk=st.integers(0, 5))
     def start(self, host: int, disk: int) -> None:
         self.books = TierBooks(host, disk)
+        self.told = Following(self.books)
         self.slots: dict[tuple[Tier, int], bytes] = {}
         self.stores: deque[list[Move]] = deque()
         self.restores: deque[list[Move]] = deque()
@@ -185,6 +237,11 @@ class BooksMachine(RuleBasedStateMachine):
             self.carry_out_a_restore(False)
         self.books.check()
 
+    @invariant()
+    def what_was_told_is_true(self) -> None:
+        if hasattr(self, "told"):
+            self.told.check()
+
 
 SETTINGS = settings(
     max_examples=150,
@@ -194,7 +251,8 @@ SETTINGS = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-TO_THE_FIRST_FAULT = settings(SETTINGS, phases=[Phase.generate], report_multiple_bugs=False)
+# What hypothesis tries depends on the constants of all modules that are loaded: a fault may take it longer to find.
+TO_THE_FIRST_FAULT = settings(SETTINGS, max_examples=2_000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
 def test_no_restore_ever_brings_another_block_than_the_one_that_was_asked_for() -> None:

@@ -17,8 +17,10 @@ from checkpoints import write_checkpoint
 
 from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.block_log import pack_names, unpack_names
+from baton.engine.core.layout import BLOCK_SIZE, KVRegion
 from baton.engine.core.messages import EngineRequest
+from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.tiers.settings import TierSettings
@@ -154,10 +156,16 @@ def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expect
         first.run(a_batch())
         first.quiet()
     with engine(model, DISK(tmp_path)) as second:
+        told = second.engine.core.block_log().snapshot()
+        assert told.stored == told.host == b""
+        prompts = (block_hashes(each.prompt_token_ids, BLOCK_SIZE, each.cache_salt) for each in a_batch())
+        prompt_names = {name for hashes in prompts for name in unpack_names(pack_names(hashes))}
+        assert prompt_names <= set(unpack_names(told.disk)), "gateways hear of it before the first request"
         assert second.run(a_batch()) == expected
         stats = second.quiet()
         assert stats.restored_tokens > 500, "the prompts have 800 tokens in full blocks"
         assert stats.failures == {}
+        assert stats.restore_s.keys() == {"disk"}
 
 
 def test_blocks_with_other_bytes_are_computed_again_and_counted(model: Path, expected: Tokens, tmp_path: Path) -> None:

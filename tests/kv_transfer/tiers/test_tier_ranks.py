@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tier_memory import LAYOUT, Pool, event_of, name, names
 
-from baton.engine.core.tiers import Restored
+from baton.engine.core.tiers import Restored, Tier
 from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.network.channel import RankSocket
 from baton.kv_transfer.ranks.team import Team, TeamMember
@@ -26,7 +26,7 @@ from baton.kv_transfer.ranks.team_messages import (
     decode_report,
     encode,
 )
-from baton.kv_transfer.tiers.books import Move, Tier
+from baton.kv_transfer.tiers.books import Move
 from baton.kv_transfer.tiers.ranks import TierServant, follow_tiers
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore, TierThreadDied
@@ -64,6 +64,19 @@ class Group:
 
     def known(self, numbers: Sequence[int]) -> list[int]:
         return [number for number in numbers if self.store.find([name(number)])]
+
+
+class Told:
+    """All that a store says of where blocks are."""
+
+    def __init__(self) -> None:
+        self.news: list[tuple[str, bytes, Tier]] = []
+
+    def kept(self, block_hash: bytes, tier: Tier) -> None:
+        self.news.append(("kept", block_hash, tier))
+
+    def lost(self, block_hash: bytes, tier: Tier) -> None:
+        self.news.append(("lost", block_hash, tier))
 
 
 def settings_of(host: int, disk: int, folder: Path | None) -> TierSettings:
@@ -168,10 +181,15 @@ class TestOneRank:
             file.seek(file.read().index(content) + 7)
             file.write(b"\x01\x02\x03")
         with a_group(disk=8, folder=tmp_path) as group:
+            told = Told()
+            group.store.watch(told)
+            assert set(group.store.kept_in(Tier.DISK)) == set(names(range(4))), "what is told to whoever comes first"
             assert group.load(range(4)) == 2
             assert group.store.stats().failures == {"corrupt": 1}
             assert group.known(range(4)) == [0, 1, 3]
+            assert told.news == [("lost", name(2), Tier.DISK)]
             group.save([2])
+            assert told.news[1:] == [("kept", name(2), Tier.DISK)]
             assert group.load(range(4)) == 4
 
     @pytest.mark.parametrize("rank", [0, 1])
@@ -183,6 +201,7 @@ class TestOneRank:
         lost.unlink()
         with a_group(disk=8, folder=tmp_path) as group:
             assert group.known(range(4)) == []
+            assert list(group.store.kept_in(Tier.DISK)) == []
             group.save(range(4))
             assert group.load(range(4)) == 4
         with a_group(disk=8, folder=tmp_path) as group:

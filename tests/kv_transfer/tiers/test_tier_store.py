@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tier_memory import BLOCK, LAYOUT, Pool, load, name, names, save, tiers
+from tier_memory import BLOCK, LAYOUT, Pool, event_of, load, name, names, save, tiers
 from tier_process import SAID
 
-from baton.engine.core.tiers import TierStats
+from baton.engine.core.tiers import Restored, Tier, TierStats
 from baton.kv_transfer.tiers import store as tier_store
-from baton.kv_transfer.tiers.disk_files import HEADER_BYTES, RECORD_BYTES, TierRefused
+from baton.kv_transfer.tiers.disk_files import HEADER_BYTES, RECORD_BYTES, DiskFiles, TierRefused
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
@@ -84,11 +84,22 @@ class TestDisk:
             assert store.stats().blocks == {"host": 4, "disk": 12}
             assert load(store, pool, range(16)) == 16
 
+    def test_a_restore_says_what_it_took_of_each_tier(self, tmp_path: Path) -> None:
+        pool = Pool()
+        with tiers(pool, host=4, disk=16, folder=tmp_path) as store:
+            save(store, pool, range(4))
+            save(store, pool, range(4, 8))
+            store.restore(names(range(8)), range(8))
+            event = event_of(store)
+            assert isinstance(event, Restored)
+            assert [(read.tier, read.num_blocks) for read in event.reads] == [(Tier.DISK, 4), (Tier.HOST, 4)]
+
     def test_the_next_process_finds_what_the_last_one_left(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, disk=8, folder=tmp_path) as store:
             save(store, pool, range(8))
         with tiers(pool, disk=8, folder=tmp_path) as store:
+            assert set(store.kept_in(Tier.DISK)) == set(names(range(8)))
             assert load(store, pool, range(8)) == 8
             save(store, pool, [8, 9])
         with tiers(pool, disk=8, folder=tmp_path) as store:
@@ -178,6 +189,18 @@ class TestOrderOfUse:
         with tiers(pool, disk=4, folder=tmp_path) as store:
             save(store, pool, [7, 8])
             assert [number for number in range(9) if store.find([name(number)])] == [0, 3, 7, 8]
+
+    def test_of_several_records_of_a_block_the_newest_counts(self, tmp_path: Path) -> None:
+        """It went, and came again into another slot."""
+        region, data = Pool().region, memoryview(Pool().content(1))
+        files = DiskFiles(tmp_path, region, 3)
+        for slot in (0, 2, 1):
+            files.note(slot, name(1), data)
+        files.close()
+        files = DiskFiles(tmp_path, region, 3)
+        assert [(record.slot, record.number) for record in files.records] == [(1, 3)]
+        assert [files.fits(slot, data) for slot in range(3)] == [False, True, False]
+        files.close()
 
     def test_is_written_down_while_the_process_lives(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tier_store, "NOTE_USE_EVERY_S", 0.0)

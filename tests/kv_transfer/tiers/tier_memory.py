@@ -83,6 +83,8 @@ def load(store: TierStore, pool: Pool, numbers: Sequence[int]) -> int:
     event = event_of(store)
     assert isinstance(event, Restored)
     assert event.copy_id == copy_id
+    assert sum(read.num_blocks for read in event.reads) == found
+    assert all(read.seconds > 0 for read in event.reads)
     assert pool.holds(numbers[: event.num_blocks]) == [True] * event.num_blocks
     return event.num_blocks
 

@@ -197,7 +197,7 @@ class EngineMachine(RuleBasedStateMachine):
         copies = tiers.stores if way in ("store", "lose") else tiers.restores
         if way == "forget":
             for name in list(tiers.kept)[:: data.draw(st.integers(1, 3))]:
-                del tiers.kept[name]
+                tiers.lose(name)
         elif copies:
             copy_id = data.draw(st.sampled_from(sorted(copies)))
             if way == "scribble":

@@ -10,7 +10,7 @@ from baton.engine.core.prefix import block_hashes
 from baton.engine.core.request import RequestStatus
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.core.tiering import PATIENCE_S
-from baton.engine.core.tiers import Stored
+from baton.engine.core.tiers import Stored, Tier
 
 PROMPT = [(11 * position + 5) % 50 for position in range(21)]  # five full blocks and a token
 
@@ -115,7 +115,9 @@ class TestPays:
 
     LONG = [(7 * position + 3) % 50 for position in range(257)]
 
-    def measured(self, monkeypatch: pytest.MonkeyPatch, *, compute_s: float, restore_s: float) -> Harness:
+    def measured(
+        self, monkeypatch: pytest.MonkeyPatch, *, compute_s: float, restore_s: float, num_on_disk: int = 0
+    ) -> Harness:
         """An engine that took so long for the prompt, each way."""
         engine = with_tiers(num_blocks=600, max_num_batched_tokens=300, max_model_len=400)
         now = [1000.0]
@@ -131,6 +133,8 @@ class TestPays:
         engine.add(request("first", self.LONG, max_tokens=1))
         engine.run()
         self.drain(engine)
+        for name in block_hashes(self.LONG, BLOCK_SIZE)[:num_on_disk]:
+            engine.tiers.demote(name)
         engine.add(request("second", self.LONG, max_tokens=1))
         engine.run()
         assert engine.tiers.restores, "what is not known is tried"
@@ -157,6 +161,31 @@ class TestPays:
         assert engine.tiers.restores == {}
         assert engine.is_answered("a")
 
+    def test_a_slow_disk_says_nothing_of_the_hosts_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = self.measured(monkeypatch, compute_s=0.1, restore_s=0.2, num_on_disk=64)
+        assert engine.tiers is not None
+        engine.add(request("a", self.LONG, max_tokens=1))
+        engine.run()
+        assert engine.tiers.restores == {}
+        engine.tiers.keep({name: [0] * BLOCK_SIZE for name in block_hashes(self.LONG[1:], BLOCK_SIZE)})
+        engine.add(request("b", self.LONG[1:], max_tokens=1))
+        engine.run()
+        assert len(engine.tiers.restores) == 1
+
+    def test_what_each_tier_takes_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = self.measured(monkeypatch, compute_s=0.257, restore_s=0.352, num_on_disk=32)
+        assert engine.tiers is not None
+        assert engine.tiers.copy_s == {Tier.HOST: 1.0, Tier.DISK: 10.0}
+        stats = engine.core.stats().tiers
+        assert stats is not None
+        assert stats.restore_s == pytest.approx({"host": 0.001, "disk": 0.01})
+        assert stats.compute_s == pytest.approx(0.001 * BLOCK_SIZE)
+        assert (stats.min_tokens, stats.answers) == (1, True)
+        self.now[0] += FORGOTTEN_S + 1
+        stats = engine.core.stats().tiers
+        assert stats is not None
+        assert (stats.restore_s, stats.compute_s) == ({}, 0.0)
+
     def test_it_is_tried_again_when_that_was_long_ago(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = self.measured(monkeypatch, compute_s=0.1, restore_s=0.2)
         assert engine.tiers is not None
@@ -173,7 +202,7 @@ class TestPays:
         engine.add(request("a", self.LONG, max_tokens=1))
         engine.run()
         assert len(engine.tiers.restores) == 1
-        engine.tiers.kept |= {name: [0] * BLOCK_SIZE for name in block_hashes(self.LONG[1:], BLOCK_SIZE)}
+        engine.tiers.keep({name: [0] * BLOCK_SIZE for name in block_hashes(self.LONG[1:], BLOCK_SIZE)})
         engine.add(request("b", self.LONG[1:], max_tokens=1))
         engine.run()
         assert len(engine.tiers.restores) == 1, "a's would come first"
@@ -296,6 +325,7 @@ class TestUp:
         assert stats.num_blocks_quarantined == 6
         assert stats.tiers is not None
         assert stats.tiers.failures == {"slow": 5}
+        assert not stats.tiers.answers
         assert "have not answered for 10 s: 1 requests are computed" in caplog.text
         lose_all_but_quarantined(engine)
         engine.add(request("c", PROMPT, max_tokens=1))
@@ -306,6 +336,7 @@ class TestUp:
         engine.add(request("d", PROMPT, max_tokens=1))
         engine.run()
         assert engine.tiers.restores, "they have answered"
+        assert engine.core.stats().tiers.answers
         engine.run_to_the_end()
 
     def test_new_prompts_that_were_nowhere_are_counted_as_misses_and_used_prefixes_are_touched(self) -> None:

@@ -221,7 +221,7 @@ class _HeldOpen:
 
     def abort(self) -> None:
         self.aborting.set()
-        assert self.steps_are_gone.wait(10)
+        assert self.steps_are_gone.wait(30)
 
 
 def test_whoever_closes_a_group_can_give_up_the_steps_that_hold_it_open(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,7 +229,7 @@ def test_whoever_closes_a_group_can_give_up_the_steps_that_hold_it_open(caplog: 
     integers.steps_are_gone.set()
     group = TorchGroup(tensors, integers)
     group.close()
-    assert tensors.aborting.wait(10)
+    assert tensors.aborting.wait(30)
     group.wait_closed(0.01)
     assert "has not ended" in caplog.text
     tensors.steps_are_gone.set()

@@ -16,6 +16,7 @@ import pytest
 from checkpoints import edit_config, write_checkpoint
 from local_members import SOON_S, assert_members_end, members
 
+from baton.cluster.cli.processes import Process, wait_until_gone
 from baton.engine import LLM, InvalidEngineConfig, SamplingParams
 from baton.engine.core.engine import EngineFailed
 from baton.engine.parallel import GroupFailed
@@ -159,12 +160,11 @@ def test_members_of_a_process_that_is_killed_end_by_themselves(folder: Path) -> 
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        (orphan,) = members(process.pid)
+        (member,) = members(process.pid)
+        orphan = Process.of(member)
+        assert orphan is not None
         process.kill()
-    deadline = time.monotonic() + SOON_S
-    while Path(f"/proc/{orphan}/cmdline").exists() and Path(f"/proc/{orphan}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until_gone([orphan], SOON_S) == []
 
 
 def test_what_every_member_would_refuse_is_raised_as_it_is(folder: Path, tmp_path: Path, make: Any) -> None:

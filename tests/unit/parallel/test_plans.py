@@ -6,17 +6,20 @@ import functools
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from silent_proxy import SilentProxy
 from thread_groups import Closing, run_threads
 
 from baton.engine import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
-from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups
+from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups, plans
+from baton.engine.parallel.addresses import connect
 from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 from baton.kv_transfer.network.curve import ClusterKey
@@ -65,12 +68,12 @@ def ends(
 ) -> Iterator[tuple[PlanSender, list[PlanReceiver], list[Closing]]]:
     """The sender of rank 0, the receivers of the others, and the groups of all. `follower`: what sets those apart."""
     rendezvous = Rendezvous()
-    common = {"tensor_parallel_size": ranks, "rendezvous": rendezvous.address, "start_timeout_s": 10.0, **both}
+    common = {"tensor_parallel_size": ranks, "rendezvous": rendezvous.address, "start_timeout_s": 30.0, **both}
     members = [Member(**{**common, "rank": rank, **(follower or {} if rank else {})}) for rank in range(ranks)]
     groups = [Closing() for _ in members]
 
     def make(member: Member, group: Group) -> Any:
-        meeting = Meeting(member.rendezvous, member.rank, timeout_s=10)
+        meeting = Meeting(member.rendezvous, member.rank, timeout_s=30)
         meeting.put(f"here/{member.rank}", member.host)
         return (PlanSender if member.rank == 0 else PlanReceiver)(member, meeting, ParallelGroups(group))
 
@@ -120,7 +123,7 @@ def test_a_leader_that_goes_without_a_word_ends_its_followers_and_their_collecti
         sender.close(well=False)
         with pytest.raises(GroupFailed, match="rank 0 has gone"):
             receiver.receive()
-        assert group.closed.wait(5)
+        assert group.closed.wait(20)
 
 
 def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
@@ -128,7 +131,7 @@ def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
         leading = LeadingRunner(Recorder(), sender)
         step = leading.launch(PLANS[0])
         receivers[1].close()
-        assert group.closed.wait(5)
+        assert group.closed.wait(20)
         with pytest.raises(GroupFailed, match="rank 2 has gone"):
             step.result()
         with pytest.raises(GroupFailed, match="rank 2 has gone"):
@@ -154,6 +157,29 @@ def test_plans_cross_machines_under_the_clusters_key() -> None:
         assert receiver.receive() == PLANS[0]
 
 
+def test_a_follower_whose_connection_breaks_takes_nothing_that_comes_behind_the_gap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ExitStack() as proxies:
+        found: list[SilentProxy] = []
+
+        def connect_by_way(socket: Any, address: str, member: Member) -> None:
+            found.append(proxies.enter_context(SilentProxy(address)))
+            connect(socket, found[0].address, member)
+
+        monkeypatch.setattr(plans, "connect", connect_by_way)
+        with ends(follower=FAR) as (sender, (receiver,), _):
+            sender.send(PLANS[0])
+            assert receiver.receive() == PLANS[0]
+            found[0].cut()
+            time.sleep(0.5)  # the leader has not noticed, and a socket would have connected again
+            for _ in range(4):
+                sender.send(PLANS[1])
+            time.sleep(0.2)
+            with pytest.raises(GroupFailed, match="rank 0 has gone"):
+                receiver.receive()
+
+
 def test_a_follower_without_the_clusters_key_gets_none() -> None:
     key = ClusterKey.generate()
     stranger = {**FAR, "secure_client": None}
@@ -166,7 +192,7 @@ def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rendezvous = Rendezvous()
     member = Member(tensor_parallel_size=3, rendezvous=rendezvous.address)
-    meeting = Meeting(member.rendezvous, member.rank, timeout_s=10)
+    meeting = Meeting(member.rendezvous, member.rank, timeout_s=30)
     meeting.put("here/1", member.host)
     threading.Timer(0.2, lambda: rendezvous.fail(2, "it does not fit")).start()
     with pytest.raises(GroupFailed, match="it does not fit"):

@@ -21,7 +21,7 @@ from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 from baton.engine.parallel.waves import Waves
 from baton.kv_transfer.network.curve import ClusterKey
 
-SOON_S = 5.0
+SOON_S = 20.0
 KEY = ClusterKey.generate()
 SECURE = {"secure_server": KEY.secure_server, "secure_client": KEY.secure_client}
 OTHER = ClusterKey.generate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from structured_cases import CASES, CHOICES
 
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarRefused
-from baton.engine.structured import Grammars, Limits, Vocabulary, cache
+from baton.engine.structured import Grammars, Limits, Vocabulary, cache, compiler
 from baton.engine.text import Tokenizer
 
 
@@ -155,9 +157,33 @@ def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(voc
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()  # as when this process dies
-    assert process.wait(10.0) == 0
+    assert process.wait(60.0) == 0
     source.open(StructuredOutputsParams(choice=["b"]))
     source.close()
+
+
+def test_a_compiler_that_is_being_started_when_its_engine_ends_does_not_outlive_it(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, processes = subprocess.Popen, []
+    started, ended = threading.Event(), threading.Event()
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        processes.append(popen(*args, **kwargs))
+        started.set()
+        ended.wait(60.0)
+        return processes[0]
+
+    monkeypatch.setattr(compiler.subprocess, "Popen", start)
+    source = Grammars(vocabulary)
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(source.open, StructuredOutputsParams(choice=["a"]))
+        assert started.wait(60.0)
+        source.close()
+        ended.set()
+        with pytest.raises(compiler.CompilerFailed, match="the engine has ended"):
+            opening.result(60.0)
+    assert processes[0].poll() is not None
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:

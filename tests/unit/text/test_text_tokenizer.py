@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BACKENDS, NAMED
+from tokenizers import normalizers
 
 from baton.engine.text import Tokenizer, TokenizerError, bad_word_token_ids
 
@@ -131,3 +132,29 @@ def test_a_gateway_loads_no_torch_and_no_transformers() -> None:
         "import sys, baton.engine.text as _; sys.exit(not {'torch', 'transformers', 'numpy'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+COMPOSING = "\u03b1\u0313\u0300\u0345"  # four characters, of which composition makes one
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@given(text=st.text() | st.text(alphabet="a é한" + COMPOSING).map(lambda text: 20 * text))
+def test_a_text_has_no_fewer_tokens_than_its_length_says(
+    kind: str, tokenizers: dict[str, Tokenizer], text: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_composed_characters_are_no_fewer_tokens_than_their_length_says() -> None:
+    backend = BACKENDS["byte level"]()
+    backend.normalizer = normalizers.NFC()
+    tokenizer = Tokenizer(backend, NAMED)
+    text = COMPOSING * 100
+    assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    backend.normalizer = normalizers.Replace("a", "")
+    assert Tokenizer(backend, NAMED).least_tokens(text) == 0, "it could swallow any text"
+
+
+def test_a_long_text_has_many_tokens(byte_level: Tokenizer) -> None:
+    assert byte_level.least_tokens("fox " * 100_000) > 4_000
