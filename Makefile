@@ -49,7 +49,7 @@ test-fast: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	@mkdir -p build
-	PYTHONPATH=tests/chaos:tests/multihost:tests/cluster $(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) --seed $(SEED) --json build/chaos.json
+	PYTHONPATH=tests:tests/chaos:tests/multihost:tests/cluster $(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) --seed $(SEED) --json build/chaos.json
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
@@ -22,7 +23,7 @@ from .ingress.keeper import GatewayKeeper
 from .ingress.replica import GatewayReplica
 from .membership.draining import LONGEST_S
 from .planning.plan import check_model
-from .spec import SMALLEST_AMOUNT, Fleet, FleetSpec, load_spec
+from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
 
 APP_NAME = "baton"
 ROOT = "gateway"  # the name of the deployment
@@ -32,7 +33,6 @@ ROOT = "gateway"  # the name of the deployment
 HEALTH_CHECK_PERIOD_S = 0.5
 HEALTH_CHECK_TIMEOUT_S = 20.0
 SHUTDOWN_S = 5.0
-REPLICA_CPUS = 0.1
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
@@ -40,25 +40,28 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     spec = load_spec(args)
     check_model(spec)
     plain = spec.model_dump(mode="json", exclude_unset=True)
-    engines = [_engines(role, fleet, plain) for role, fleet in spec.fleets.present.items()]
+    engines = [_engines(spec, role, plain) for role in spec.fleets.present]
     root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _keeper(spec)
     return root.bind(plain, engines)
 
 
-def _engines(role: Role, fleet: Fleet, args: dict[str, Any]) -> serve.Application:
-    where = dict.fromkeys(fleet.markers, SMALLEST_AMOUNT)  # or the loss of another fleet's machine would end a group
+def _engines(spec: FleetSpec, role: Role, args: dict[str, Any]) -> serve.Application:
+    fleet = spec.fleets.present[role]
+    gpus = ray.cluster_resources().get("GPU", 0.0)
     saving_s = 0.0 if fleet.kv_tiers is None else fleet.kv_tiers.save_s
     deployment = serve.deployment(
         name=role.value,
         **_size(fleet),
-        ray_actor_options={"num_cpus": REPLICA_CPUS, "resources": where},
+        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        placement_group_bundles=spec.bundles_of(role, gpus),  # for workers, too: no other machine's loss ends the group
+        placement_group_strategy="PACK",
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_surge_percent=fleet.max_surge_percent,
         graceful_shutdown_timeout_s=fleet.drain_timeout_s + LONGEST_S + SHUTDOWN_S + saving_s,
         graceful_shutdown_wait_loop_s=0.1,
     )(EngineReplica)
-    return deployment.bind(args, role.value)
+    return deployment.bind(args, role.value, spec.bundle_of(role, gpus))
 
 
 def _size(fleet: Fleet) -> dict[str, Any]:

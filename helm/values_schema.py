@@ -87,7 +87,7 @@ def values_schema() -> Schema:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Values of the chart baton; written by helm/values_schema.py",
-        **closed({**_application(), **_pods(), **_access(), **_operations()}),
+        **closed({**_application(), **_pods(), **_access(), **_operations()}, required=["model"]),
         "$defs": {
             "resources": closed({"requests": AMOUNTS, "limits": AMOUNTS, "claims": KUBERNETES_LIST}),
             "engine": _engine(),
@@ -123,6 +123,8 @@ def _engine() -> Schema:
     settings = _settings(EngineConfig)
     for name in NOT_AN_ENGINES:
         del settings[name]
+    for name in ("tensor_parallel_size", "data_parallel_size"):  # the chart counts with them
+        settings[name] = COUNT
     return closed(settings)
 
 

@@ -26,7 +26,7 @@ import httpx
 import msgspec
 
 from baton.cluster.contracts import LoadBalancing
-from baton.cluster.spec import FleetSpec
+from baton.cluster.spec import REPLICA_CPUS, FleetSpec
 
 from .processes import Process, descendants, kill, wait_until_gone
 
@@ -129,6 +129,8 @@ class LocalApplication:
     def _start_ray(self) -> None:
         import ray
 
+        from .room import why_no_room
+
         own: dict[str, Any] = {
             "include_dashboard": False,
             "num_cpus": max(os.cpu_count() or 1, math.ceil(self._logical_cpus())),
@@ -142,14 +144,11 @@ class LocalApplication:
             **({} if self._ray_address is not None else own),
         )
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own there
-        resources = ray.cluster_resources()
-        if missing := self._spec.missing_gpus(resources.get("GPU", 0.0)) or self._spec.missing_markers(resources):
+        if missing := why_no_room(self._spec, self.stop):
             raise ServeFailed(missing)
 
     def _logical_cpus(self) -> float:
         """What the application books with Ray: a small machine may run it all the same, only slower."""
-        from baton.cluster.app import REPLICA_CPUS
-
         spec = self._spec
         workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
         replicas = sum(fleet.bounds.max_replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS

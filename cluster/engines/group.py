@@ -1,11 +1,12 @@
-"""The processes of one engine group: a placement group with one bundle a rank, a Ray actor in each.
+"""The processes of one engine group: a Ray actor in each bundle of its replica's placement group.
 
-    1  reserve   all bundles or none, here if possible; sorted by node before ranks are given out
+    1  seat      bundles are sorted by node before ranks are given out
     2  open      rank 0 makes the place where the ranks find each other, each leader the one where its followers join
     3  start     followers, then leaders; done when every leader has its engine
     4  ended     until one of them ends: then all do
 
 rank = dp_rank x tp_size + tp_rank; the ranks with tp_rank 0 lead: they hold the engines that gateways talk to.
+Serve makes the placement group with the replica, which is in its first bundle (`FleetSpec.bundles_of`), and removes it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,24 +21,20 @@ from typing import Any
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.cluster.contracts import EnginePulse, EngineRecord
 from baton.cluster.spec import Bundle
 
-from .seats import Seat, bundles_on, seats_of
+from .seats import Seat, seats_of
 from .worker import EngineLaunch, EngineWorker, Opening, Place
 
 logger = logging.getLogger(__name__)
 
-ROOM_S = 4.0  # for a cluster that cannot grow to make room: what a dead group had is free again within less
-HERE_S = 1.0  # for room on this machine, before others are taken
-NODE_LABEL = "ray.io/node-id"  # Ray's own, of every node
-
 
 class GroupCannotStart(RuntimeError):
-    """There is no room for the group, or one of its processes failed while it started."""
+    """One of the group's processes failed while it started."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,11 @@ class Worker:
 class WorkerGroup:
     """One group from its first process to its last. Any end is an end of all: call `end` whatever happened."""
 
-    def __init__(self, launch: EngineLaunch, bundle: Bundle) -> None:
-        """`bundle`: what one rank reserves."""
-        self._launch, self._bundle = launch, bundle
-        self._placement: PlacementGroup | None = None
+    def __init__(self, launch: EngineLaunch, bundle: Bundle, placement: PlacementGroup) -> None:
+        """`bundle`: what one rank takes of its bundle of `placement`."""
+        self._launch, self._bundle, self._placement = launch, bundle, placement
         self.workers: list[Worker] = []
+        self.has_handed_over = False  # or is about to have
 
     @property
     def actors(self) -> list[ActorHandle]:
@@ -73,13 +69,13 @@ class WorkerGroup:
     async def start(self) -> list[EngineRecord]:
         """The engines, in the order of their data-parallel ranks. Raises what ended the start; then nothing is left."""
         try:
-            seats = await self._reserve()
+            seats = await self._seats()
             self.workers = [Worker(seat, self._create(seat)) for seat in seats]
             openings = await self._all({worker: worker.actor.open.remote() for worker in self.workers})
             places = places_of(seats, openings, self._launch.tensor_parallel_size)
             return await self._start(dict(zip(self.workers, places, strict=True)))
         except BaseException:
-            await self.end()
+            self.end()
             raise
 
     async def ended(self) -> str:
@@ -97,7 +93,8 @@ class WorkerGroup:
         return list(await asyncio.gather(*(worker.actor.pulse.remote() for worker in self.leaders)))
 
     async def hand_over(self) -> None:
-        """All engines give back what they have not finished. Raises `RayError` where one is dead."""
+        """All engines give back what they have not finished, and take no more. Raises `RayError` where one is dead."""
+        self.has_handed_over = True
         await asyncio.gather(*(worker.actor.hand_over.remote() for worker in self.leaders))
 
     async def stop(self) -> None:
@@ -106,17 +103,15 @@ class WorkerGroup:
             stops = [worker.actor.stop.remote() for worker in self.workers]
             await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), self._launch.stop_s)
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """By force, all of them. Ending twice changes nothing."""
         for actor in self.actors:
             ray.kill(actor)
         self.workers = []
-        await self._give_back()
 
-    async def _reserve(self) -> list[Seat]:
+    async def _seats(self) -> list[Seat]:
         size, tp_size = self._launch.world_size, self._launch.tensor_parallel_size
-        placement = await self._room_here() or await self._room_anywhere()
-        table = await asyncio.to_thread(placement_group_table, placement)
+        table = await asyncio.to_thread(placement_group_table, self._placement)
         nodes = [table["bundles_to_node_id"][index] for index in range(size)]
         seats = seats_of(nodes, tp_size)
         for first in range(0, size, tp_size):
@@ -126,45 +121,7 @@ class WorkerGroup:
                 )
         return seats
 
-    async def _room_here(self) -> PlacementGroup | None:
-        """Bundles of which as many as possible are on this machine, where the group's control plane is: anywhere else,
-        the loss of a machine that has none of the group's ranks would end it.
-        """
-        here, size = ray.get_runtime_context().get_node_id(), self._launch.world_size
-        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        num_here = bundles_on(here, nodes, self._bundle, size)
-        if num_here == 0:
-            return None
-        placement = await self._ask([{NODE_LABEL: here}] * num_here + [{}] * (size - num_here))
-        if await asyncio.to_thread(placement.wait, HERE_S):
-            return placement
-        await self._give_back()
-        return None
-
-    async def _room_anywhere(self) -> PlacementGroup:
-        size = self._launch.world_size
-        placement = await self._ask([{}] * size)
-        while not await asyncio.to_thread(placement.wait, ROOM_S):
-            if not _may_grow(self._bundle, size):
-                raise GroupCannotStart(_no_room(self._bundle, size))
-            logger.warning("waiting for machines: %s", _no_room(self._bundle, size))
-        return placement
-
-    async def _ask(self, labels: list[dict[str, str]]) -> PlacementGroup:
-        """`labels`: what the node of each bundle must have."""
-        placement = await asyncio.to_thread(
-            placement_group, [self._bundle] * len(labels), strategy="PACK", bundle_label_selector=labels
-        )
-        self._placement = placement
-        return placement
-
-    async def _give_back(self) -> None:
-        if self._placement is not None:
-            await asyncio.to_thread(remove_placement_group, self._placement)
-            self._placement = None
-
     def _create(self, seat: Seat) -> ActorHandle:
-        assert self._placement is not None, "bundles come first"
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=seat.bundle)
         own = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
         actor_class: Any = ray.remote(EngineWorker)
@@ -225,23 +182,6 @@ def places_of(seats: Sequence[Seat], openings: Sequence[Opening], tp_size: int) 
         gpus[seat.node] = gpus.get(seat.node, ()) + opening.gpus
     rendezvous = openings[0].rendezvous
     return [Place(rendezvous, openings[seat.rank - seat.rank % tp_size].doors, gpus[seat.node]) for seat in seats]
-
-
-def _may_grow(bundle: Bundle, size: int) -> bool:
-    """Whether an autoscaler may add machines enough, for which a group has to wait."""
-    from ray._private.state import state
-
-    most = state.get_max_resources_from_cluster_config()
-    return most is not None and all(most.get(name, math.inf) >= amount * size for name, amount in bundle.items())
-
-
-def _no_room(bundle: Bundle, size: int) -> str:
-    free, total = ray.available_resources(), ray.cluster_resources()
-    needs = ", ".join(
-        f"{amount * size:g} {name} (free {free.get(name, 0):g} of {total.get(name, 0):g})"
-        for name, amount in bundle.items()
-    )
-    return f"no room for a group of {size}: it needs {needs}. Give fewer or smaller groups, or add machines"
 
 
 def _how(error: BaseException | None) -> str:

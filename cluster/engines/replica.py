@@ -17,15 +17,16 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.util.placement_group import get_current_placement_group
 
 from baton.cluster.contracts import EngineGroup, Role
 from baton.cluster.membership.directory import DirectoryWatch, presence, stay_registered
 from baton.cluster.membership.draining import drain
 from baton.cluster.membership.members import Standing
-from baton.cluster.spec import load_spec
+from baton.cluster.spec import Bundle, FleetSpec, load_spec
 from baton.kv_transfer.network.curve import ClusterKey
 
-from .group import WorkerGroup
+from .group import GroupCannotStart, WorkerGroup
 from .worker import EngineLaunch
 
 logger = logging.getLogger(__name__)
@@ -36,15 +37,18 @@ PULSE_S = 1.0  # between looks at the engines' step loops
 class EngineReplica:
     """Constructed when its engines are ready; raises what a worker raised while it started."""
 
-    async def __init__(self, args: dict[str, Any], role: str) -> None:  # type: ignore[misc]  # Serve awaits constructors
+    async def __init__(self, args: dict[str, Any], role: str, bundle: Bundle) -> None:  # type: ignore[misc]  # awaited
+        """`bundle`: what one rank reserves, in the placement group that Serve has made for this replica."""
         spec = load_spec(args)
         context = serve.get_replica_context()
         self._directory = DirectoryWatch(context.app_name)
         key: ClusterKey = await self._directory.call("cluster_key")
         launch = EngineLaunch(spec, Role(role), f"{role}-{context.replica_id.unique_id}", context.app_name, key)
         self._fleet = spec.fleets.present[launch.role]
-        bundle = spec.bundle_of(launch.role, ray.cluster_resources().get("GPU", 0.0))
-        self._workers = WorkerGroup(launch, bundle)
+        check_gpus(spec, launch.role, bundle)
+        placement = get_current_placement_group()
+        assert placement is not None, "the deployment has one"
+        self._workers = WorkerGroup(launch, bundle, placement)
         async with presence(self._directory):
             engines = await self._workers.start()
         first_rank = spec.first_rank(launch.role)
@@ -74,7 +78,8 @@ class EngineReplica:
                 task.result()
 
     async def _register(self) -> None:
-        self._group = await self._directory.call("register_group", self._group, self._workers.actors)
+        listed: EngineGroup = await self._directory.call("register_group", self._group, self._workers.actors)
+        self._group = listed.with_draining(self._group.draining)  # which it may have begun to do meanwhile
 
     async def _watch_workers(self) -> None:
         await self._give_up(await self._workers.ended())
@@ -111,15 +116,17 @@ class EngineReplica:
         logger.error(self._end)
         self._heart.cancel()
         await self._leave()
-        await self._workers.end()
+        self._workers.end()
 
     def _stand(self, standing: Standing) -> None:
-        """What the directory says: a group that is asked to leave drains, and may be asked to stay until it has."""
-        if self._is_ended_by_serve:
+        """What the directory says: a group that is asked to leave drains, and may be asked to stay until it hands over:
+        engines that have are of no use any more.
+        """
+        if self._is_ended_by_serve or self._end:
             return
-        if standing is Standing.LEAVE and self._leaving is None and not self._end:
+        if standing is Standing.LEAVE and self._leaving is None:
             self._leaving = asyncio.create_task(self._leave_as_asked())
-        elif standing is Standing.LISTED and self._leaving is not None and not self._end:
+        elif standing is Standing.LISTED and self._leaving is not None and not self._workers.has_handed_over:
             self._leaving.cancel()
             self._leaving = asyncio.create_task(self._stay())
 
@@ -130,7 +137,7 @@ class EngineReplica:
         self._end = f"engine group {self._group.group_id}: drained, as it was asked to"
         logger.info(self._end)
         await self._workers.stop()
-        await self._workers.end()
+        self._workers.end()
 
     async def _stay(self) -> None:
         await self._say_draining(False)
@@ -143,10 +150,12 @@ class EngineReplica:
             drained = await drain(self._workers, self._fleet.drain_timeout_s)
         except ray.exceptions.RayError as error:  # a worker has died: there is nothing to wait for
             logger.warning("engine group %s did not drain: %s", self._group.group_id, type(error).__name__)
+            self._heart.cancel()  # it would register the group again
+            await self._leave()
             return
         what = f"engine group {self._group.group_id} drained in {drained.seconds:.1f} s"
         logger.info("%s and handed %d requests over", what, drained.handed_over)
-        self._heart.cancel()  # it would register the group again
+        self._heart.cancel()  # as above
         await self._tell("drained", drained)
 
     async def _say_draining(self, draining: bool) -> None:
@@ -174,4 +183,15 @@ class EngineReplica:
             task.cancel()
         await self._leave()
         await self._workers.stop()
-        await self._workers.end()
+        self._workers.end()
+
+
+def check_gpus(spec: FleetSpec, role: Role, bundle: Bundle) -> None:
+    """Raises `GroupCannotStart` where the engine would leave this machine's GPUs alone by mistake."""
+    here = ray.get_runtime_context().get_node_id()
+    gpus = next(node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["NodeID"] == here)
+    if spec.gpus_of(role, gpus) > bundle.get("GPU", 0.0):
+        raise GroupCannotStart(
+            f"this machine has {gpus:g} GPUs, of which none are reserved: the cluster had none when the application was"
+            f" deployed. Deploy it again, or say it: fleets.{role}.num_gpus: 1, or engine.device: cpu"
+        )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,17 +38,3 @@ def seats_of(nodes: Sequence[str], tp_size: int) -> list[Seat]:
         seats.append(Seat(rank, bundle, local_rank=on_node[node], num_local=count[node], node=node))
         on_node[node] += 1
     return seats
-
-
-def bundles_on(node: str, nodes: Mapping[str, Mapping[str, float]], bundle: Mapping[str, float], size: int) -> int:
-    """How many bundles of a group of `size` to ask of one node, given what each has in all.
-
-    0 where another node could take more of them: a group is on as few nodes as possible.
-    """
-
-    def room(resources: Mapping[str, float]) -> int:
-        holds = min(math.floor(resources.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
-        return min(size, holds)
-
-    most = max(map(room, nodes.values()), default=0)
-    return most if node in nodes and room(nodes[node]) == most else 0

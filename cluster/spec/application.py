@@ -13,6 +13,7 @@ autoscaling: {ttft_s: 0.5, inter_token_s: 0.03}
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ from .parts import MAX_PORT, AutoscalingSpec, Fleets, GatewaySpec
 from .strict import Strict, unknown_key
 
 SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
+REPLICA_CPUS = 0.1  # what a group's control plane books beside its ranks
 
 Bundle = dict[str, float]  # Ray's resources by name
 
@@ -183,6 +185,33 @@ class FleetSpec(Strict):
         fleet = self.fleets.present[role]
         wanted = {"CPU": fleet.num_cpus, "GPU": self.gpus_of(role, cluster_gpus), **fleet.resources}
         return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": SMALLEST_AMOUNT}
+
+    def bundles_of(self, role: Role, cluster_gpus: float) -> list[Bundle]:
+        """What one group reserves with Ray: a bundle a rank, and in the first one room for its control plane as well:
+        so this is on the machine of a rank wherever they are.
+        """
+        rank = self.bundle_of(role, cluster_gpus)
+        first = {**rank, "CPU": round(rank.get("CPU", 0.0) + REPLICA_CPUS, 4)}  # as fine as Ray counts
+        return [first] + [rank] * (self.engine_config(role).world_size - 1)
+
+    def missing_room(self, free: Mapping[str, float], total: Mapping[str, float]) -> str:
+        """Why a cluster with so much of each resource cannot place all engines now; empty where it may."""
+        needs: defaultdict[str, float] = defaultdict(float)
+        for role, fleet in self.fleets.present.items():
+            for bundle in self.bundles_of(role, total.get("GPU", 0.0)) * fleet.first_replicas:
+                for name, amount in bundle.items():
+                    needs[name] += amount
+        lacking = [
+            f"{amount:g} {name} (free {free.get(name, 0):g} of {total.get(name, 0):g})"
+            for name, amount in needs.items()
+            if amount > free.get(name, 0) + SMALLEST_AMOUNT / 2
+        ]
+        if not lacking:
+            return ""
+        return (
+            f"the cluster has no room for all engines: they reserve {', '.join(lacking)}. Give fewer or smaller "
+            "groups, less num_cpus or resources a fleet, or add machines"
+        )
 
     def missing_gpus(self, cluster_gpus: float) -> str:
         """Why a cluster with so many GPUs cannot place all engines; empty where it can."""

@@ -47,7 +47,10 @@ def find_model_folder(model: str) -> Path:
         if (folder / "config.json").is_file():
             return folder
     looked_at = " and ".join(str(folder) for folder in candidates)
-    raise InvalidSpec(f"model: {model!r} is no model folder: there is no config.json in {looked_at}")
+    raise InvalidSpec(
+        f"model: {model!r} is no model folder: there is no config.json in {looked_at}. Give one that has it; for"
+        " `baton plan` that file is enough (--model FOLDER, as those in configs/models)"
+    )
 
 
 def has_model(model: str) -> bool:

@@ -30,8 +30,8 @@ class Fault(Protocol):
         ...
 
     @property
-    def breaks_streams(self) -> bool:
-        """Whether it takes the gateway, whose streams nobody else can go on with."""
+    def hides_gateway(self) -> bool:
+        """Whether clients find no gateway meanwhile: else nothing may be refused."""
         ...
 
     def apply(self, baton: BatonOnHosts) -> None:
@@ -48,7 +48,7 @@ class Kill:
     name: str
     title: str
     host: str = ""  # where; everywhere if not given
-    breaks_streams: bool = False
+    hides_gateway: bool = False
     hold_s: float = 0.0
 
     def apply(self, baton: BatonOnHosts) -> None:
@@ -66,7 +66,7 @@ class KillWorker:
 
     role: str
     host: str
-    breaks_streams: bool = False
+    hides_gateway: bool = False
     hold_s: float = 0.0
 
     @property
@@ -85,7 +85,7 @@ class HeadRestarts:
     """All of Ray on the head ends at once, and starts again with what Redis kept."""
 
     name: str = "head restarts"
-    breaks_streams: bool = True
+    hides_gateway: bool = True
     hold_s: float = 0.0
 
     def apply(self, baton: BatonOnHosts) -> None:
@@ -108,8 +108,8 @@ class LinkDown:
         return f"link of {self.host} down for {self.hold_s:g} s"
 
     @property
-    def breaks_streams(self) -> bool:
-        return False
+    def hides_gateway(self) -> bool:
+        return self.host == HEAD
 
     def apply(self, baton: BatonOnHosts) -> None:
         baton.hosts[self.host].set_link("down")
@@ -124,7 +124,7 @@ class HostLost:
 
     host: str
     hold_s: float = 5.0
-    breaks_streams: bool = False
+    hides_gateway: bool = False
 
     @property
     def name(self) -> str:
@@ -140,7 +140,7 @@ class HostLost:
 class SlowLink:
     """What the host sends is late, and some of it is lost."""
 
-    breaks_streams = False
+    hides_gateway = False
 
     def __init__(self, host: str, *, delay_ms: float, loss: float, hold_s: float, seed: int) -> None:
         self.host, self.hold_s = host, hold_s
@@ -172,7 +172,7 @@ class DiskFull:
 
     host: str
     hold_s: float = 5.0
-    breaks_streams: bool = False
+    hides_gateway: bool = False
 
     @property
     def name(self) -> str:
@@ -199,7 +199,7 @@ def all_faults(seed: int) -> list[Fault]:
             Kill(f"{role} replica of {host} killed", replica(role), host)
             for role, host in zip(ROLES, (WEST, EAST), strict=True)
         ),
-        Kill("gateway killed", replica("gateway"), breaks_streams=True),
+        Kill("gateway killed", replica("gateway"), hides_gateway=True),
         Kill("directory killed", "ray::Directory"),
         *(Kill(f"raylet of {host} killed", "raylet/raylet", host) for host in ENGINE_HOSTS),
     ]

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import json
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import httpx
+from resuming import Refused, ResumableStream
 
 from baton.cluster.eval.recall import Question, make_questions
 
 LENGTHS = (64, 256, 700, 1500)  # tokens of a prompt, about
 MODEL = "baton-demo"
 TOKENS = 48  # of an answer: the value that was asked for, and what follows
-PAUSE_S = 0.3  # of a stream whose request was refused, and before one that broke is resumed
+PAUSE_S = 0.3  # of a stream whose request was refused
 CONNECT_S = 5.0
-FINAL = (400, 401, 404, 409, 413)  # the same request would be answered so again
 
 
 class Fate(enum.StrEnum):
@@ -67,68 +67,27 @@ class Answerer:
 
     async def ask(self, http: httpx.AsyncClient, question: Question, expected: str | None) -> Answer:
         """Without `expected`, any whole text is right."""
-        heard = _Heard()
-        fate, detail = await self._fate(http, question, expected, heard)
-        heard.pauses.end()
-        return Answer(fate, detail, heard.pauses.longest_s, heard.resumed)
+        body = {"model": MODEL, "prompt": question.prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        stream = ResumableStream(http, f"{self.url}/v1/completions", body)
+        pauses = _Pauses()
+        fate, detail = await self._fate(stream, expected, pauses)
+        pauses.end()
+        return Answer(fate, detail, pauses.longest_s, stream.num_resumed > 0)
 
-    async def _fate(
-        self, http: httpx.AsyncClient, question: Question, expected: str | None, heard: _Heard
-    ) -> tuple[Fate, str]:
+    async def _fate(self, stream: ResumableStream, expected: str | None, pauses: _Pauses) -> tuple[Fate, str]:
         """And the text or the reason."""
+        parts: list[str] = []
         try:
-            async with asyncio.timeout(self.deadline_s):
-                lost = await self._hear(http, question.prompt, heard)
+            async with asyncio.timeout(self.deadline_s), aclosing(stream.events()) as events:
+                async for event in events:
+                    pauses.end()
+                    parts += [choice["text"] for choice in event["choices"]]
         except TimeoutError:
             return Fate.HUNG, f"open after {self.deadline_s:.0f} s"
-        except _Refused as error:
-            return Fate.REFUSED, str(error)
-        if lost:
-            return Fate.LOST, lost
-        return (Fate.RIGHT if expected in (None, heard.text) else Fate.WRONG), heard.text
-
-    async def _hear(self, http: httpx.AsyncClient, prompt: str, heard: _Heard) -> str:
-        """All of the answer, from one gateway after another; else why the rest of it cannot be had.
-
-        Raises `_Refused` where nothing of it was heard.
-        """
-        while True:
-            try:
-                return await self._stream(http, prompt, heard)
-            except (httpx.HTTPError, _Refused) as error:
-                if heard.event_id is None:
-                    if heard.parts:
-                        return repr(error)
-                    raise _Refused(repr(error)) from error
-                if isinstance(error, _Refused) and error.is_final:
-                    return str(error)
-            heard.resumed = True
-            await asyncio.sleep(PAUSE_S)
-
-    async def _stream(self, http: httpx.AsyncClient, prompt: str, heard: _Heard) -> str:
-        """Empty, or what was said instead of the rest. Raises `httpx.HTTPError` where it breaks, and `_Refused`."""
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-        body |= {"ignore_eos": True, "stream_options": {"resumable": True}}
-        headers = {} if heard.event_id is None else {"last-event-id": heard.event_id}
-        async with http.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers) as response:
-            if response.status_code != httpx.codes.OK:
-                said = (await response.aread()).decode()
-                raise _Refused(f"{response.status_code} {said}", is_final=response.status_code in FINAL)
-            event_id = heard.event_id
-            async for line in response.aiter_lines():
-                if line.startswith("id: "):
-                    event_id = line.removeprefix("id: ")
-                elif line.startswith("data: "):
-                    data = line.removeprefix("data: ")
-                    if data == "[DONE]":
-                        return ""
-                    event = json.loads(data)
-                    if "error" in event:
-                        if not heard.parts:
-                            raise _Refused(data)
-                        return data
-                    heard.add(event_id, "".join(choice["text"] for choice in event["choices"]))
-        raise httpx.RemoteProtocolError(f"the stream ended after {len(heard.parts)} pieces")
+        except (httpx.HTTPError, Refused) as error:
+            return Fate.LOST if parts else Fate.REFUSED, repr(error)
+        text = "".join(parts)
+        return (Fate.RIGHT if expected in (None, text) else Fate.WRONG), text
 
 
 class _Pauses:
@@ -142,33 +101,6 @@ class _Pauses:
         """A piece has come, and the next one is waited for."""
         now_s = time.monotonic()
         self.longest_s, self._began_s = max(self.longest_s, now_s - self._began_s), now_s
-
-
-class _Heard:
-    """What one client has of its answer."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self.event_id: str | None = None  # of the last one
-        self.resumed = False
-        self.pauses = _Pauses()
-
-    def add(self, event_id: str | None, text: str) -> None:
-        self.event_id = event_id
-        self.parts.append(text)
-        self.pauses.end()
-
-    @property
-    def text(self) -> str:
-        return "".join(self.parts)
-
-
-class _Refused(Exception):
-    """The request, or that for what is left of it, was answered with an error. Final: it would be so again."""
-
-    def __init__(self, said: str, *, is_final: bool = False) -> None:
-        super().__init__(said)
-        self.is_final = is_final
 
 
 class Quiz:

@@ -38,15 +38,17 @@ class Verdict:
     recovery_s: float  # from its end until there were as many processes as before, and one more answer
     longest_s: float  # the request that took longest
     pause_s: float  # the longest that a client waited for a piece of a whole answer
+    resumed: int  # right answers that more than one gateway gave
     decisions: Counter[float]  # of the gateway about failed attempts, by the seconds that they took at most
     problems: tuple[str, ...]
 
     def line(self) -> str:
         counts = ", ".join(f"{self.fates[fate]} {fate}" for fate in Fate)
         end = "; ".join(self.problems) or "all held"
+        waited = f"longest {self.longest_s:.1f} s, pause {self.pause_s:.1f} s"
         return (
-            f"{self.fault}: {counts}; answers after {self.answered_s:.1f} s, whole after {self.recovery_s:.1f} s,"
-            f" longest {self.longest_s:.1f} s, pause {self.pause_s:.1f} s; {_spelled(self.decisions)}; {end}"
+            f"{self.fault}: {counts}, {self.resumed} resumed; answers after {self.answered_s:.1f} s,"
+            f" whole after {self.recovery_s:.1f} s, {waited}; {_spelled(self.decisions)}; {end}"
         )
 
 
@@ -80,6 +82,7 @@ class Ordeal:
             recovery_s=recovery_s,
             longest_s=max(asked.ended_s - asked.started_s for asked in load.asked),
             pause_s=max(asked.answer.pause_s for asked in right),
+            resumed=sum(asked.answer.resumed for asked in right),
             decisions=_more(before, self._baton.decisions()),
             problems=(*_broken(load, fault), *self._stranded()),
         )
@@ -114,8 +117,8 @@ class Ordeal:
 
 
 def _broken(load: Load, fault: Fault) -> list[str]:
-    forbidden = [Fate.WRONG, Fate.HUNG] if fault.breaks_streams else [Fate.WRONG, Fate.HUNG, Fate.LOST]
-    found = load.of_fate(*forbidden)
+    forgiven = {Fate.RIGHT, *[Fate.REFUSED] * fault.hides_gateway}
+    found = load.of_fate(*set(Fate) - forgiven)
     return [f"{len(found)} requests went wrong, the first {found[0]}"] if found else []
 
 
@@ -139,6 +142,7 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     answered, recovery = ([getattr(verdict, name) for verdict in verdicts] for name in ("answered_s", "recovery_s"))
     return (
         f"chaos: faults={len(verdicts)} requests={total.total()} {counts} "
+        f"resumed={sum(verdict.resumed for verdict in verdicts)} "
         f"{_spelled(sum((verdict.decisions for verdict in verdicts), Counter[float]()))} "
         f"pause_max_s={max(verdict.pause_s for verdict in verdicts):.1f} "
         f"answered_p50_s={statistics.median(answered):.1f} answered_max_s={max(answered):.1f} "

@@ -34,11 +34,11 @@ def test_the_last_line_adds_up_what_the_faults_did() -> None:
         verdict(Counter({Fate.RIGHT: 5, Fate.WRONG: 1}), recovery_s=9.0, problems=("one answer was wrong",)),
     ]
     line = summary(verdicts)
-    assert line.startswith("chaos: faults=2 requests=18 right=15 wrong=1 refused=0 lost=2 hung=0")
+    assert line.startswith("chaos: faults=2 requests=18 right=15 wrong=1 refused=0 lost=2 hung=0 resumed=2 ")
     assert "decisions=3 decision_p50_s<=0.01 decision_max_s<=1.75 pause_max_s=0.7 " in line
     assert line.endswith("answered_p50_s=0.5 answered_max_s=0.5 recovery_p50_s=6.0 recovery_max_s=9.0 failed=1")
 
 
 def verdict(fates: Counter[Fate], **figures: Any) -> Verdict:
     figures = {"recovery_s": 1.0, "decisions": Counter(), "problems": ()} | figures
-    return Verdict(fault="a", fates=fates, answered_s=0.5, longest_s=1.0, pause_s=0.7, **figures)
+    return Verdict(fault="a", fates=fates, answered_s=0.5, longest_s=1.0, pause_s=0.7, resumed=1, **figures)

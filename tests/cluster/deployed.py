@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import openai
 import yaml
-from served import BATON, config_file, eventually, free_port
+from free_ports import free_port
+from served import BATON, config_file, eventually
 
 from baton.cluster.cli.processes import descendants, kill
 from baton.cluster.eval.task import make_question

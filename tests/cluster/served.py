@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -105,12 +104,6 @@ def eventually(condition: Callable[[], bool], timeout_s: float, otherwise: str |
         if time.monotonic() > deadline_s:
             raise AssertionError(f"after {timeout_s:.0f} s: {otherwise if isinstance(otherwise, str) else otherwise()}")
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") -> Path:

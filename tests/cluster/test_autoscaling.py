@@ -168,6 +168,19 @@ def test_steps_of_one_size_are_not_believed_to_grow() -> None:
     assert one[D] == 1
 
 
+def test_decode_groups_follow_the_requests_that_come_though_prefill_does_not_keep_up_with_them() -> None:
+    """800 tokens a second of a group, 700 are written; six times as many requests begin to come as there were."""
+    steady = samples(answer_tokens=700, batches=(16,), step_s=0.02, serving=2)
+    more = [
+        dataclasses.replace(
+            each, gateways=msgspec.structs.replace(each.gateways, requests=each.gateways.requests + new)
+        )
+        for each, new in zip(steady, [0] * 6 + [50, 100, 150, 200, 250], strict=True)
+    ]
+    assert wishes_of(steady, PLAN)[D] == 1
+    assert wishes_of(more, PLAN)[D] == 2
+
+
 def test_full_caches_ask_for_groups_whatever_was_computed() -> None:
     assert wishes_of(samples(answer_tokens=10, used_blocks=300), PLAN)[D] == 4
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from served import BATON, free_port
+from free_ports import free_port
+from served import BATON
 
 from baton.cluster.cli.local import gist
 

@@ -22,7 +22,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.protocol.handoff import TransferStats
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 KEY = ClusterKey.generate()
 
@@ -61,7 +61,7 @@ async def gateway() -> AsyncIterator[tuple[ZmqEngineClient, ListedSource]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(20.0):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -114,11 +114,15 @@ async def test_what_is_left_at_the_deadline_is_handed_back_and_nothing_more_is_t
 
 
 @pytest.mark.parametrize("left", ["leases_held", "receives_active"])
-async def test_blocks_on_their_way_are_waited_for(engine: CountingEngine, left: str) -> None:
+async def test_blocks_on_their_way_are_waited_for(
+    engine: CountingEngine, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "QUIET_S", 0.05)
     transfers = TransferStats(**{left: 1})
     server, _ = serve_engine(engine, KEY, transfers=lambda: transfers)
+    await until(lambda: getattr(server.pulse(), left) == 1)
     leaving = asyncio.create_task(drain(Group(server), 20.0))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.5)  # long enough for one that waits for nothing
     assert not leaving.done()
     transfers = TransferStats()
     server.wake()

@@ -19,7 +19,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually, free_port
+from free_ports import free_port
+from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import wait_until_gone
 
@@ -205,6 +206,36 @@ async def test_the_directory_may_die_while_engines_serve(client: openai.AsyncOpe
     assert [(rank["engine_id"], rank["rank"]) for rank in server.ranks()] == [
         (rank["engine_id"], rank["rank"]) for rank in before
     ]
+
+
+OUT_OF_REACH = """
+import asyncio, sys, ray
+from baton.cluster.membership.directory import DirectoryWatch
+
+class Stale:
+    async def remote(self, *args):
+        raise ray.exceptions.ActorUnavailableError("nobody listens there any more", None)
+
+class StaleHandle:
+    watch = heartbeat = Stale()
+
+async def ask():
+    watch = DirectoryWatch("main")
+    watch._actor = StaleHandle()
+    ranks = {engine.rank for engine in (await watch.watch(0)).engines}
+    print(ranks, await watch.call("heartbeat", "nobody"))
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+asyncio.run(ask())
+"""
+
+
+def test_a_process_that_missed_where_the_directory_is_reaches_it_all_the_same(server: Server) -> None:
+    """As one is that was cut off while Ray told everybody."""
+    command = [sys.executable, "-c", OUT_OF_REACH, server.gcs_address()]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.strip() == "{0, 1} unknown", done.stderr
 
 
 async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_it(

@@ -23,7 +23,8 @@ import pytest
 import yaml
 from balanced import HAPROXY, Load, answered_by, is_missing, running, wait_until_healthy
 from checkpoints import DIFFERENCES, SHAPE
-from served import BATON, Server, baton_serve, config_file, eventually, free_port
+from free_ports import free_port
+from served import BATON, Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import Process, descendants, wait_until_gone
 
@@ -127,8 +128,7 @@ def test_a_group_that_cannot_start_is_an_error_at_once_and_leaves_no_process(tmp
     finally:
         process.kill()
     assert process.returncode == 1
-    assert "no room for a group of 1" in output
-    assert "fast_network (free 0 of 0)" in output
+    assert "no room for all engines: they reserve 1 fast_network (free 0 of 0)" in output
     assert wait_until_gone(seen, 5.0) == []
 
 
@@ -221,7 +221,7 @@ async def test_behind_haproxy_a_gateway_that_is_taken_away_under_load_costs_no_r
             await asyncio.to_thread(eventually, lambda: answered_by(gateways[1]) > 6, 60, "no load")
             drain = [sys.executable, "-c", DRAIN, spread.gcs_address(), "1"]
             environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-            await asyncio.to_thread(subprocess.run, drain, check=True, timeout=60, env=environment)
+            await asyncio.to_thread(subprocess.run, drain, check=True, timeout=120, env=environment)
             answered = load.answered
 
             def is_back() -> bool:

@@ -13,6 +13,8 @@ import uvicorn
 from baton.cluster.ingress import http_protocol
 from baton.cluster.ingress.http_protocol import MAX_HEAD_BYTES, GuardedHttpProtocol
 
+ARRIVAL_S = 1.0  # long enough for those who dawdle a little, on a machine that others use as well
+
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
@@ -24,7 +26,7 @@ async def answer_length(scope: Any, receive: Any, send: Any) -> None:
         if message["type"] == "http.disconnect":
             return
         length, more = length + len(message["body"]), message["more_body"]
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(ARRIVAL_S + 0.1)
     body = str(length).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -33,14 +35,14 @@ async def answer_length(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
-    """Opens a connection to a server that waits 0.3 s for a request."""
-    monkeypatch.setattr(http_protocol, "ARRIVAL_S", 0.3)
+    """Opens a connection to a server that waits `ARRIVAL_S` for a request."""
+    monkeypatch.setattr(http_protocol, "ARRIVAL_S", ARRIVAL_S)
     config = uvicorn.Config(
         answer_length, port=0, http=GuardedHttpProtocol, ws="none", lifespan="off", log_level="error"
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not server.started:
             await asyncio.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
@@ -51,7 +53,7 @@ async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
     """All that comes until the server closes, which it must."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         return await reader.read()
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from served import Server, baton_serve, config_file, eventually, free_port
+from free_ports import free_port
+from served import Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import descendants, kill
 
@@ -95,6 +96,17 @@ def test_each_node_that_writes_answers_has_a_gateway_that_reaches_its_rank(serve
         assert reached == gateway["ranks"]
 
 
+def test_what_starts_and_watches_a_group_is_on_the_node_of_its_ranks(server: Server, nodes: Nodes) -> None:
+    titles = {
+        process.pid: Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
+        for process in descendants(nodes.process.pid)
+    }
+    for role in ("prefill", "decode"):
+        ranks = [rank["pid"] for rank in table_at(server.port)["data"] if rank["role"] == role]
+        replicas = [pid for pid, title in titles.items() if title.startswith(f"ray::ServeReplica:nodes:{role}")]
+        assert sorted(map(parent_of, replicas)) == sorted(map(parent_of, ranks)) != []
+
+
 def test_a_gateway_that_hangs_is_replaced_at_its_port(server: Server) -> None:
     stays, hangs = table_at(server.port)["gateways"]
     os.kill(hangs["pid"], signal.SIGSTOP)
@@ -129,6 +141,11 @@ def test_gateways_end_with_their_application_though_the_cluster_goes_on(server: 
     left = [Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in descendants(nodes.process.pid)]
     assert any(name.startswith("ray::ServeController") for name in left), "the cluster goes on"
     assert [name for name in left if name.startswith(("ray::Gateway", "ray::Engine", "ray::Directory"))] == []
+
+
+def parent_of(pid: int) -> int:
+    """The raylet that started it."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def process_of(table: dict[str, Any], rank: int) -> tuple[int, str] | None:

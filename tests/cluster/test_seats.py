@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.engines.group import places_of
-from baton.cluster.engines.seats import bundles_on, seats_of
+from baton.cluster.engines.seats import seats_of
 from baton.cluster.engines.worker import Doors, Opening, Place
 
 
@@ -63,32 +63,3 @@ def test_ranks_are_told_where_to_meet_and_see_the_gpus_of_their_node() -> None:
 
 def test_a_rank_alone_meets_nobody_and_sees_what_ray_gave_it() -> None:
     assert places_of(seats_of(["a"], 1), [Opening(gpus=("5",))], 1) == [Place()]
-
-
-EIGHT, TWO = {"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("here", "others", "size", "bundles"),
-    [
-        (EIGHT, [EIGHT], 4, 4),
-        (EIGHT, [EIGHT], 16, 8),
-        (TWO, [EIGHT], 1, 1),
-        (TWO, [EIGHT], 4, 0),
-        ({"CPU": 64.0}, [EIGHT], 1, 0),
-        ({"CPU": 64.0}, [], 1, 0),
-    ],
-)
-def test_a_group_is_asked_for_beside_its_control_plane_where_that_divides_it_no_further(
-    here: dict[str, float], others: list[dict[str, float]], size: int, bundles: int
-) -> None:
-    nodes = {"here": here} | {f"node {index}": other for index, other in enumerate(others)}
-    assert bundles_on("here", nodes, {"CPU": 0.1, "GPU": 1.0}, size) == bundles
-
-
-def test_nothing_is_asked_of_a_node_that_is_gone() -> None:
-    assert bundles_on("gone", {"there": EIGHT}, {"GPU": 1.0}, 1) == 0
-
-
-def test_amounts_that_floats_cannot_hold_are_no_less_room() -> None:
-    assert bundles_on("here", {"here": {"CPU": 0.3}}, {"CPU": 0.1}, 3) == 3

@@ -195,6 +195,31 @@ def test_a_fleet_for_whose_marker_there_is_no_node_is_named(model: str) -> None:
     assert "fleets.unified.resources: no node has fast_node" in spec.missing_markers({"CPU": 8.0, "places": 8.0})
 
 
+def test_the_first_bundle_of_a_group_has_room_for_its_control_plane(model: str) -> None:
+    fleets = {
+        "prefill": {
+            "num_cpus": 0.7,
+            "num_gpus": 1,
+            "resources": {"east": 0.001},
+            "engine": {"tensor_parallel_size": 3},
+        },
+        "decode": {"num_cpus": 0, "num_gpus": 0},
+    }
+    spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
+    rank = {"CPU": 0.7, "GPU": 1.0, "east": 0.001}
+    assert spec.bundles_of(Role.PREFILL, 8) == [{**rank, "CPU": 0.8}, rank, rank]
+    assert spec.bundles_of(Role.DECODE, 8) == [{"CPU": 0.101}]
+
+
+def test_engines_for_which_there_is_no_room_are_named_with_what_they_lack(model: str) -> None:
+    fleets = {"prefill": {"replicas": 2, "num_cpus": 0.9}, "decode": {"num_cpus": 0.9, "resources": {"fast": 1}}}
+    spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
+    assert spec.missing_room({"CPU": 3.0, "fast": 1.0}, {"CPU": 4.0, "fast": 1.0}) == ""
+    missing = spec.missing_room({"CPU": 2.9}, {"CPU": 4.0})
+    assert "no room for all engines: they reserve 3 CPU (free 2.9 of 4), 1 fast (free 0 of 0). Give fewer" in missing
+    assert "fast" not in spec.missing_room({"CPU": 2.9, "fast": 2.0}, {"CPU": 4.0, "fast": 2.0})
+
+
 @pytest.mark.parametrize(("mode", "gateways"), [("internal", 1), ("hybrid", 3), ("external", 6)])
 def test_there_are_as_many_gateways_as_the_mode_says(model: str, mode: str, gateways: int) -> None:
     fleets = {"prefill": {}, "decode": {"replicas": 2, "engine": {"data_parallel_size": 2}}, "unified": {"replicas": 2}}

@@ -17,8 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from served import Server, baton_serve, config_file, eventually, free_port
+from served import Server, baton_serve, config_file, eventually
 
 pytestmark = [
     pytest.mark.cluster,

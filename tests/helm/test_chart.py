@@ -57,6 +57,9 @@ def selects(selector: Object, labels: Object) -> bool:
         ({"engine": {"max_num_seq": 1}}, "max_num_seq"),
         ({"engine": {"max_num_seqs": "64"}}, "/engine/max_num_seqs"),
         ({"engine": {"model": "x"}}, "model"),
+        ({"engine": {"tensor_parallel_size": 0}}, "/engine/tensor_parallel_size"),
+        ({"fleets": {"decode": {"engine": {"data_parallel_size": 0}}}}, "/fleets/decode/engine/data_parallel_size"),
+        ({"model": None}, "model"),
         ({"fleets": {"decode": {"engine": {"tp": 2}}}}, "tp"),
         ({"fleets": {"prefill": None}}, "prefill"),
         ({"fleets": {"decoder": {}}}, "decoder"),
@@ -84,6 +87,17 @@ def test_values_that_mean_nothing_are_refused_by_name(changes: Object, said: str
         ("one-gpu", {"autoscaling": {"enabled": True}}, "changes nothing without a range"),
         ("autoscaling", {"pods": {"decode": {"maxReplicas": 1}}}, "needs 2 pods, minReplicas is 2 and maxReplicas 1"),
         ("wide-ep", {"gcsFaultTolerance": {"redisAddress": ""}}, "where is Redis?"),
+        ("autoscaling", {"pods": {"decode": {"minAvailable": 3}}}, "pods.decode.minAvailable is 3 of 2 pods"),
+        (
+            "cpu-demo",
+            {"pods": {"decode": {"maxReplicas": 4}}},
+            "pods.decode: minReplicas and maxReplicas are for machines",
+        ),
+        (
+            "hybrid",
+            {"fleets": {"decode": {"min_replicas": 0, "max_replicas": 2}}},
+            "decode.min_replicas is 0: load_balancing is",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused_with_a_reason(name: str, changes: Object, said: str) -> None:
@@ -182,7 +196,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.hangs:
-            time.sleep(2)
+            time.sleep(20)  # in a thread that nobody waits for
         self.send_response(200)
         self.end_headers()
 
@@ -209,7 +223,7 @@ def test_a_gateways_pod_is_alive_unless_its_raylet_is_gone_or_its_gateway_hangs(
 ) -> None:
     python, *words, script = example("cpu-demo").groups["gateway"].container["livenessProbe"]["exec"]["command"]
     assert (python, script.count("timeout=4")) == ("python", 2)
-    script = script.replace("timeout=4", "timeout=0.5")
+    script = script.replace("timeout=4", "timeout=2")
     servers = []
     for port, handler in ((52365, raylet), (8000, gateway)):
         if handler is None:
@@ -338,6 +352,19 @@ def test_disruption_budgets_keep_all_but_one_of_several_pods() -> None:
     assert rendered("autoscaling", podDisruptionBudget={"enabled": False}).all("PodDisruptionBudget") == {}
 
 
+@pytest.mark.parametrize("name", ["autoscaling", "hybrid", "wide-ep"])
+def test_a_disruption_budget_is_about_the_pods_of_its_kind_and_no_others(name: str) -> None:
+    release = rendered(name, pods={"head": {"minAvailable": 1}})
+    labels = {kind: pod["metadata"]["labels"] for kind, pod in release.pods.items()}
+    for kind, deployment in release.all("Deployment").items():
+        labels[kind] = deployment["spec"]["template"]["metadata"]["labels"]
+    budgets = release.all("PodDisruptionBudget")
+    assert len(budgets) >= 2
+    for kind, budget in budgets.items():
+        selector = budget["spec"]["selector"]["matchLabels"]
+        assert [pod for pod, its in labels.items() if selects(selector, its)] == [kind]
+
+
 def test_autoscaling_gives_kinds_their_ranges_and_the_head_a_token() -> None:
     release = example("autoscaling")
     assert release.cluster["enableInTreeAutoscaling"] is True
@@ -353,7 +380,7 @@ def test_rays_autoscaler_reads_what_pods_offer() -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources
 
     params = example("wide-ep").groups["unified"].spec["rayStartParams"]
-    assert _get_custom_resources({}, params, "unified") == {"baton_unified": 8, "baton_unified_pod": 1}
+    assert _get_custom_resources({}, params, "unified") == {"baton_unified": 8}
 
 
 def test_the_applications_targets_reach_it_under_their_own_names() -> None:

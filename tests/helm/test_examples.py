@@ -79,7 +79,7 @@ def test_pods_are_as_many_as_the_fleets_need(name: str) -> None:
 
 @every_example
 def test_ray_finds_a_place_for_every_rank(name: str) -> None:
-    """Pods that are full of ranks have CPUs and GPUs for all of them, and places for as many as there are."""
+    """Pods that are full of ranks, each with a control plane, have CPUs and GPUs for all, and places for as many."""
     spec, groups = spec_of(name), example(name).groups.values()
     for role in spec.fleets.present:
         places = sum(group.spec["maxReplicas"] * group.offers.get(f"baton_{role}", 0) for group in groups)
@@ -87,7 +87,7 @@ def test_ray_finds_a_place_for_every_rank(name: str) -> None:
     for group in groups:
         taken: dict[str, float] = {}
         for role in spec.fleets.present:
-            for resource, amount in spec.bundle_of(role, cluster_gpus=0).items():
+            for resource, amount in spec.bundles_of(role, cluster_gpus=0)[0].items():
                 taken[resource] = taken.get(resource, 0) + amount * group.offers.get(f"baton_{role}", 0)
         assert [resource for resource, amount in taken.items() if amount > group.offers.get(resource, 0)] == []
 

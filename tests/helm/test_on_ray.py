@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import httpx
 import pytest
 import yaml
 from charts import Object, Release, merged, render, values_of
+from free_ports import free_port
 
 from baton.cluster.cli.processes import Process, descendants, kill
 
@@ -34,12 +34,6 @@ TOKEN = "0123456789abcdef" * 4
 HOST = "127.0.0.1"
 READY_S = 120.0
 RAYS_PORTS = ("node-manager", "object-manager", "dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:

@@ -4,8 +4,8 @@ What fleets mean for pods.
     fleets --baton.fleets--> workers of each role --baton.groups--> worker groups of the Ray cluster
 
 A rank reserves one `baton_<role>` of Ray's resources, and pods offer as many as ranks belong there. So ranks are where
-this chart has counted them, whatever CPUs or GPUs a pod has, and an autoscaler knows which pods to add. Pods also offer
-one `baton_<role>_pod`, a label of which ranks and what starts and watches a group of them (cluster/app.py) book a little.
+this chart has counted them, whatever CPUs or GPUs a pod has, and an autoscaler knows which pods to add. What starts and
+watches a group shares the place of its first rank, and books a tenth of a CPU there (REPLICA_CPUS in cluster/spec).
 */}}
 
 {{/*
@@ -34,6 +34,9 @@ not come and go, there are as many as it ever has.
 {{- $most = int $fleet.max_replicas }}
 {{- $least = int (ternary ($fleet.min_replicas | default 0) $most $.Values.autoscaling.enabled) }}
 {{- $first = ternary $first $most $.Values.autoscaling.enabled }}
+{{- end }}
+{{- if and (hasKey $fleet "max_replicas") (eq (int ($fleet.min_replicas | default 0)) 0) (ne $role "prefill") (ne $.Values.load_balancing "internal") }}
+{{- fail (printf "fleets.%s.min_replicas is 0: load_balancing is %s, so gateways are where its ranks are, and without any nobody would be there to answer; give 1 or more" $role $.Values.load_balancing) }}
 {{- end }}
 {{- $_ := set $fleets $role (dict "fleet" $fleet "tp" $tp "size" $size "workers" (mul $size $first) "least" (mul $size $least) "most" (mul $size $most) "gpus" $gpus "cpus" $cpus) }}
 {{- end }}
@@ -94,9 +97,8 @@ least and most are of pods.
 {{- range $role, $slots := $group.slots }}
 {{- $fleet := index $fleets $role }}
 {{- $_ := set $resources (printf "baton_%s" $role) $slots }}
-{{- $_ := set $resources (printf "baton_%s_pod" $role) 1 }}
 {{- $gpus = addf $gpus (mulf $slots $fleet.gpus) }}
-{{- $cpus = addf $cpus (mulf $slots $fleet.cpus) }}
+{{- $cpus = addf $cpus (mulf $slots (addf $fleet.cpus 0.1)) }}
 {{- end }}
 {{- range $role, $slots := $group.slots }}
 {{- $tp := int (index $fleets $role).tp }}

@@ -12,7 +12,7 @@
 {{- end }}
 {{- $described := dict }}
 {{- range $role, $fleet := $fleets }}
-{{- $resources := merge (dict (printf "baton_%s" $role) 1 (printf "baton_%s_pod" $role) 0.001) ($fleet.fleet.resources | default dict) }}
+{{- $resources := merge (dict (printf "baton_%s" $role) 1) ($fleet.fleet.resources | default dict) }}
 {{- $_ := set $described $role (mergeOverwrite (deepCopy $fleet.fleet) (dict "num_gpus" $fleet.gpus "resources" $resources)) }}
 {{- end }}
 {{- $args := dict "model" .Values.model "load_balancing" .Values.load_balancing "gateway" $gateway "engine" .Values.engine "fleets" $described "transfer" .Values.transfer }}

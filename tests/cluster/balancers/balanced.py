@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from resuming import Refused, ResumableStream
 
 from baton.cluster.cli.processes import descendants, kill
 
@@ -40,7 +41,7 @@ class Balancer:
         text, found = re.subn(r"9000\b", str(port), text)
         assert found == 1
         for index, gateway in enumerate(gateways):
-            text, found = re.subn(rf"127\.0\.0\.1:800{index}\b", f"127.0.0.1:{gateway}", text)
+            text, found = re.subn(rf"(127\.0\.0\.1(?::|, port_value: ))800{index}\b", rf"\g<1>{gateway}", text)
             assert found == 1
         file = folder / self.config
         file.write_text(text)
@@ -62,7 +63,16 @@ HAPROXY = Balancer(
     drain_s=4.0,
 )
 NGINX = Balancer(program="nginx", config="nginx.conf", checks=_nginx("-t"), runs=_nginx(), drain_s=0.0)
+_ENVOY = str(Path(sys.executable).with_name("envoy"))  # a Python package brings it: Debian has none
+ENVOY = Balancer(
+    program=_ENVOY,
+    config="envoy.yaml",
+    checks=lambda file: [_ENVOY, "--mode", "validate", "-c", str(file)],
+    runs=lambda file: [_ENVOY, "--disable-hot-restart", "-c", str(file)],
+    drain_s=4.0,
+)
 BALANCERS = [HAPROXY, NGINX]
+ALL_BALANCERS = [*BALANCERS, ENVOY]
 
 
 def is_missing(program: str) -> bool:
@@ -114,9 +124,12 @@ class Load:
     clients: int
     stream: bool
     keep_alive: bool = True
+    resumable: bool = False  # streams that break go on at the next gateway
     model: str = "tiny"
     failures: list[str] = field(default_factory=list)
     answered: int = 0
+    resumed: int = 0
+    answers: set[tuple[int, str]] = field(default_factory=set)  # each client asks for the same again and again
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextlib.asynccontextmanager
@@ -140,8 +153,8 @@ class Load:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=30) as http:
             while not self._stop.is_set():
                 try:
-                    await self._ask_once(http, body)
-                except (httpx.HTTPError, AssertionError) as error:
+                    await (self._stream_once(http, number, body) if self.resumable else self._ask_once(http, body))
+                except (httpx.HTTPError, Refused, AssertionError) as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
 
     async def _ask_once(self, http: httpx.AsyncClient, body: dict[str, object]) -> None:
@@ -155,4 +168,12 @@ class Load:
         else:
             finish = response.json()["choices"][0]["finish_reason"]
         assert finish == "length"
+        self.answered += 1
+
+    async def _stream_once(self, http: httpx.AsyncClient, number: int, body: dict[str, object]) -> None:
+        stream = ResumableStream(http, "/v1/completions", body)
+        choices = [choice async for event in stream.events() for choice in event["choices"]]
+        self.answers.add((number, "".join(choice["text"] for choice in choices)))
+        self.resumed += stream.num_resumed > 0
+        assert choices[-1]["finish_reason"] == "length"
         self.answered += 1

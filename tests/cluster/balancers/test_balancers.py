@@ -1,9 +1,11 @@
-"""The balancer configurations that are shipped, in real HAProxy and nginx, in front of real gateways."""
+"""The balancer configurations that are shipped, in real HAProxy, nginx and Envoy, in front of real gateways."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import shutil
 import signal
 import subprocess
 import time
@@ -14,10 +16,24 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from balanced import BALANCERS, CONFIGS, Balancer, Load, answered_by, gateway, is_missing, running, wait_until_healthy
-from served import free_port
+from balanced import (
+    ALL_BALANCERS,
+    BALANCERS,
+    CONFIGS,
+    ENVOY,
+    HAPROXY,
+    Balancer,
+    Load,
+    answered_by,
+    gateway,
+    is_missing,
+    running,
+    wait_until_healthy,
+)
+from free_ports import free_port
 
 from baton.cluster.gateway.settings import GatewaySettings
+from baton.cluster.ingress.server import KEEP_ALIVE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -49,6 +65,11 @@ class Setup:
         self._running.close()
 
 
+def each_of(balancers: list[Balancer]) -> pytest.MarkDecorator:
+    names = [Path(balancer.program).name for balancer in balancers]
+    return pytest.mark.parametrize("balancer", balancers, indirect=True, ids=names)
+
+
 @pytest.fixture(params=BALANCERS, ids=lambda balancer: balancer.program)
 def balancer(request: pytest.FixtureRequest) -> Balancer:
     if is_missing(request.param.program):
@@ -72,8 +93,10 @@ async def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> N
             await asyncio.sleep(0.05)
 
 
-async def test_the_file_as_it_is_shipped_is_valid(balancer: Balancer) -> None:
-    done = subprocess.run(balancer.checks(CONFIGS / balancer.config), capture_output=True, text=True, timeout=30)
+@each_of(ALL_BALANCERS)
+async def test_the_file_as_it_is_shipped_is_valid(balancer: Balancer, tmp_path: Path) -> None:
+    file = Path(shutil.copy(CONFIGS / balancer.config, tmp_path))
+    done = subprocess.run(balancer.checks(file), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -85,6 +108,7 @@ async def test_requests_are_spread_over_the_gateways(setup: Setup) -> None:
     assert min(shares) > load.answered / 4, shares
 
 
+@each_of(ALL_BALANCERS)
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_a_gateway_that_is_taken_away_under_load_costs_no_request(setup: Setup, stream: bool) -> None:
     leaver, stayer = setup.gateways
@@ -102,6 +126,26 @@ async def test_a_gateway_that_is_taken_away_under_load_costs_no_request(setup: S
     assert answered_by(stayer) > alone_from / 4
 
 
+@each_of([dataclasses.replace(balancer, drain_s=60.0) for balancer in (HAPROXY, ENVOY)])
+async def test_a_gateway_that_says_that_it_leaves_is_asked_no_more_though_its_port_is_open(setup: Setup) -> None:
+    """nginx has no checks that would tell it."""
+    leaver = setup.gateways[0]
+    async with Load(setup.port, CLIENTS, stream=False).under_way() as load:
+        await eventually(lambda: answered_by(leaver) > CLIENTS)
+        setup.processes[leaver].send_signal(signal.SIGTERM)
+
+        async def asked_meanwhile() -> float:
+            before, answered = await asyncio.to_thread(answered_by, leaver), load.answered
+            await eventually(lambda: load.answered > answered + 4 * CLIENTS)
+            return await asyncio.to_thread(answered_by, leaver) - before
+
+        async with asyncio.timeout(30):
+            while await asked_meanwhile():
+                pass
+    assert load.failures == []
+
+
+@each_of(ALL_BALANCERS)
 async def test_a_gateway_that_is_killed_costs_no_request_that_had_no_answer_yet(setup: Setup) -> None:
     async with Load(setup.port, CLIENTS, stream=False, keep_alive=True).under_way() as load:
         await eventually(lambda: answered_by(setup.gateways[0]) > CLIENTS)
@@ -109,6 +153,17 @@ async def test_a_gateway_that_is_killed_costs_no_request_that_had_no_answer_yet(
         killed_at = load.answered
         await eventually(lambda: load.answered > killed_at + 3 * CLIENTS)
     assert load.failures == []
+
+
+async def test_a_gateway_that_is_killed_costs_no_stream_that_can_be_resumed(setup: Setup) -> None:
+    async with Load(setup.port, CLIENTS, stream=True, resumable=True).under_way() as load:
+        await eventually(lambda: answered_by(setup.gateways[0]) > CLIENTS)
+        setup.processes[setup.gateways[0]].kill()
+        killed_at = load.answered
+        await eventually(lambda: load.answered > killed_at + 3 * CLIENTS)
+    assert load.failures == []
+    assert load.resumed > 0
+    assert len(load.answers) == CLIENTS, "each client had the same answer each time"
 
 
 async def test_tokens_are_passed_on_as_they_come(setup: Setup) -> None:
@@ -125,21 +180,28 @@ async def test_tokens_are_passed_on_as_they_come(setup: Setup) -> None:
     assert arrivals[-1] - arrivals[0] > 0.1
 
 
-def test_envoys_file_says_the_same() -> None:
-    """There is no Envoy in Debian: its file is read, and compared with what the others are tested for."""
+def test_envoys_limits_fit_those_of_gateways() -> None:
     config = yaml.safe_load((CONFIGS / "envoy.yaml").read_text())["static_resources"]
     (listener,), (cluster,) = config["listeners"], config["clusters"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
     (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
-    assert route["route"]["cluster"] == cluster["name"] == cluster["load_assignment"]["cluster_name"]
-    assert route["route"]["timeout"] == "0s"
-    assert "503" in str(route["route"]["retry_policy"]["retriable_status_codes"])
-    assert cluster["lb_policy"] == "LEAST_REQUEST"
+    (options,) = cluster["typed_extension_protocol_options"].values()
     (check,) = cluster["health_checks"]
-    assert check["http_health_check"]["path"] == "/health"
-    seconds = int(check["interval"].rstrip("s")) * check["unhealthy_threshold"]
-    assert seconds < GatewaySettings().drain_s
-    assert float(manager["stream_idle_timeout"].rstrip("s")) > GatewaySettings().request_timeout_s
-    endpoints = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
-    ports = [endpoint["endpoint"]["address"]["socket_address"]["port_value"] for endpoint in endpoints]
-    assert ports == [8000, 8001]
+    assert route["route"]["timeout"] == "0s"
+    assert seconds_of(manager["stream_idle_timeout"]) > GatewaySettings().request_timeout_s
+    assert seconds_of(options["common_http_protocol_options"]["idle_timeout"]) < KEEP_ALIVE_S
+    assert seconds_of(check["interval"]) * check["unhealthy_threshold"] < GatewaySettings().drain_s
+    assert check["no_traffic_interval"] == check["interval"]
+    assert cluster["common_lb_config"]["healthy_panic_threshold"] == {"value": 0}, "or it asks who says that it leaves"
+
+
+def seconds_of(duration: str) -> float:
+    return float(duration.rstrip("s"))
+
+
+def test_continuous_integration_fails_without_a_balancer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    assert is_missing("a-program-that-nobody-has")
+    assert not is_missing("sh")
+    monkeypatch.setenv("CI", "true")
+    assert not is_missing("a-program-that-nobody-has")
