@@ -3,12 +3,13 @@
 ttft    first token after the request was sent
 itl     between one token's event and the next
 tpot    (end - first token) / (output tokens - 1)
+
+Where it shares the server's cores it is a part of what it measures, so a token must cost it little: aiohttp, msgspec.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import time
@@ -17,7 +18,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
+import msgspec
 from rich.progress import Progress
 
 from baton.engine.text import Tokenizer, TokenizerError
@@ -25,6 +27,33 @@ from baton.engine.text import Tokenizer, TokenizerError
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789"
 PERCENTILES = (50, 90, 95, 99)
 TIMEOUT_S = 600.0
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+
+
+class _Event(msgspec.Struct):
+    """Of a stream, what is measured of it."""
+
+    choices: list[msgspec.Raw] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+_decode = msgspec.json.Decoder(_Event).decode
 
 
 class ServerUnfit(RuntimeError):
@@ -67,14 +96,15 @@ def measure(load: Load) -> dict[str, Any]:
 
 async def _measure(load: Load) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     base_url = load.url.rstrip("/").removesuffix("/v1")
-    async with httpx.AsyncClient(base_url=base_url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
+    patience = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests
+    async with aiohttp.ClientSession(base_url, headers=headers, connector=connector, timeout=patience) as client:
         try:
-            model = load.model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+            model = load.model or await _only_model(client)
             prompts = _prompts(await _plain_tokens(client, model, load), load)
-        except httpx.HTTPError as error:
-            raise ServerUnfit(f"{load.url}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            raise ServerUnfit(f"{load.url}: {error or type(error).__name__}") from error
         for prompt in prompts[: load.num_warmups]:
             warmup = await _ask(client, model, prompt, load)
             if warmup.error:
@@ -83,7 +113,12 @@ async def _measure(load: Load) -> dict[str, Any]:
     return summary(load, model, answers, duration_s)
 
 
-async def _plain_tokens(client: httpx.AsyncClient, model: str, load: Load) -> list[int]:
+async def _only_model(client: aiohttp.ClientSession) -> str:
+    async with client.get("/v1/models", raise_for_status=True) as response:
+        return msgspec.json.decode(await response.read(), type=_Models).data[0].id
+
+
+async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: Load) -> list[int]:
     """Tokens that are plain text, as a few letters are written in them."""
     if load.tokenizer is not None:
         try:
@@ -91,12 +126,13 @@ async def _plain_tokens(client: httpx.AsyncClient, model: str, load: Load) -> li
         except TokenizerError as error:
             raise ServerUnfit(f"--tokenizer: {error}") from error
     body = {"model": model, "prompt": ALPHABET, "add_special_tokens": False}
-    answer = await client.post("/tokenize", json=body)
-    if answer.is_client_error:
-        raise ServerUnfit(
-            f"{load.url} has no /tokenize (status {answer.status_code}): name the model's folder with --tokenizer"
-        )
-    return list(answer.raise_for_status().json()["tokens"])
+    async with client.post("/tokenize", json=body) as answer:
+        if 400 <= answer.status < 500:
+            raise ServerUnfit(
+                f"{load.url} has no /tokenize (status {answer.status}): name the model's folder with --tokenizer"
+            )
+        answer.raise_for_status()
+        return msgspec.json.decode(await answer.read(), type=_Tokens).tokens
 
 
 def _prompts(tokens: Sequence[int], load: Load) -> list[list[int]]:
@@ -105,7 +141,7 @@ def _prompts(tokens: Sequence[int], load: Load) -> list[list[int]]:
 
 
 async def _send_all(
-    client: httpx.AsyncClient, model: str, prompts: Sequence[list[int]], load: Load
+    client: aiohttp.ClientSession, model: str, prompts: Sequence[list[int]], load: Load
 ) -> tuple[list[Answer], float]:
     gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else nullcontext()
     with Progress(transient=True) as bar:
@@ -134,7 +170,7 @@ async def _paced(prompts: Sequence[list[int]], load: Load) -> AsyncIterator[list
             await asyncio.sleep(due_s - time.perf_counter())
 
 
-async def _ask(client: httpx.AsyncClient, model: str, prompt: list[int], load: Load) -> Answer:
+async def _ask(client: aiohttp.ClientSession, model: str, prompt: list[int], load: Load) -> Answer:
     body = {
         "model": model,
         "prompt": prompt,
@@ -147,30 +183,38 @@ async def _ask(client: httpx.AsyncClient, model: str, prompt: list[int], load: L
     answer = Answer()
     start_s = last_s = time.perf_counter()
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.is_error:
-                answer.error = (await response.aread()).decode(errors="replace")
+        async with client.post("/v1/completions", json=body) as response:
+            if not response.ok:
+                answer.error = (await response.read()).decode(errors="replace")
                 return answer
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[len("data: ") :])
-                if "error" in event:
-                    answer.error = str(event["error"])
+            async for event in _events(response.content):
+                if event.error is not None:
+                    answer.error = str(event.error)
                     return answer
                 now_s = time.perf_counter()
-                if event["choices"]:
+                if event.choices:
                     if answer.ttft_s:
                         answer.itl_s.append(now_s - last_s)
                     else:
                         answer.ttft_s = now_s - start_s
                     last_s = now_s
-                if event.get("usage"):
-                    answer.output_tokens = event["usage"]["completion_tokens"]
-    except httpx.HTTPError as error:
+                if event.usage is not None:
+                    answer.output_tokens = event.usage.completion_tokens
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.latency_s = last_s - start_s
     return answer
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
+    """Of a stream of server-sent events. Raises `MsgspecError` for what is none."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data: ").rstrip(b"\r")
+            if len(data) < len(line.rstrip(b"\r")) and data != b"[DONE]":
+                yield _decode(data)
 
 
 def summary(load: Load, model: str, answers: Sequence[Answer], duration_s: float) -> dict[str, Any]:
