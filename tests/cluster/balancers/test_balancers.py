@@ -145,7 +145,6 @@ async def test_a_gateway_that_says_that_it_leaves_is_asked_no_more_though_its_po
     assert load.failures == []
 
 
-@each_of(ALL_BALANCERS)
 async def test_a_gateway_that_is_killed_costs_no_request_that_had_no_answer_yet(setup: Setup) -> None:
     async with Load(setup.port, CLIENTS, stream=False, keep_alive=True).under_way() as load:
         await eventually(lambda: answered_by(setup.gateways[0]) > CLIENTS)
