@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from . import cpu, reference
-from .batch import SHORT_CONTEXT, AttentionBatch
+from .batch import SHORT_CONTEXTS, AttentionBatch
 
-__all__ = ["SHORT_CONTEXT", "AttentionBatch", "paged_attention", "prepare"]
+__all__ = ["SHORT_CONTEXTS", "AttentionBatch", "paged_attention", "prepare"]
 
 
 def prepare(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBatch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SHORT_CONTEXT = 1024  # tokens; a decode of one sequence that is no longer may be served otherwise than a longer one
+SHORT_CONTEXTS = (1024, 4096)  # tokens: bounds of sequences whose decodes, alone in a step, have kernels of their own
 
 FIELD_TYPES = {
     "query_start": torch.int32,

@@ -12,14 +12,14 @@ from baton.kernels.roofline import copies_beyond_caches, cycling
 from baton.kernels.tune import Problem
 from baton.kernels.tuned import Options
 
-from . import SHORT_CONTEXT, paged_attention
+from . import paged_attention
 from .bench import Model, step
 from .gpu.decode import decode_plan, tuning_key
 from .gpu.decode_sums import MOST_SEQS
 from .gpu.plan import prepared
 
 HEADS = ((16, 8, 128), (32, 8, 128), (32, 4, 128), (64, 8, 128), (32, 8, 64))  # query heads, KV heads, dimensions
-CONTEXTS = ((1, 256), (1, 8192), (4, 2048), (16, 2048), (64, 2048), (256, 1024))  # sequences, tokens of each
+CONTEXTS = ((1, 8192), (4, 2048), (16, 2048), (64, 2048), (256, 1024))  # sequences, tokens of each
 BLOCKS = ((32, 4, 2), (32, 3, 4), (64, 2, 4), (128, 1, 8))  # unit_tokens, programs, num_warps
 CANDIDATES: list[Options] = [
     {
@@ -61,6 +61,5 @@ def _problem(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         num_seqs=num_seqs,
-        short=num_seqs == 1 and context <= SHORT_CONTEXT,
     )
     return Problem(key, FEW_CANDIDATES if num_seqs <= MOST_SEQS else CANDIDATES, make_run)

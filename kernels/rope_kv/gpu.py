@@ -21,7 +21,7 @@ from baton.kernels import pdl
 from baton.kernels.attention.batch import AttentionBatch
 
 MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
-FEW, MANY = (8, 2), (16, 4)  # heads and warps of a program where tokens are few, and where they are many
+FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program where tokens are few, and where they are many
 
 
 def rope_and_cache(

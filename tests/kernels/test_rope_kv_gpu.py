@@ -61,6 +61,7 @@ def step(
     rotary_dim: int | None = None,
     with_norms: bool = True,
 ) -> Step:
+    torch.manual_seed(0)  # a rounding error close to what is allowed must not come and go
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     tables = torch.randperm(len(counts) * max(counts), dtype=torch.int32).view(len(counts), -1).to(device)
     batch = AttentionBatch.plan(query_lens, seq_lens, tables, BLOCK_SIZE)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.kernels.attention import SHORT_CONTEXT
+from baton.kernels.attention import SHORT_CONTEXTS
 
 from ..step_sizes import at_least, decode_sizes
 
-_CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Between 128 and 256 the size that suits matrix products best: see `step_sizes`.
+_CHUNK_TOKENS = (16, 32, 64, 128, 208, 256, 384, 512, 768, 1024, 1536, 2048)
 _CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is what a lightly loaded engine sees most
 
 
@@ -44,6 +45,7 @@ class CapturedShapes:
         """Chunks are captured up to `max_tokens` tokens a step."""
         self._max_model_len = max_model_len
         self._decodes = decode_sizes(max_num_seqs)
+        self._contexts = [context for context in SHORT_CONTEXTS if context < max_model_len]
         largest = min(max_tokens, max_num_batched_tokens)
         self._tokens = [size for size in _CHUNK_TOKENS if size < largest] + [largest] * (largest > 0)
         self._seqs = [size for size in _CHUNK_SEQS if size < max_num_seqs] + [max_num_seqs]
@@ -58,7 +60,8 @@ class CapturedShapes:
         size = at_least(self._decodes, num_seqs)
         if size is None:
             return None
-        return self._alone if size == 1 and alone <= self._alone.max_seq_len else self._any(size)
+        context = at_least(self._contexts, alone) if size == 1 else None
+        return self._any(size) if context is None else self._alone(context)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
         """For a step of any chunks; None where nothing so large is captured."""
@@ -72,13 +75,12 @@ class CapturedShapes:
             yield self._mix(seqs, tokens)
         for size in reversed(self._decodes):
             yield self._any(size)
-        if self._alone != self._any(1):
-            yield self._alone
+        for context in self._contexts:
+            yield self._alone(context)
 
-    @property
-    def _alone(self) -> StepShape:
+    def _alone(self, context: int) -> StepShape:
         """Of one short sequence, what a lightly loaded engine sees most: its attention has kernels of its own."""
-        return StepShape(1, 1, 1, 1, min(SHORT_CONTEXT, self._max_model_len))
+        return StepShape(1, 1, 1, 1, context)
 
     def _any(self, num_seqs: int) -> StepShape:
         return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch import AttentionBatch
 from .decode import paged_decode, plan_decode
-from .plan import Prepared, prepared
+from .decode_short import plan_short, short_decode
+from .plan import DecodePlan, Prepared, ShortPlan, prepared
 from .prefill import paged_prefill
 from .prefill_few import plan_few
 from .prefill_plan import plan_prefill
@@ -21,7 +23,7 @@ def prepare(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_di
     """See `baton.kernels.attention.prepare`. Looks at shapes only: safe inside a captured graph."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     first_prefill = batch.num_decodes
-    decode = plan_decode(batch, **heads) if first_prefill > 0 else None
+    decode = plan_short(batch, **heads) or plan_decode(batch, **heads) if first_prefill > 0 else None
     prefill = None
     if first_prefill < batch.num_tokens:
         prefill = plan_few(batch, first_prefill, **heads) or plan_prefill(batch, first_prefill, **heads)
@@ -47,34 +49,20 @@ def paged_attention(
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if plans.decode is not None:
-        paged_decode(
-            q,
-            kv,
-            layer,
-            batch,
-            plans.decode,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-        )
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "out": out,
+    }
+    match plans.decode:
+        case DecodePlan() as plan:
+            paged_decode(q, kv, layer, batch, plan, **options)
+        case ShortPlan() as plan:
+            short_decode(q, kv, layer, batch, plan, **options)
     if plans.prefill is not None:
-        paged_prefill(
-            q,
-            kv,
-            layer,
-            batch,
-            plans.prefill,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-        )
+        paged_prefill(q, kv, layer, batch, plans.prefill, **options)
     return out

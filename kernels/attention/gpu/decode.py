@@ -24,8 +24,8 @@ from torch import Tensor
 from baton.kernels import tuned
 from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
 
-from ..batch import SHORT_CONTEXT, AttentionBatch
-from .decode_sums import LOG2_E, LOWEST, MOST_SEQS, add_parts
+from ..batch import AttentionBatch
+from .decode_sums import LOG2_E, LOWEST, MOST_SEQS, add_parts, combine, write_rows
 from .plan import SHARE_WORDS, UNLIMITED, DecodePlan, first_visible, shares_that_fill, units_of
 
 MIN_ROWS = 16  # of a matrix product
@@ -49,20 +49,15 @@ DEFAULT = {
 def plan_decode(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> DecodePlan:
     """The plan for the first `batch.num_decodes` sequences. Looks at shapes only: safe inside a captured graph."""
     group = num_heads // num_kv_heads
-    short = batch.num_decodes == 1 and batch.max_seq_len <= SHORT_CONTEXT
-    key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes, short=short)
+    key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes)
     options = tuned.config("attention", batch.seq_lens.device, key, DEFAULT)
     return decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
-def tuning_key(
-    *, group: int, num_kv_heads: int, head_dim: int, num_seqs: int, short: bool = False
-) -> dict[str, int | str]:
-    """`short`: one sequence of at most `SHORT_CONTEXT` tokens, which needs no help with its parts."""
+def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -> dict[str, int | str]:
     return {
         "kernel": "decode",
         "head_dim": str(head_dim),
-        "reach": "short" if short else "any",
         "group": group,
         "num_kv_heads": num_kv_heads,
         "num_seqs": num_seqs,
@@ -240,7 +235,7 @@ def attend_share(
         )
         place = out + (seq.to(tl.int64) * HEADS + head) * (GROUP * DIM)
         if units == all_units:
-            _write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
+            write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
         else:
             part = ((share * 2 + (unit == 0).to(tl.int32)) * HEADS + head) * GROUP
             tl.store(sums + (part + row)[:, None] * DIM + dim[None, :], total, mask=is_real)
@@ -254,7 +249,7 @@ def attend_share(
                 tl.debug_barrier()  # all threads have stored before one of them says so
                 if tl.atomic_add(arrival, 1, sem="acq_rel") == last_share - first_share:
                     tl.store(arrival, 0)  # for the next layer
-                    _combine(
+                    combine(
                         sums,
                         tops,
                         first_share,
@@ -353,66 +348,3 @@ def _attend_keys(
         total = tl.dot(weights.to(query.dtype), v.to(query.dtype), total * shrink[:, None], input_precision="ieee")
         top = new_top
     return total, weight, top
-
-
-@triton.jit
-def _combine(
-    sums,
-    tops,
-    first_share,
-    last_share,
-    num_shares,
-    place,
-    sinks,
-    v_scale,
-    head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Puts together the parts of a sequence that begins in `first_share` and ends in `last_share`."""
-    row = tl.arange(0, PADDED_GROUP)[None, :]
-    dim = tl.arange(0, PADDED_DIM)[None, None, :]
-    total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    weight = tl.zeros([PADDED_GROUP], tl.float32)
-    top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
-    for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
-        share = base + tl.arange(0, PARTS)[:, None]
-        part = ((share * 2 + (share == first_share).to(tl.int32)) * HEADS + head) * GROUP + row
-        is_real = (share <= last_share) & (row < GROUP)
-        # past the first cache: other multiprocessors wrote these
-        tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
-        weights = tl.load(tops + num_shares * 2 * HEADS * GROUP + part, mask=is_real, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            sums + part[:, :, None] * DIM + dim,
-            mask=is_real[:, :, None] & (dim < DIM),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(tops_here, 0))
-        grow = tl.exp2(tops_here - new_top[None, :])
-        shrink = tl.exp2(top - new_top)
-        weight = weight * shrink + tl.sum(weights * grow, 0)
-        total = total * shrink[:, None] + tl.sum(values * grow[:, :, None], 0)
-        top = new_top
-    _write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
-
-
-@triton.jit
-def _write_rows(total, weight, top, place, sinks, v_scale, head, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Writes the GROUP query heads of a KV head of one sequence; zeros where there was no key."""
-    row = tl.arange(0, total.shape[0])
-    dim = tl.arange(0, total.shape[1])
-    if sinks is not None:
-        sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=0.0) * LOG2_E
-        new_top = tl.maximum(top, sink)
-        weight = weight * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
-        total *= tl.exp2(top - new_top)[:, None]
-    result = total / tl.where(weight == 0, 1.0, weight)[:, None]
-    if v_scale is not None:
-        result *= tl.load(v_scale)
-    mask = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-    tl.store(place + row[:, None] * DIM + dim[None, :], result.to(place.dtype.element_ty), mask=mask)

@@ -76,10 +76,21 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
+class ShortPlan:
+    """The only decode of a step, of a short sequence. Every layer leaves `arrivals` at zero for the next."""
+
+    splits: int  # at most, of the keys
+    # as in `DecodePlan`, a split for a share
+    sums: Tensor  # [splits, 2, num_heads, head_dim] float32
+    tops: Tensor  # [2, splits, 2, num_heads] float32
+    arrivals: Tensor  # [num_kv_heads] int32
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What `prepare` worked out for the layers of one step; None where no sequence needs that kernel."""
 
-    decode: DecodePlan | None
+    decode: DecodePlan | ShortPlan | None
     prefill: PrefillPlan | None
 
 

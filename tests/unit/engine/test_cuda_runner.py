@@ -491,7 +491,7 @@ def test_every_size_that_is_chosen_is_captured_and_large_enough(max_num_seqs: in
         assert decode.max_seq_len == 4096
         assert num_seqs <= decode.num_seqs == decode.num_tokens == decode.num_decodes
         assert decode.num_seqs < 2 * num_seqs
-        assert decode.num_seqs <= num_seqs + 31
+        assert decode.num_seqs <= num_seqs + 47
         for num_tokens in {num_seqs, num_seqs + 7, max_tokens, max_tokens + 1}:
             if num_tokens < num_seqs:
                 continue
@@ -502,12 +502,12 @@ def test_every_size_that_is_chosen_is_captured_and_large_enough(max_num_seqs: in
                 assert (mix.num_seqs >= num_seqs, mix.num_tokens >= num_tokens) == (True, True)
 
 
-def test_one_short_sequence_has_a_size_of_its_own() -> None:
-    shapes = shapes_of()
-    short, longer = shapes.decode(1, 1024), shapes.decode(1, 1025)
-    assert {short, longer} <= set(shapes.largest_first())
-    assert (short.max_seq_len, longer.max_seq_len) == (1024, 4096)
-    assert shapes.decode(2, 10).max_seq_len == 4096
+def test_one_short_sequence_has_sizes_of_its_own() -> None:
+    shapes = shapes_of(max_model_len=40960)
+    lengths = [shapes.decode(1, alone).max_seq_len for alone in (1, 1024, 1025, 4096, 4097, 40960)]
+    assert lengths == [1024, 1024, 4096, 4096, 40960, 40960]
+    assert {shapes.decode(1, alone) for alone in (1, 1025, 4097)} <= set(shapes.largest_first())
+    assert shapes.decode(2, 10).max_seq_len == 40960
     few = shapes_of(max_model_len=500)
     assert few.decode(1, 10) == few.decode(1, 500)
     assert few.decode(1, 500).max_seq_len == 500
