@@ -193,9 +193,9 @@ def attend_share(
     count = tl.load(words + share * SHARE_WORDS + 2)
     per_share = tl.load(words + share * SHARE_WORDS + 3)
     kv_base = kv + head * kv_head_stride.to(tl.int64) + layer * kv_layer_stride.to(tl.int64)
+    seq_len, table = _sequence(seq, count > 0, seq_lens, block_tables, table_rows, table_stride)
     if EARLY_UNITS > 0 and count > 0:
-        table = _table_of(seq, block_tables, table_rows, table_stride)
-        begin, end = _keys_of(tl.load(seq_lens + seq), window, unit, tl.minimum(count, EARLY_UNITS), UNIT)
+        begin, end = _keys_of(seq_len, window, unit, tl.minimum(count, EARLY_UNITS), UNIT)
         key = begin + tl.arange(0, EARLY_UNITS * UNIT)
         place = kv_base + _places(key, key < end, table, kv_block_stride, BLOCK_SIZE, DIM)
         _prefetch_rows(place, kv_half_stride, DIM)
@@ -209,8 +209,6 @@ def attend_share(
         scale *= tl.load(k_scale)
     left = count
     while left > 0:
-        seq_len = tl.load(seq_lens + seq)
-        table = _table_of(seq, block_tables, table_rows, table_stride)
         query = tl.load(q + seq.to(tl.int64) * q_token_stride + head_dims, mask=is_real, other=0.0)
         all_units = units_of(seq_len, window, UNIT)
         units = tl.minimum(all_units - unit, left)
@@ -269,15 +267,16 @@ def attend_share(
         seq += 1
         unit = 0
         left -= units
+        seq_len, table = _sequence(seq, left > 0, seq_lens, block_tables, table_rows, table_stride)
 
 
 @triton.jit
-def _table_of(seq, block_tables, table_rows, table_stride):
-    """Where the block ids of a sequence begin."""
+def _sequence(seq, is_read, seq_lens, block_tables, table_rows, table_stride):
+    """The length of a sequence, and where its block ids begin; anything where it is not to be read."""
     table_row = seq
     if table_rows is not None:
-        table_row = tl.load(table_rows + seq)
-    return block_tables + table_row.to(tl.int64) * table_stride
+        table_row = tl.load(table_rows + seq, mask=is_read, other=0)
+    return tl.load(seq_lens + seq, mask=is_read, other=0), block_tables + table_row.to(tl.int64) * table_stride
 
 
 @triton.jit

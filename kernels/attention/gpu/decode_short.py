@@ -4,12 +4,13 @@ Nothing here is slow but waiting: for the query, which the kernel before writes,
 each of which says where the next lies. Only the query and the newest key and value come from this step, so all else is
 read while the kernels before still run:
 
-    program (split, head)   lengths ── block ids ── keys, values ──┐ wait ── query, newest key ── weights ── result
+    program (split, head)   lengths ── block ids ── keys, values ──┐ wait ── query, newest key ── weights ── sums
     kernel before           ...... norm, rotation, KV write ───────┘
 
-A program has KEYS keys of one KV head, whole in its registers, and no loop. A sequence that is longer than that has
-several programs a head; the last of them to arrive adds up the parts. The grid is that of the longest sequence that is
-short: programs behind the sequence's end leave at once.
+A program has KEYS keys of one KV head, whole in its registers, and no loop. A sequence that is longer has several
+programs a head, whose parts a second kernel adds up, a program for each query head: that is faster than a last program
+that finds out that it is the last. The grid is that of the longest sequence that is short; programs without a key that
+the query sees leave at once.
 """
 
 from __future__ import annotations
@@ -22,26 +23,22 @@ from torch import Tensor
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from ..batch import SHORT_CONTEXTS, AttentionBatch
-from .decode_sums import LOG2_E, LOWEST, combine, write_rows
+from .decode_sums import LOG2_E, LOWEST, write_rows
 from .plan import UNLIMITED, ShortPlan, first_visible
 
-MIN_ROWS = 16  # of a matrix product
-MOST_ROWS = 16  # query heads that read one KV head: all that one product takes
+ROWS = 16  # of a matrix product: query heads that read one KV head, at most
 KEYS = 128  # of a program
 WARPS = 4
-ELEMENTS_AT_ONCE = 8192  # of the partial sums, when they are put together
 
 
 def plan_short(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> ShortPlan | None:
     """The plan of a step whose only decode is one short sequence, else None. Looks at shapes only."""
-    if batch.num_decodes != 1 or batch.max_seq_len > SHORT_CONTEXTS[-1] or num_heads // num_kv_heads > MOST_ROWS:
+    if batch.num_decodes != 1 or batch.max_seq_len > SHORT_CONTEXTS[-1] or num_heads // num_kv_heads > ROWS:
         return None
     device, splits = batch.seq_lens.device, max(1, triton.cdiv(batch.max_seq_len, KEYS))
     return ShortPlan(
-        splits,
-        sums=torch.empty((splits, 2, num_heads, head_dim), dtype=torch.float32, device=device),
-        tops=torch.empty((2, splits, 2, num_heads), dtype=torch.float32, device=device),
-        arrivals=torch.zeros(num_kv_heads, dtype=torch.int32, device=device),
+        sums=torch.empty((splits, num_heads, head_dim), dtype=torch.float32, device=device),
+        tops=torch.empty((2, splits, num_heads), dtype=torch.float32, device=device),
     )
 
 
@@ -62,10 +59,9 @@ def short_decode(
 ) -> None:
     """Writes the first row of `out`. See `baton.kernels.attention.paged_attention`."""
     num_heads, dim = q.shape[1:]
-    num_kv_heads = kv.shape[1]
-    group, padded_dim = num_heads // num_kv_heads, triton.next_power_of_2(dim)
-    padded_group = triton.next_power_of_2(group)
-    attend_short[(plan.splits * num_kv_heads,)](
+    num_kv_heads, splits = kv.shape[1], plan.splits
+    limit = UNLIMITED if window is None else window
+    attend_split[(splits * num_kv_heads,)](
         q,
         kv,
         out,
@@ -74,34 +70,49 @@ def short_decode(
         v_scale,
         plan.sums,
         plan.tops,
-        plan.arrivals,
         batch.seq_lens,
         batch.block_tables,
         batch.table_rows,
         layer,
         scale,
-        UNLIMITED if window is None else window,
+        limit,
         soft_cap or 0.0,
-        plan.splits,
+        splits,
         *(kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3)),
         batch.block_tables.stride(0),
         HEADS=num_kv_heads,
-        GROUP=group,
-        PADDED_GROUP=padded_group,
-        ROWS=MIN_ROWS,
+        GROUP=num_heads // num_kv_heads,
+        ROWS=ROWS,
         DIM=dim,
-        PADDED_DIM=padded_dim,
+        PADDED_DIM=triton.next_power_of_2(dim),
         KEYS=KEYS,
-        PARTS=max(1, ELEMENTS_AT_ONCE // (padded_group * padded_dim)),
         BLOCK_SIZE=kv.shape[4],
         HAS_CAP=soft_cap is not None,
         num_warps=WARPS,
         **launch_options(),
     )
+    if splits > 1:
+        add_splits[(num_heads,)](
+            out,
+            sinks,
+            v_scale,
+            plan.sums,
+            plan.tops,
+            batch.seq_lens,
+            limit,
+            splits,
+            num_heads,
+            DIM=dim,
+            PADDED_DIM=triton.next_power_of_2(dim),
+            KEYS=KEYS,
+            SPLITS=triton.next_power_of_2(splits),
+            num_warps=WARPS,
+            **launch_options(),
+        )
 
 
-@triton.jit(do_not_specialize=["layer", "window", "num_splits", "table_stride"])
-def attend_short(
+@triton.jit(do_not_specialize=["layer", "window", "num_splits", "table_width"])
+def attend_split(
     q,  # [1, HEADS * GROUP, DIM]
     kv,
     out,  # as q
@@ -110,7 +121,6 @@ def attend_short(
     v_scale,
     sums,
     tops,
-    arrivals,
     seq_lens,
     block_tables,
     table_rows,
@@ -123,15 +133,13 @@ def attend_short(
     kv_head_stride,
     kv_layer_stride,
     kv_half_stride,
-    table_stride,
+    table_width,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
@@ -140,20 +148,20 @@ def attend_short(
     head = tl.program_id(0) % HEADS
     split = tl.program_id(0) // HEADS
     seq_len = tl.load(seq_lens)
-    splits = tl.maximum(tl.cdiv(seq_len, KEYS), 1)
-    if split >= splits:
-        return
     table = block_tables
     if table_rows is not None:
-        table += tl.load(table_rows).to(tl.int64) * table_stride
-    first_key = first_visible(seq_len, window)
+        table += tl.load(table_rows).to(tl.int64) * table_width
+    key = split * KEYS + tl.arange(0, KEYS)
+    # whatever the length is: asked for before that is there. Ids behind the sequence's end are not used.
+    block = tl.load(table + key // BLOCK_SIZE, mask=key < table_width * BLOCK_SIZE, other=0).to(tl.int64)
+    first_split, splits = _splits_of(seq_len, window, KEYS)
+    if (split < first_split) | (split >= splits):
+        return
     newest = seq_len - 1
+    is_old = (key >= first_visible(seq_len, window)) & (key < newest)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
-    key = split * KEYS + tl.arange(0, KEYS)
-    is_old = (key >= first_key) & (key < newest)
     kv_base = kv + head * kv_head_stride.to(tl.int64) + layer * kv_layer_stride.to(tl.int64)
-    block = tl.load(table + key // BLOCK_SIZE, mask=is_old, other=0).to(tl.int64)
     places = kv_base + (block * kv_block_stride + key % BLOCK_SIZE * DIM)[:, None] + dim[None, :]
     mask = is_old[:, None]
     if DIM != PADDED_DIM:
@@ -186,35 +194,56 @@ def attend_short(
     weight = tl.sum(weights, 1) + new_weight
     total = tl.dot(weights.to(query.dtype), v.to(query.dtype), input_precision="ieee")
     total += new_weight[:, None] * new_v[None, :]
+    if splits - first_split == 1:
+        write_rows(total, weight, top, out + head * (GROUP * DIM), sinks, v_scale, head, GROUP, DIM)
+    else:
+        part = (split * HEADS + head) * GROUP + row
+        tl.store(sums + part[:, None] * DIM + dim[None, :], total, mask=is_real)
+        tl.store(tops + part, top, mask=row < GROUP)
+        tl.store(tops + num_splits * HEADS * GROUP + part, weight, mask=row < GROUP)
 
-    place = out + head * (GROUP * DIM)
-    if splits == 1:
-        write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
-        return
-    part = ((split * 2 + (split == 0).to(tl.int32)) * HEADS + head) * GROUP
-    tl.store(sums + (part + row)[:, None] * DIM + dim[None, :], total, mask=is_real)
-    tl.store(tops + part + row, top, mask=row < GROUP)
-    tl.store(tops + num_splits * 2 * HEADS * GROUP + part + row, weight, mask=row < GROUP)
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == splits - 1:
-        tl.store(arrivals + head, 0)  # for the next layer
-        combine(
-            sums,
-            tops,
-            0,
-            splits - 1,
-            num_splits,
-            place,
-            sinks,
-            v_scale,
-            head,
-            HEADS=HEADS,
-            GROUP=GROUP,
-            PADDED_GROUP=PADDED_GROUP,
-            DIM=DIM,
-            PADDED_DIM=PADDED_DIM,
-            PARTS=PARTS,
-        )
+
+@triton.jit(do_not_specialize=["window", "num_splits", "num_heads"])
+def add_splits(
+    out,
+    sinks,
+    v_scale,
+    sums,
+    tops,
+    seq_lens,
+    window,
+    num_splits,
+    num_heads,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,  # num_splits, up to a power of two
+):
+    """One query head of a sequence whose keys several programs have."""
+    let_next_start()
+    head = tl.program_id(0)
+    first_split, splits = _splits_of(tl.load(seq_lens), window, KEYS)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    is_there = (split >= first_split) & (split < splits)
+    part = split * num_heads + head
+    wait_for_previous()
+    if splits - first_split > 1:
+        tops_here = tl.load(tops + part, mask=is_there, other=LOWEST)
+        weights = tl.load(tops + num_splits * num_heads + part, mask=is_there, other=0.0)
+        values = tl.load(sums + part[:, None] * DIM + dim, mask=is_there[:, None] & (dim < DIM), other=0.0)
+        top = tl.max(tops_here, 0)
+        grow = tl.exp2(tops_here - top)
+        total = tl.sum(values * grow[:, None], 0)
+        weight = tl.sum(weights * grow, 0)
+        only = tl.zeros([1], tl.float32)
+        write_rows(total[None, :], weight + only, top + only, out + head * DIM, sinks, v_scale, head, 1, DIM)
+
+
+@triton.jit
+def _splits_of(seq_len, window, KEYS: tl.constexpr):
+    """The first split with a key that the newest token sees, and the end of those; one also where there is no key."""
+    return first_visible(seq_len, window) // KEYS, tl.maximum(tl.cdiv(seq_len, KEYS), 1)
 
 
 @triton.jit

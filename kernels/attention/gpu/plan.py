@@ -77,13 +77,15 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ShortPlan:
-    """The only decode of a step, of a short sequence. Every layer leaves `arrivals` at zero for the next."""
+    """The only decode of a step, of a short sequence: where the parts of its result lie until they are added up."""
 
-    splits: int  # at most, of the keys
-    # as in `DecodePlan`, a split for a share
-    sums: Tensor  # [splits, 2, num_heads, head_dim] float32
-    tops: Tensor  # [2, splits, 2, num_heads] float32
-    arrivals: Tensor  # [num_kv_heads] int32
+    sums: Tensor  # [splits, num_heads, head_dim] float32: weighted sums of values
+    tops: Tensor  # [2, splits, num_heads] float32: their top scores, their sums of weights
+
+    @property
+    def splits(self) -> int:
+        """Of the keys, at most."""
+        return self.sums.shape[0]
 
 
 @dataclass(frozen=True)
