@@ -105,7 +105,7 @@ def short_decode(
             DIM=dim,
             PADDED_DIM=triton.next_power_of_2(dim),
             KEYS=KEYS,
-            SPLITS=triton.next_power_of_2(splits),
+            MOST_SPLITS=triton.cdiv(SHORT_CONTEXTS[-1], KEYS),  # whatever this step has: one kernel serves all
             num_warps=WARPS,
             **launch_options(),
         )
@@ -217,13 +217,13 @@ def add_splits(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,  # num_splits, up to a power of two
+    MOST_SPLITS: tl.constexpr,
 ):
     """One query head of a sequence whose keys several programs have."""
     let_next_start()
     head = tl.program_id(0)
     first_split, splits = _splits_of(tl.load(seq_lens), window, KEYS)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, MOST_SPLITS)
     dim = tl.arange(0, PADDED_DIM)[None, :]
     is_there = (split >= first_split) & (split < splits)
     part = split * num_heads + head
