@@ -77,6 +77,10 @@ class Load:
     temperature: float = 0.0
     tokenizer: str | None = None  # a model's folder; None: the server tells its tokens
 
+    def at(self, route: str) -> str:
+        """Behind `url`, whose path is a prefix of all routes, with or without a last `/v1`."""
+        return self.url.rstrip("/").removesuffix("/v1") + route
+
 
 @dataclass
 class Answer:
@@ -96,12 +100,11 @@ def measure(load: Load) -> dict[str, Any]:
 
 async def _measure(load: Load) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    base_url = load.url.rstrip("/").removesuffix("/v1")
     patience = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests
-    async with aiohttp.ClientSession(base_url, headers=headers, connector=connector, timeout=patience) as client:
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patience) as client:
         try:
-            model = load.model or await _only_model(client)
+            model = load.model or await _only_model(client, load)
             prompts = _prompts(await _plain_tokens(client, model, load), load)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             raise ServerUnfit(f"{load.url}: {error or type(error).__name__}") from error
@@ -113,8 +116,8 @@ async def _measure(load: Load) -> dict[str, Any]:
     return summary(load, model, answers, duration_s)
 
 
-async def _only_model(client: aiohttp.ClientSession) -> str:
-    async with client.get("/v1/models", raise_for_status=True) as response:
+async def _only_model(client: aiohttp.ClientSession, load: Load) -> str:
+    async with client.get(load.at("/v1/models"), raise_for_status=True) as response:
         return msgspec.json.decode(await response.read(), type=_Models).data[0].id
 
 
@@ -126,7 +129,7 @@ async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: Load) -
         except TokenizerError as error:
             raise ServerUnfit(f"--tokenizer: {error}") from error
     body = {"model": model, "prompt": ALPHABET, "add_special_tokens": False}
-    async with client.post("/tokenize", json=body) as answer:
+    async with client.post(load.at("/tokenize"), json=body) as answer:
         if 400 <= answer.status < 500:
             raise ServerUnfit(
                 f"{load.url} has no /tokenize (status {answer.status}): name the model's folder with --tokenizer"
@@ -183,7 +186,7 @@ async def _ask(client: aiohttp.ClientSession, model: str, prompt: list[int], loa
     answer = Answer()
     start_s = last_s = time.perf_counter()
     try:
-        async with client.post("/v1/completions", json=body) as response:
+        async with client.post(load.at("/v1/completions"), json=body) as response:
             if not response.ok:
                 answer.error = (await response.read()).decode(errors="replace")
                 return answer

@@ -14,26 +14,32 @@ import pytest
 from baton.cluster.cli.bench_serve import ALPHABET, Load, ServerUnfit, measure
 from baton.engine.text import Tokenizer
 
+PREFIX = "/llm"
 DEMO = Path(__file__).parents[2] / "configs/demo/model"
 
 
 class OnlyCompletions(BaseHTTPRequestHandler):
-    """Streams `max_tokens` events; keeps what it was asked."""
+    """Streams `max_tokens` events; keeps what it was asked. It is behind a proxy, which has other services, too."""
 
     asked: list[dict[str, Any]]
 
     def do_GET(self) -> None:
-        self._answer(b'{"data": [{"id": "theirs"}]}')
+        if self._has("/v1/models"):
+            self._answer(b'{"data": [{"id": "theirs"}]}')
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path != "/v1/completions":
-            self.send_error(404)
+        if not self._has("/v1/completions"):
             return
         self.asked.append(body)
         chunks = [{"choices": [{"index": 0, "text": "a"}]}] * body["max_tokens"]
         chunks.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
         self._answer(b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks))
+
+    def _has(self, route: str) -> bool:
+        if self.path != PREFIX + route:
+            self.send_error(404 if self.path.startswith(PREFIX + "/") else 403)
+        return self.path == PREFIX + route
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -52,7 +58,7 @@ def their_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}{PREFIX}", asked
         server.shutdown()
         thread.join()
 
@@ -79,6 +85,21 @@ def test_a_server_without_tokenize_is_refused_with_the_option_that_helps(
 ) -> None:
     with pytest.raises(ServerUnfit, match=r"no /tokenize \(status 404\).*--tokenizer"):
         measure(load(their_server[0]))
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_the_path_of_the_url_is_a_prefix_of_every_route(
+    their_server: tuple[str, list[dict[str, Any]]], ending: str
+) -> None:
+    url, asked = their_server
+    assert measure(load(url + ending, tokenizer=str(DEMO)))["completed"] == 3
+    assert len(asked) == 4, "with the warm-up"
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "/llm", "http://"])
+def test_a_url_that_is_none_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ServerUnfit, match=f"^{url}: "):
+        measure(load(url))
 
 
 def test_a_folder_without_a_tokenizer_is_refused_by_name(
