@@ -40,14 +40,15 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     spec = load_spec(args)
     check_model(spec)
     plain = spec.model_dump(mode="json", exclude_unset=True)
-    engines = [_engines(spec, role, plain) for role in spec.fleets.present]
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    engines = [_engines(spec, role, plain, gpus) for role in spec.fleets.present]
     root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _keeper(spec)
     return root.bind(plain, engines)
 
 
-def _engines(spec: FleetSpec, role: Role, args: dict[str, Any]) -> serve.Application:
+def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> serve.Application:
+    """`gpus`: of the cluster."""
     fleet = spec.fleets.present[role]
-    gpus = ray.cluster_resources().get("GPU", 0.0)
     saving_s = 0.0 if fleet.kv_tiers is None else fleet.kv_tiers.save_s
     deployment = serve.deployment(
         name=role.value,

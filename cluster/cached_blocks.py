@@ -63,8 +63,9 @@ class CachedBlocks:
             self._move(news.stored, self._pool, self._host, self._disk)
             self._move(news.host, self._host, self._pool, self._disk)
             self._move(news.disk, self._disk, self._pool, self._host)
+            evicted = unpack_names(news.evicted)
             for place in (self._pool, self._host, self._disk):
-                place.difference_update(unpack_names(news.evicted))
+                place.difference_update(evicted)
             self._number = news.number
             if not self._can_be_true():
                 self._forget()

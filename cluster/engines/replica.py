@@ -146,17 +146,17 @@ class EngineReplica:
     async def _drain(self) -> None:
         """Returns when everything has ended or is in other hands, and the directory does not list the group."""
         await self._say_draining(True)
+        last_word: tuple[Any, ...] = ("leave",)
         try:
             drained = await drain(self._workers, self._fleet.drain_timeout_s)
         except ray.exceptions.RayError as error:  # a worker has died: there is nothing to wait for
             logger.warning("engine group %s did not drain: %s", self._group.group_id, type(error).__name__)
-            self._heart.cancel()  # it would register the group again
-            await self._leave()
-            return
-        what = f"engine group {self._group.group_id} drained in {drained.seconds:.1f} s"
-        logger.info("%s and handed %d requests over", what, drained.handed_over)
-        self._heart.cancel()  # as above
-        await self._tell("drained", drained)
+        else:
+            what = f"engine group {self._group.group_id} drained in {drained.seconds:.1f} s"
+            logger.info("%s and handed %d requests over", what, drained.handed_over)
+            last_word = ("drained", drained)
+        self._heart.cancel()  # it would register the group again
+        await self._tell(*last_word)
 
     async def _say_draining(self, draining: bool) -> None:
         self._group = self._group.with_draining(draining)  # a directory that restarts hears it when we register again

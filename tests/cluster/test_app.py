@@ -75,6 +75,13 @@ def test_a_group_and_what_watches_it_are_one_placement_group(deployed: Any) -> N
         assert parts[name].init_args[2] | {"CPU": 0.6} == parts[name]._replica_config.placement_group_bundles[0]
 
 
+def test_all_fleets_are_made_for_the_same_look_at_the_cluster(deployed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([{"CPU": 8.0, "GPU": 2.0}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: next(looks))
+    parts = deployed()
+    assert [parts[name].init_args[2]["GPU"] for name in ("prefill", "decode")] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("gpus", "fleet", "device", "starts"),
     [(2.0, {}, "auto", False), (2.0, {"num_gpus": 0}, "auto", True), (2.0, {}, "cpu", True), (0.0, {}, "auto", True)],

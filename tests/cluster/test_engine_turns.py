@@ -75,6 +75,14 @@ async def connect(served: tuple[EngineServer, EngineRecord]) -> AsyncIterator[Ca
         await client.close()
 
 
+@pytest.fixture
+async def client(connect: Callable[..., ZmqEngineClient]) -> ZmqEngineClient:
+    """It has heard from the engine."""
+    client = await connect("gateway-a")
+    await until(lambda: num_running(client) == 0)
+    return client
+
+
 async def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -116,18 +124,19 @@ async def test_a_gateway_that_only_the_directory_lost_goes_on_hearing_of_the_eng
 
 
 async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
-    connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+    client: ZmqEngineClient,
+    connect: Callable[..., ZmqEngineClient],
+    engine: HeldEngine,
+    served: tuple[EngineServer, EngineRecord],
 ) -> None:
     """To a gateway that said hello between the two: the engine's state is what all the others know already."""
     server, record = served
-    early = await connect("gateway-a")
-    await until(lambda: num_running(early) == 0)
     engine.hold.clear()
     engine.hang.clear()
     server.wake()
     steps = engine.steps
     await until(lambda: engine.steps > steps)  # and there the loop is held
-    stream = early.submit(record, make_request("a"))
+    stream = client.submit(record, make_request("a"))
     await until(lambda: len(server._mail._inbox) == 1)
     late = await connect("gateway-b")
     await until(lambda: len(server._mail._inbox) == 2)
@@ -139,12 +148,10 @@ async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
 
 
 async def test_a_request_counts_while_it_goes_from_the_mailbox_into_the_engine(
-    connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+    client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
     """A drain that finds nothing ends the process."""
     server, record = served
-    client = await connect("gateway-a")
-    await until(lambda: num_running(client) == 0)
     engine.hold.clear()
     engine.stop_at_stats = True
     stream = client.submit(record, make_request("a"))
@@ -155,11 +162,9 @@ async def test_a_request_counts_while_it_goes_from_the_mailbox_into_the_engine(
 
 
 async def test_a_stream_whose_last_holder_is_another_thread_is_aborted(
-    connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+    client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
     """The collector of garbage runs wherever it is time for it, as in the thread that tokenizes."""
-    client = await connect("gateway-a")
-    await until(lambda: num_running(client) == 0)
     engine.hold.clear()
     holders = [client.submit(served[1], make_request("a"))]
     await until(lambda: "a" in engine.running)
@@ -184,12 +189,10 @@ async def test_a_connection_for_which_no_socket_is_left_is_made_when_there_is_on
 
 
 async def test_the_last_words_of_an_engine_are_heard_however_late_the_gateway_looks(
-    connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+    client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
     """They say that the requests were handed back in order; a lost connection would say that the engine has failed."""
     server, record = served
-    client = await connect("gateway-a")
-    await until(lambda: num_running(client) == 0)
     engine.hold.clear()
     streams = [client.submit(record, make_request(str(number))) for number in range(50)]
     await until(lambda: len(engine.running) == 50)
