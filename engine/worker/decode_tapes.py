@@ -68,10 +68,18 @@ class _Inputs:
 
 
 @dataclass(frozen=True)
-class _Step:
-    inputs: _Inputs
-    tape: Tape
-    hidden: Tensor  # [n, hidden_size], what the tape gives
+class DecodeTape:
+    """Steps of one size, or of fewer sequences."""
+
+    _inputs: _Inputs
+    _tape: Tape
+    _hidden: Tensor  # [n, hidden_size], what the tape gives
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Hidden states [sequences, hidden_size], until any tape's next step."""
+        self._inputs.write(inputs)
+        self._tape.replay()
+        return self._hidden[: len(inputs.rows)]
 
 
 class DecodeTapes:
@@ -79,28 +87,20 @@ class DecodeTapes:
 
     def __init__(self, forward: Forward, tables: BlockTables, max_num_seqs: int) -> None:
         """Records what `forward` does for every size, as far as it can be recorded. Computes nothing."""
-        self._steps: dict[int, _Step] = {}  # by size, ascending
+        self._tapes: dict[int, DecodeTape] = {}  # by size, ascending
         workspace = Workspace()
         try:
             for size in decode_sizes(max_num_seqs):
                 inputs = _Inputs.of(size, tables)
                 recording = record(functools.partial(forward, inputs.token_ids, inputs.batch), workspace)
-                self._steps[size] = _Step(inputs, recording.tape, recording.answer)
+                self._tapes[size] = DecodeTape(inputs, recording.tape, recording.answer)
         except Obstacle as obstacle:
             logger.info("decode steps of %d sequences or more run through Python: the model needs %s", size, obstacle)
-        self._sizes = list(self._steps)
+        self._sizes = list(self._tapes)
 
-    def serve(self, inputs: StepInputs) -> bool:
-        """Whether a step like this one has a tape: one token a sequence, all of them wanted."""
-        is_decode = inputs.attention.max_query_len == 1 and inputs.wanted is None
-        return is_decode and at_least(self._sizes, len(inputs.rows)) is not None
-
-    def forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states [sequences, hidden_size] of a step that they serve, until the next one."""
-        count = len(inputs.rows)
-        size = at_least(self._sizes, count)
-        assert size is not None, f"a step of {count} sequences, which no tape serves"
-        step = self._steps[size]
-        step.inputs.write(inputs)
-        step.tape.replay()
-        return step.hidden[:count]
+    def find(self, inputs: StepInputs) -> DecodeTape | None:
+        """The one that serves a step like this: one token a sequence, all of them wanted. None where none does."""
+        if inputs.attention.max_query_len > 1 or inputs.wanted is not None:
+            return None
+        size = at_least(self._sizes, len(inputs.rows))
+        return None if size is None else self._tapes[size]

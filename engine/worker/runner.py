@@ -126,8 +126,8 @@ class ModelRunner:
         return FinishedStep(StepResult(plan.step, results))
 
     def _hidden(self, inputs: StepInputs, ranks: RankRows | None) -> torch.Tensor:
-        if self._tapes is not None and ranks is None and self._tapes.serve(inputs):
-            return self._tapes.forward(inputs)
+        if self._tapes is not None and ranks is None and (tape := self._tapes.find(inputs)):
+            return tape.forward(inputs)
         return self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.wanted, ranks)
 
     def _update_rows(self, plan: StepPlan) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine import LLM, SamplingParams
 from baton.engine.layers import mlp
 from baton.engine.worker import decode_tapes
-from baton.engine.worker.decode_tapes import DecodeTapes
+from baton.engine.worker.decode_tapes import DecodeTape, DecodeTapes
 from baton.engine.worker.inputs import StepInputs
 from baton.kernels.linear import pack
 
@@ -29,13 +29,13 @@ def tokens(llm: LLM) -> list[list[int]]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sequences each step had that a tape served."""
     made: list[int] = []
-    inner = DecodeTapes.forward
+    inner = DecodeTape.forward
 
-    def counted(tapes: DecodeTapes, inputs: StepInputs) -> Tensor:
+    def counted(tape: DecodeTape, inputs: StepInputs) -> Tensor:
         made.append(len(inputs.rows))
-        return inner(tapes, inputs)
+        return inner(tape, inputs)
 
-    monkeypatch.setattr(DecodeTapes, "forward", counted)
+    monkeypatch.setattr(DecodeTape, "forward", counted)
     return made
 
 
@@ -43,7 +43,7 @@ def test_batches_that_shrink_and_grow_give_the_tokens_of_steps_without_tapes(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, served: list[int]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeTapes, "serve", lambda *args: False)
+        patch.setattr(DecodeTapes, "find", lambda *args: None)
         expected = tokens(make_llm(dtype="bfloat16"))
     llm = make_llm(dtype="bfloat16")
     served.clear()
