@@ -89,6 +89,8 @@ class Tokenizer:
             return 0
         if not isinstance(self._backend.normalizer, NFC | None):
             return 0
+        if any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()):
+            return 0  # such a one swallows all spaces beside it
         composed = 1 if self._backend.normalizer is None else COMPOSED
         return composed * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BACKENDS, NAMED
-from tokenizers import normalizers
+from tokenizers import AddedToken, normalizers
 
 from baton.engine.text import Tokenizer, TokenizerError, bad_word_token_ids
 
@@ -154,6 +154,14 @@ def test_composed_characters_are_no_fewer_tokens_than_their_length_says() -> Non
     assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
     backend.normalizer = normalizers.Replace("a", "")
     assert Tokenizer(backend, NAMED).least_tokens(text) == 0, "it could swallow any text"
+
+
+@pytest.mark.parametrize(("side", "text"), [("lstrip", " " * 10_000 + "<turn>"), ("rstrip", "<turn>" + " " * 10_000)])
+def test_spaces_that_a_token_swallows_are_no_tokens(side: str, text: str) -> None:
+    backend = BACKENDS["byte level"]()
+    backend.add_special_tokens([AddedToken("<turn>", **{side: True})])
+    tokenizer = Tokenizer(backend, NAMED)
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False)) == 1
 
 
 def test_a_long_text_has_many_tokens(byte_level: Tokenizer) -> None:
