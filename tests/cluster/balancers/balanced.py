@@ -36,13 +36,14 @@ class Balancer:
     drain_s: float  # of gateways behind it
 
     def configure(self, folder: Path, port: int, gateways: list[int]) -> Path:
-        """The file that is shipped, with other ports, and nothing else."""
+        """The file that is shipped, with another port and a line for each gateway, and nothing else."""
         text = (CONFIGS / self.config).read_text()
         text, found = re.subn(r"9000\b", str(port), text)
         assert found == 1
-        for index, gateway in enumerate(gateways):
-            text, found = re.subn(rf"(127\.0\.0\.1(?::|, port_value: ))800{index}\b", rf"\g<1>{gateway}", text)
-            assert found == 1
+        first, second = re.findall(r"^.* 127\.0\.0\.1\D+800[01]\b.*\n", text, re.MULTILINE)
+        assert first + second in text
+        lines = [first.replace("8000", str(port)).replace("gateway0", f"gateway{i}") for i, port in enumerate(gateways)]
+        text = text.replace(first + second, "".join(lines))
         file = folder / self.config
         file.write_text(text)
         return file

@@ -41,10 +41,10 @@ CLIENTS = 12
 
 
 class Setup:
-    """A balancer and two gateways."""
+    """A balancer and its gateways."""
 
-    def __init__(self, balancer: Balancer, folder: Path) -> None:
-        self.port, self.gateways = free_port(), [free_port(), free_port()]
+    def __init__(self, balancer: Balancer, folder: Path, num_gateways: int) -> None:
+        self.port, self.gateways = free_port(), [free_port() for _ in range(num_gateways)]
         self._balancer, self._folder = balancer, folder
         self._running = contextlib.ExitStack()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -60,6 +60,9 @@ class Setup:
     def start_gateway(self, port: int) -> None:
         process = self._running.enter_context(gateway(port, self._balancer.drain_s, self._folder))
         self.processes[port] = process
+
+    def all_are_asked(self) -> bool:
+        return all(answered_by(port) for port in self.gateways)
 
     def close(self) -> None:
         self._running.close()
@@ -78,8 +81,13 @@ def balancer(request: pytest.FixtureRequest) -> Balancer:
 
 
 @pytest.fixture
-def setup(balancer: Balancer, tmp_path: Path) -> Iterator[Setup]:
-    setup = Setup(balancer, tmp_path)
+def num_gateways() -> int:
+    return 2
+
+
+@pytest.fixture
+def setup(balancer: Balancer, num_gateways: int, tmp_path: Path) -> Iterator[Setup]:
+    setup = Setup(balancer, tmp_path, num_gateways)
     try:
         setup.start()
         yield setup
@@ -145,18 +153,36 @@ async def test_a_gateway_that_says_that_it_leaves_is_asked_no_more_though_its_po
     assert load.failures == []
 
 
+@each_of(ALL_BALANCERS)
 async def test_a_gateway_that_is_killed_costs_no_request_that_had_no_answer_yet(setup: Setup) -> None:
+    assert await failures_without(setup, setup.gateways[:1]) == []
+
+
+@each_of(ALL_BALANCERS)
+@pytest.mark.parametrize("num_gateways", [4])
+async def test_gateways_that_are_killed_at_once_cost_no_request_that_is_made_later(setup: Setup) -> None:
+    """Before the checks notice; and though those that are gone are as many as a request is tried at, and least busy.
+
+    One that was under way may be tried at one after the other, each while it dies.
+    """
+    assert len(await failures_without(setup, setup.gateways[:3])) <= CLIENTS
+
+
+async def failures_without(setup: Setup, gateways: list[int]) -> list[str]:
+    """What clients meet when these are killed under load."""
     async with Load(setup.port, CLIENTS, stream=False, keep_alive=True).under_way() as load:
-        await eventually(lambda: answered_by(setup.gateways[0]) > CLIENTS)
-        setup.processes[setup.gateways[0]].kill()
+        await eventually(setup.all_are_asked)
+        for port in gateways:
+            setup.processes[port].kill()
         killed_at = load.answered
         await eventually(lambda: load.answered > killed_at + 3 * CLIENTS)
-    assert load.failures == []
+    return load.failures
 
 
+@each_of(ALL_BALANCERS)
 async def test_a_gateway_that_is_killed_costs_no_stream_that_can_be_resumed(setup: Setup) -> None:
     async with Load(setup.port, CLIENTS, stream=True, resumable=True).under_way() as load:
-        await eventually(lambda: answered_by(setup.gateways[0]) > CLIENTS)
+        await eventually(setup.all_are_asked)
         setup.processes[setup.gateways[0]].kill()
         killed_at = load.answered
         await eventually(lambda: load.answered > killed_at + 3 * CLIENTS)
@@ -186,12 +212,15 @@ def test_envoys_limits_fit_those_of_gateways() -> None:
     (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
     (options,) = cluster["typed_extension_protocol_options"].values()
     (check,) = cluster["health_checks"]
+    checks_notice_s = check["unhealthy_threshold"] * (seconds_of(check["interval"]) + seconds_of(check["timeout"]))
     assert route["route"]["timeout"] == "0s"
     assert seconds_of(manager["stream_idle_timeout"]) > GatewaySettings().request_timeout_s
     assert seconds_of(options["common_http_protocol_options"]["idle_timeout"]) < KEEP_ALIVE_S
     assert seconds_of(check["interval"]) * check["unhealthy_threshold"] < GatewaySettings().drain_s
     assert check["no_traffic_interval"] == check["interval"]
     assert cluster["common_lb_config"]["healthy_panic_threshold"] == {"value": 0}, "or it asks who says that it leaves"
+    assert cluster["common_lb_config"]["update_merge_window"] == "0s", "or it acts on a check up to a second later"
+    assert seconds_of(cluster["outlier_detection"]["base_ejection_time"]) > checks_notice_s
 
 
 def seconds_of(duration: str) -> float:
