@@ -15,6 +15,6 @@
     copies/      between blocks and the host's memory; the host buffer
     tiers/       blocks in the host's memory and on disks
 
-`descriptors` are the byte ranges of blocks, `digests` the proof of what they hold. The only package that imports NIXL
-and UCXX.
+`descriptors` are the byte ranges of blocks, `digests` the proof of what they hold, `codec` the bytes of all messages.
+The only package that imports NIXL and UCXX.
 """

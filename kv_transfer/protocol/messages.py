@@ -13,8 +13,7 @@
         <---------------------------- Withdrawn     please give up
       Finish | Abort ---------------------->        I need it no longer
 
-Every message about a lease names both ends: the offer of one process (engine, epoch, request, generation) and the
-receive of one process. An end that does not know itself in a message counts and drops it.
+An end that does not know itself in a message counts and drops it.
 
 Bytes come from other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
 """
@@ -22,16 +21,16 @@ Bytes come from other processes: whatever they hold, decoding returns a valid me
 from __future__ import annotations
 
 import enum
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from .. import codec
 from ..errors import MalformedMessage
-
-T = TypeVar("T")
 
 TICKET_VERSION = 2
 MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
@@ -98,71 +97,58 @@ class Unwelcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     reason: Reason
 
 
-class Claim(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class LeaseMessage(msgspec.Struct, frozen=True, array_like=True):
+    """Names both ends: the offer of one process and the receive of one process."""
+
     lease: LeaseKey
     reader: ReaderKey
+
+
+class Claim(LeaseMessage, frozen=True, tag=3):
     number: Id  # counts claims and renewals of one receive, so that a grant tells from when it counts
 
 
-class Renew(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    lease: LeaseKey
-    reader: ReaderKey
+class Renew(LeaseMessage, frozen=True, tag=4):
     number: Id
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class Granted(LeaseMessage, frozen=True, tag=5):
     """The blocks stay for at least `lease_s` from when the reader sent message `number`."""
 
-    lease: LeaseKey
-    reader: ReaderKey
     number: Id
     lease_s: Seconds
     num_ready: Id  # of the offer's blocks, leading ones that are written
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    lease: LeaseKey
-    reader: ReaderKey
+class Refused(LeaseMessage, frozen=True, tag=6):
     reason: Reason
 
 
-class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class Withdrawn(LeaseMessage, frozen=True, tag=7):
     """The holder would like its blocks back before the lease ends; it waits for `Abort` or `Finish`."""
 
-    lease: LeaseKey
-    reader: ReaderKey
+
+class Finish(LeaseMessage, frozen=True, tag=8):
+    """All is read."""
 
 
-class Finish(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    lease: LeaseKey
-    reader: ReaderKey
+class Abort(LeaseMessage, frozen=True, tag=9):
+    """Nothing of it counts."""
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    lease: LeaseKey
-    reader: ReaderKey
-
-
-class Grown(msgspec.Struct, frozen=True, array_like=True, tag=10):
+class Grown(LeaseMessage, frozen=True, tag=10):
     """Leading blocks of the offer that are written; later ones must not be read yet."""
 
-    lease: LeaseKey
-    reader: ReaderKey
     num_ready: Id
 
 
-class AskDigests(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class AskDigests(LeaseMessage, frozen=True, tag=11):
     """What do the offer's blocks hold? Asked again until the answer comes."""
 
-    lease: LeaseKey
-    reader: ReaderKey
 
-
-class Digests(msgspec.Struct, frozen=True, array_like=True, tag=12):
+class Digests(LeaseMessage, frozen=True, tag=12):
     """By rank of the holder: digests of that rank's heads of all the offer's blocks; see `digests.py`."""
 
-    lease: LeaseKey
-    reader: ReaderKey
     by_rank: tuple[Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)], ...]
 
 
@@ -170,25 +156,8 @@ FromReader = Claim | Renew | AskDigests | Finish | Abort
 FromHolder = Granted | Grown | Refused | Withdrawn | Digests
 Message = Hello | Welcome | Unwelcome | FromReader | FromHolder
 
-_encoder = msgspec.msgpack.Encoder()
-_message_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(data: bytes) -> Message:
-    """Raises `MalformedMessage` for bytes that are no message."""
-    return decode_as(_message_decoder, data, "transfer message")
-
-
-def decode_as(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    """Raises `MalformedMessage`, and nothing else, whatever the bytes are."""
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(f"{len(data)} bytes are no {what}: {error}") from error
+encode: Callable[[Message], bytes] = codec.encode
+decode: Callable[[bytes], Message] = codec.decoder(Message, "transfer message")
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):
@@ -213,7 +182,7 @@ def blocks_of(runs: Sequence[BlockRun]) -> list[int]:
     return [block for run in runs for block in range(run.first, run.first + run.count)]
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
+class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The offer of a prompt's blocks, as it travels through the gateway. Promised for `lease_s` from when it is sent.
 
     Where it grows, fewer than all blocks are written when it is sent: `num_ready`, from the first on.
@@ -231,7 +200,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[BlockRun, ...]
     refusal: Reason = ""  # why nothing is promised after all
 
-    @property
+    @functools.cached_property  # every step of a hand-off asks, and blocks that lie apart are a run each
     def num_blocks(self) -> int:
         return sum(run.count for run in self.runs)
 
@@ -240,12 +209,12 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         return blocks_of(self.runs)
 
     def encode(self) -> bytes:
-        return _encoder.encode(self)
+        return codec.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Ticket:
         """Raises `MalformedMessage` for bytes that are no ticket of this version."""
-        ticket = decode_as(_ticket_decoder, data, "ticket")
+        ticket = _decode_ticket(data)
         if ticket.version != TICKET_VERSION:
             raise MalformedMessage(
                 f"the ticket has version {ticket.version}, this engine reads version {TICKET_VERSION}"
@@ -264,4 +233,4 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
             )
 
 
-_ticket_decoder = msgspec.msgpack.Decoder(Ticket)
+_decode_ticket: Callable[[bytes], Ticket] = codec.decoder(Ticket, "ticket")

@@ -18,12 +18,14 @@ other processes: whatever they hold, decoding returns a valid message or raises 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from ..protocol.messages import MAX_BLOCKS, MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason, decode_as
+from .. import codec
+from ..protocol.messages import MAX_BLOCKS, MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason
 from ..transports import PeerState, ReadState
 from .rank_reader import MAX_RANKS, RankMemory
 
@@ -112,20 +114,6 @@ class Compare(msgspec.Struct, frozen=True, array_like=True, tag=5):
 Report = Join | PeerReport | ReadReport | Present | Farewell | CheckReport
 Order = AddPeer | RemovePeer | StartRead | Attend | MakeDigests | Compare
 
-_encoder = msgspec.msgpack.Encoder()
-_report_decoder = msgspec.msgpack.Decoder(Report)
-_order_decoder = msgspec.msgpack.Decoder(Order)
-
-
-def encode(message: Report | Order) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_report(data: bytes) -> Report:
-    """Raises `MalformedMessage` for bytes that are no report."""
-    return decode_as(_report_decoder, data, "report of a rank")
-
-
-def decode_order(data: bytes) -> Order:
-    """Raises `MalformedMessage` for bytes that are no order."""
-    return decode_as(_order_decoder, data, "order to a rank")
+encode: Callable[[Report | Order], bytes] = codec.encode
+decode_report: Callable[[bytes], Report] = codec.decoder(Report, "report of a rank")
+decode_order: Callable[[bytes], Order] = codec.decoder(Order, "order to a rank")

@@ -7,7 +7,7 @@ lists of byte ranges. Handles are given out by the caller, so that all ranks of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -15,10 +15,10 @@ from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
 
+from .. import codec
 from ..descriptors import Cut, block_ranges, cut, shares
 from ..digests import DIGEST_BYTES, BlockBytes, digests_of, region_bytes
 from ..errors import TransportError
-from ..protocol.messages import decode_as
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState, Transport
 
 State = TypeVar("State", PeerState, ReadState)
@@ -44,13 +44,13 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True):
         return range(self.first_head, self.first_head + self.num_heads)
 
 
-_group_decoder = msgspec.msgpack.Decoder(Annotated[list[RankMemory], Meta(min_length=1, max_length=MAX_RANKS)])
-_encoder = msgspec.msgpack.Encoder()
+_Group = Annotated[list[RankMemory], Meta(min_length=1, max_length=MAX_RANKS)]
+_decode_group: Callable[[bytes], list[RankMemory]] = codec.decoder(_Group, "metadata of a group's ranks")
 
 
 def group_metadata(ranks: Sequence[RankMemory]) -> bytes:
     """What a peer's `add_peer` needs to read a whole group."""
-    return _encoder.encode(ranks)
+    return codec.encode(ranks)
 
 
 def worst(states: Iterable[State]) -> State:
@@ -114,7 +114,7 @@ class RankReader:
 
         Raises `MalformedMessage` or `TransportError` for metadata that make no sense; nothing was begun then.
         """
-        holders = decode_as(_group_decoder, metadata, "metadata of a group's ranks")
+        holders = _decode_group(metadata)
         sources: list[_Source] = []
         try:
             for share in shares(self.rank, self.region.heads, [holder.heads for holder in holders]):

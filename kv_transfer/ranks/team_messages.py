@@ -18,6 +18,7 @@ returns a valid message or raises `MalformedMessage`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -25,7 +26,8 @@ from msgspec import Meta
 
 from baton.engine.core.prefix import HASH_BYTES
 
-from ..protocol.messages import Id, Name, Reason, decode_as
+from .. import codec
+from ..protocol.messages import Id, Name, Reason
 from ..tiers.books import Loss, Move
 from .rank_reader import MAX_RANKS
 
@@ -89,20 +91,6 @@ class AreYouThere(msgspec.Struct, frozen=True, array_like=True, tag=4):
 TeamReport = TeamJoin | Copied | Found | Opened | Carried | GiveUp
 TeamOrder = CopyDown | CopyUp | OpenTiers | Carry | AreYouThere
 
-_encoder = msgspec.msgpack.Encoder()
-_report_decoder = msgspec.msgpack.Decoder(TeamReport)
-_order_decoder = msgspec.msgpack.Decoder(TeamOrder)
-
-
-def encode(message: TeamReport | TeamOrder) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_report(data: bytes) -> TeamReport:
-    """Raises `MalformedMessage` for bytes that are no report."""
-    return decode_as(_report_decoder, data, "report of a rank")
-
-
-def decode_order(data: bytes) -> TeamOrder:
-    """Raises `MalformedMessage` for bytes that are no order."""
-    return decode_as(_order_decoder, data, "order to a rank")
+encode: Callable[[TeamReport | TeamOrder], bytes] = codec.encode
+decode_report: Callable[[bytes], TeamReport] = codec.decoder(TeamReport, "report of a rank")
+decode_order: Callable[[bytes], TeamOrder] = codec.decoder(TeamOrder, "order to a rank")

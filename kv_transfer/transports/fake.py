@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from .. import codec
 from ..errors import TransportError
 from ..network.virtual import VirtualClock
-from ..protocol.messages import decode_as
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 
 
@@ -34,7 +34,7 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     name: str
 
 
-_metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
+_decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a fake peer")
 
 
 class FakeFabric:
@@ -92,10 +92,10 @@ class FakeTransport:
         self._reads: dict[ReadHandle, _Read] = {}
 
     def metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Metadata(self._agent))
+        return codec.encode(_Metadata(self._agent))
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        name = decode_as(_metadata_decoder, metadata, "metadata of a fake peer").name
+        name = _decode_metadata(metadata).name
         peer = next(self._ids)
         self._peers[peer] = (name, PeerState.CONNECTING)
         broken = self._fabric.rng.random() < self._fabric.faults.break_peer

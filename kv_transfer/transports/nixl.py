@@ -27,8 +27,8 @@ from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
 
+from .. import codec
 from ..errors import NotRegistrable, TransportError
-from ..protocol.messages import decode_as
 from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
@@ -55,7 +55,7 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     device: Annotated[int, Meta(ge=0, lt=2**16)]
 
 
-_metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
+_decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a NIXL peer")
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,7 +105,7 @@ class NixlTransport:
         ]
         blob = self._asking("cannot describe our memory", self._agent.get_agent_metadata)
         known = _Metadata(blob, self._address, self._num_bytes, self._memory, self._device)
-        self._metadata = msgspec.msgpack.encode(known)
+        self._metadata = codec.encode(known)
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
@@ -122,7 +122,7 @@ class NixlTransport:
         return self._metadata
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        known = decode_as(_metadata_decoder, metadata, "metadata of a NIXL peer")
+        known = _decode_metadata(metadata)
         name = self._asking("cannot load a peer's metadata", self._agent.add_remote_agent, known.nixl)
         name = name.decode() if isinstance(name, bytes) else name
         peer = _Peer(name, known, warm_read=None)

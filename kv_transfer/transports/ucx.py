@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -26,8 +26,9 @@ from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
 
+from .. import codec
 from ..errors import TransportError
-from ..protocol.messages import Name, decode_as
+from ..protocol.messages import Name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
 from .stumbles import Stumbles
@@ -56,7 +57,7 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: Annotated[int, Meta(ge=1, lt=2**62)]
 
 
-_metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
+_decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a UCX peer")
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +116,7 @@ class UcxTransport:
         key = self._ucp.pack_key(self._context.handle, self._memory)
         worker = self._worker.address.tobytes()
         known = _Metadata(self._ucp.version, agent_name, worker, key, self._address, self._num_bytes)
-        self._metadata = msgspec.msgpack.encode(known)
+        self._metadata = codec.encode(known)
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
@@ -132,7 +133,7 @@ class UcxTransport:
         return self._metadata
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        known = decode_as(_metadata_decoder, metadata, "metadata of a UCX peer")
+        known = _decode_metadata(metadata)
         if known.version != self._ucp.version:
             raise TransportError(f"{known.name} has UCX {known.version}, here is {self._ucp.version}: install the same")
         endpoint = self._connect(known)
