@@ -19,7 +19,7 @@ from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer,
 from baton.engine.core.layout import KVRegion
 
 from .errors import RankLost, TransferThreadDied, TransportError
-from .network.channel import ZmqChannel
+from .network.channel import Channel, ZmqChannel
 from .network.curve import ClusterKey
 from .protocol.handoff import Handoff
 from .protocol.messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
@@ -27,6 +27,7 @@ from .protocol.stats import TransferStats
 from .ranks.crew import Crew, CrewSocket
 from .ranks.rank_reader import RankReader
 from .settings import PeerInfo, TransferSettings
+from .transports import Transport
 from .transports.opening import START_TIMEOUT_S, open_transport
 
 __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
@@ -75,6 +76,7 @@ class TransferConnector(GrowingConnector):
         self._events: collections.deque[ConnectorEvent] = collections.deque()
         self._stats = TransferStats()
         self._stats_due = 0.0
+        self._has_told = False  # the engine, in this round
         self._failure: Exception | None = None
         self._closing = threading.Event()
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
@@ -183,7 +185,7 @@ class TransferConnector(GrowingConnector):
     def _run(self, started: Future[None]) -> None:
         try:
             crew = self._make_crew()
-            handoff = Handoff(self._me, self._channel, crew, self._settings, time.monotonic, self._tell)
+            handoff = self._make_handoff(self._channel, crew)
         except Exception as error:
             started.set_exception(error)
             return
@@ -201,9 +203,10 @@ class TransferConnector(GrowingConnector):
         crew.close()
 
     def _round(self, handoff: Handoff) -> float:
-        pause_s = handoff.pump(self._commands_given())
+        self._has_told = False
+        pause_s = handoff.pump(self._commands_given)
         now = time.monotonic()
-        if pause_s >= STATS_EVERY_S or now >= self._stats_due:  # not in each round of a thread that polls
+        if pause_s >= STATS_EVERY_S or self._has_told or now >= self._stats_due:  # not in each round of one that polls
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
         return pause_s
 
@@ -213,8 +216,10 @@ class TransferConnector(GrowingConnector):
 
     def _tell(self, event: ConnectorEvent) -> None:
         self._events.append(event)
-        self._stats_due = 0.0
         self._wake()
+        if not self._has_told:
+            self._has_told = True
+            time.sleep(0)  # who was woken needs Python's lock, and would get it when this round is over: 100 us later
 
     def _wind_up(self, handoff: Handoff) -> None:
         for command in self._commands_given():
@@ -233,9 +238,14 @@ class TransferConnector(GrowingConnector):
         self._failure = error
         self._wake()
 
+    def _make_handoff(self, channel: Channel, crew: Crew) -> Handoff:
+        return Handoff(self._me, channel, crew, self._settings, time.monotonic, self._tell)
+
+    def _open_transport(self) -> Transport:
+        return open_transport(self._settings, self._region, f"{self._me.engine_id}:{self._me.epoch}")
+
     def _make_crew(self) -> Crew:
-        transport = open_transport(self._settings, self._region, f"{self._me.engine_id}:{self._me.epoch}")
-        reader = RankReader(0, self._region, transport, buffered=self._buffered)
+        reader = RankReader(0, self._region, self._open_transport(), buffered=self._buffered)
         if self._crew_socket is None:
             return Crew(reader)
         try:

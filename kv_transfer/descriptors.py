@@ -12,7 +12,7 @@ in it. Heads that are less than the share of either side leave gaps between bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .errors import TransportError
@@ -73,22 +73,24 @@ def cut(heads: range, remote: range, local: range, head_bytes: int) -> Cut:
 
 def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piece: Cut) -> list[ByteRange]:
     """As few ranges as possible, in order: one for each stretch of whole blocks that are neighbours on both sides."""
-    ranges: list[ByteRange] = []
-    start = 0
-    for index in range(1, len(source_blocks) + 1):
-        if piece.whole and index < len(source_blocks) and _neighbours(source_blocks, local_blocks, index):
+    blocks = zip(source_blocks, local_blocks, strict=True)
+    stretches = _stretches(blocks) if piece.whole else ((source, local, 1) for source, local in blocks)
+    num_bytes, remote_offset, remote_block, local_offset, local_block = piece
+    return [
+        ByteRange(source * remote_block + remote_offset, local * local_block + local_offset, count * num_bytes)
+        for source, local, count in stretches
+    ]
+
+
+def _stretches(blocks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Of neighbours: the first ones and their number. Every hand-off waits for it: one pass, a call a stretch."""
+    first_source = first_local = count = 0
+    for source, local in blocks:
+        if source - count == first_source and local - count == first_local:
+            count += 1
             continue
-        ranges.append(
-            ByteRange(
-                source_blocks[start] * piece.remote_block + piece.remote_offset,
-                local_blocks[start] * piece.local_block + piece.local_offset,
-                (index - start) * piece.num_bytes,
-            )
-        )
-        start = index
-    return ranges
-
-
-def _neighbours(source_blocks: Sequence[int], local_blocks: Sequence[int], index: int) -> bool:
-    before = index - 1
-    return source_blocks[index] == source_blocks[before] + 1 and local_blocks[index] == local_blocks[before] + 1
+        if count:
+            yield first_source, first_local, count
+        first_source, first_local, count = source, local, 1
+    if count:
+        yield first_source, first_local, count

@@ -199,6 +199,7 @@ def kv(
     prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks that hold the blocks, each its KV heads.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Ranks that read them.")] = 1,
     device: Annotated[str, typer.Option(help="'cpu' or 'cuda'.")] = "cpu",
+    stages: Annotated[bool, typer.Option(help="Also when each step of a hand-off is done, in microseconds.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """KV transfer between two groups of processes, beside raw NIXL moving the same bytes."""
@@ -215,6 +216,7 @@ def kv(
             device=device,
             prefill_tp=prefill_tp,
             decode_tp=decode_tp,
+            stages=stages,
         )
     except (ModelError, UnevenHeads) as error:
         fail(str(error))

@@ -153,18 +153,19 @@ class Handoff:
 
     # ------------------------------------------------------------------ the world's doings
 
-    def pump(self, calls: Iterable[Callable[[Handoff], None]] = ()) -> float:
+    def pump(self, calls: Callable[[], Iterable[Callable[[Handoff], None]]] = tuple) -> float:
         """One round of everything. Returns after how many seconds to call again, unless a message or a call comes.
 
-        `calls`: the engine's, taken only after the messages are. Whoever sent one of these may hold the ticket of an
-        offer that was still on its way here: its claim is read after the offer is made.
+        `calls`: takes those of the engine that came since it was last asked. First of all, so that claims and reads go
+        out at once; and again behind the messages, before these are looked at. Whoever sent one may hold the ticket of
+        an offer that was still on its way here: its claim is read after the offer is made.
         """
-        arrived = self._channel.receive()
-        for call in calls:
-            call(self)
+        self._make(calls())
         self._crew.pump()
-        for event in self._pulls.poll():  # after the calls: they may have asked for reads
+        for event in self._pulls.poll():  # may copy for a while, so that the grant is there when it is done
             self._on_pull(event)
+        arrived = self._channel.receive()
+        self._make(calls())
         now = self._clock()  # after receiving: a lease must not be counted from before the claim was sent
         for route, data in arrived:
             self._on_data(route, data, now)
@@ -336,6 +337,10 @@ class Handoff:
 
     # ------------------------------------------------------------------ helpers
 
+    def _make(self, calls: Iterable[Callable[[Handoff], None]]) -> None:
+        for call in calls:
+            call(self)
+
     def _refuse(self, receive: TransferId, reason: str) -> None:
         self.receives.outcomes[ReceiveOutcome.REFUSED] += 1
         self._emit(ReceiveFailed(receive, reason))
@@ -348,6 +353,7 @@ class Handoff:
         soon = pause_s(
             now,
             self._read_started_at if self._pulls.any_busy else None,
+            self.receives.claimed_at,
             device=self._crew.device,
             warming=self._peers.any_warming,
             serving=self._serving(now),

@@ -68,6 +68,11 @@ class ReceiveTable:
     def next_deadline(self) -> float | None:
         return min((receive.due for receive in self._active()), default=None)
 
+    @property
+    def claimed_at(self) -> float | None:
+        """When the youngest claim was sent of those that have no answer yet."""
+        return max((r.sent_at[1] for r in self._active() if 1 in r.sent_at and r.granted_until is None), default=None)
+
     def waits_for(self, holder: EngineKey) -> bool:
         return any(receive.ticket.lease.holder == holder for receive in self._active())
 

@@ -92,6 +92,7 @@ class Follower:
         pause = pause_s(
             now,
             self._read_started_at if self._running or self._releasing else None,
+            None,
             device=self._reader.region.device,
             warming=PeerState.CONNECTING in self._peers.values(),
             serving=serving,

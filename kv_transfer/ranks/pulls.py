@@ -101,9 +101,10 @@ class Pulls:
 
     def _advance(self, pull: _Pull) -> list[PullEvent]:
         events: list[PullEvent] = []
-        if not pull.ended_early:
+        reason = self._settle(pull)  # what has ended makes room
+        if not reason and not pull.ended_early:
             self._start_batches(pull)
-        reason = self._settle(pull)
+            reason = self._settle(pull)  # some transports copy before they return
         if reason and not pull.ended_early:
             pull.ended_early = True
             events.append(PullEvent(pull.receive, PullOutcome.FAILED, reason))

@@ -6,6 +6,7 @@ from baton.engine.core.layout import KVRegion
 
 from ..affinity import pin_thread
 from ..errors import TransportError
+from ..pacing import sleep_precisely
 from ..settings import TransferSettings
 from . import Transport
 from .nixl import NixlTransport
@@ -15,11 +16,12 @@ START_TIMEOUT_S = 60.0
 
 
 def open_transport(settings: TransferSettings, region: KVRegion, agent_name: str) -> Transport:
-    """For the calling thread, which alone uses it and runs from now on where the settings say.
+    """For the calling thread, which alone uses it, runs from now on where the settings say, and sleeps precisely.
 
     Raises `TransportError` where the region cannot be registered.
     """
     pin_thread(settings.cpu_affinity, region.device)
+    sleep_precisely()
     match settings.transport:
         case "nixl":
             return NixlTransport(region, agent_name, settings.backends)

@@ -118,3 +118,46 @@ def test_wake_ends_a_wait_from_another_thread(channels: list[ZmqChannel]) -> Non
     begin = time.monotonic()
     channels[0].wait(30.0)
     assert time.monotonic() - begin < 10.0
+
+
+def test_one_look_brings_what_came_over_every_connection_in_the_order_it_was_sent(channels: list[ZmqChannel]) -> None:
+    hub, *others = channels[:] = [ZmqChannel("127.0.0.1", KEY) for _ in range(4)]
+    links = {hub.connect(other.address): other for other in others[:2]}
+    routes = {}
+    for link, other in links.items():
+        hub.send(link, b"hello")
+        routes[link] = next_message(other)[0]
+    for link, other in links.items():
+        for number in range(3):
+            other.send(routes[link], b"answer %d" % number)
+    others[2].send(others[2].connect(hub.address), b"question")
+    for socket in (hub._server, *hub._dealers.values()):
+        assert socket.poll(30_000)
+    arrived = hub.receive()
+    assert len({route for route, _ in arrived}) == 3
+    deadline = time.monotonic() + 30.0
+    while len(arrived) < 7 and time.monotonic() < deadline:
+        hub.wait(0.05)
+        arrived += hub.receive()
+    for link in links:
+        assert [data for route, data in arrived if route == link] == [b"answer 0", b"answer 1", b"answer 2"]
+    assert [data for route, data in arrived if isinstance(route, bytes)] == [b"question"]
+    assert hub.receive() == []
+
+
+def test_a_wake_during_a_short_sleep_ends_the_wait_behind_it(channels: list[ZmqChannel]) -> None:
+    channels.append(ZmqChannel("127.0.0.1", None))
+    channels[0].wake()
+    channels[0].wait(1e-4)
+    begin = time.monotonic()
+    channels[0].wait(30.0)
+    assert time.monotonic() - begin < 10.0
+
+
+def test_a_wake_ends_one_wait_and_not_the_next(channels: list[ZmqChannel]) -> None:
+    channels.append(ZmqChannel("127.0.0.1", None))
+    channels[0].wake()
+    channels[0].wait(30.0)
+    begin = time.monotonic()
+    channels[0].wait(0.1)
+    assert time.monotonic() - begin >= 0.09

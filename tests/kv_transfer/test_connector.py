@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -340,6 +341,13 @@ def test_the_transfer_thread_runs_where_the_settings_say() -> None:
         assert pinned._thread.native_id is not None
         assert os.sched_getaffinity(pinned._thread.native_id) == {cpu}
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_the_transfer_thread_sleeps_no_longer_than_it_asks_to(connector: TransferConnector) -> None:
+    """Linux adds up to 50 us to a sleep, which is what a whole read takes over NVLink."""
+    slack = Path(f"/proc/{connector._thread.native_id}/timerslack_ns").read_text()
+    assert int(slack) == 1
+    assert int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text()) > 1
 
 
 def test_prompts_are_offered_early_unless_the_settings_say_otherwise(connector: TransferConnector) -> None:

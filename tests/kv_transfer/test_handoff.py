@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -25,7 +26,8 @@ from baton.kv_transfer.protocol.peers import MAX_GREET_PAUSE_S
 from baton.kv_transfer.ranks.crew import Crew
 from baton.kv_transfer.ranks.rank_reader import RankReader
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
-from baton.kv_transfer.transports.fake import FakeFabric
+from baton.kv_transfer.transports import ByteRange, ReadState
+from baton.kv_transfer.transports.fake import FakeFabric, FakeTransport
 
 SETTINGS = TransferSettings(transport="fake")
 OURS = KVLayout(model="ours", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
@@ -45,6 +47,7 @@ class Engines:
         self.network = FakeNetwork(self.clock, random.Random(0))
         self.fabric = FakeFabric(self.clock, random.Random(0))
         self.events: list[ConnectorEvent] = []
+        self.transports: dict[str, FakeTransport] = {}
         self.holder = self.engine("holder", holder_layout, transport, settings)
         self.reader = self.engine("reader", OURS, "fake", reader_settings)
         self.reader_channel = self.network.bound("tcp://reader")
@@ -52,6 +55,7 @@ class Engines:
     def engine(self, name: str, layout: KVLayout, transport_name: str, settings: TransferSettings) -> Handoff:
         transport = self.fabric.attach(name, bytearray(4 * layout.block_bytes))
         transport.name = transport_name
+        self.transports[name] = transport
         channel = self.network.bind(f"tcp://{name}")
         region = KVRegion(0, 4, "cpu", layout, 0, layout.num_kv_heads)
         crew = Crew(RankReader(0, region, transport))
@@ -295,3 +299,45 @@ def test_bytes_that_are_no_message_are_counted_and_dropped() -> None:
     engines.reader._channel.send(link, b"\xc1 nonsense")
     engines.pass_time(2)
     assert engines.holder.stats().messages_malformed == 1
+
+
+def test_a_grant_that_comes_while_a_read_is_posted_commits_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over shared memory the read is done when it is posted: nothing else is waited for then."""
+    engines = Engines()
+    engines.meet()
+    read, transport = FakeTransport.read, engines.transports["reader"]
+
+    def read_slowly(self: FakeTransport, peer: int, ranges: Sequence[ByteRange]) -> int:
+        handle = read(self, peer, ranges)
+        engines.holder.pump()  # it takes in the claim and answers
+        engines.clock.advance(1.0)
+        assert transport.poll(handle) is ReadState.DONE
+        return handle
+
+    monkeypatch.setattr(FakeTransport, "read", read_slowly)
+    engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], 1)
+    engines.reader.receive(1, ticket_of(EngineKey("holder", 1)).encode(), 0, [1])
+    engines.clock.advance(0.1)  # the claim is there
+    engines.reader.pump()
+    assert engines.events == [Received(1)]
+
+
+def test_the_engines_calls_are_taken_before_the_sockets_are_looked_at_and_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines, order = Engines(), []
+    monkeypatch.setattr(engines.reader_channel, "receive", lambda: order.append("sockets") or [])
+    engines.reader.pump(lambda: order.append("calls") or [])
+    assert order == ["calls", "sockets", "calls"]
+
+
+def test_an_offer_made_while_messages_are_received_is_found_by_the_claim_among_them() -> None:
+    """Whoever sent the claim has the ticket, so the call that makes the offer is on its way at the latest now."""
+    engines = Engines()
+    engines.meet()
+    engines.receive(EngineKey("holder", 1))
+    engines.clock.advance(0.1)  # the claim is at the holder's
+    key = LeaseKey(EngineKey("holder", 1), "request", 0, 1)
+    calls = iter([[], [lambda handoff: handoff.offer(key, [1], 1)]])
+    engines.holder.pump(lambda: next(calls))
+    assert engines.holder.leases.any_granted

@@ -65,6 +65,21 @@ def grant(number: int = 1, lease_s: float = 10.0) -> Granted:
     return Granted(LEASE, READER, number, lease_s, 3)
 
 
+def test_a_first_claim_is_known_from_when_it_was_sent_until_its_answer_comes(table: ReceiveTable) -> None:
+    assert table.claimed_at is None
+    table.peer_ready(HOLDER, now=1.0)
+    assert table.claimed_at == 1.0
+    assert table.tick(now=2.0) == [SendToHolder(HOLDER, Claim(LEASE, READER, 2))]
+    assert table.claimed_at == 1.0, "asking again does not make it younger"
+    table.on_message(grant(number=2), now=2.5)
+    assert table.claimed_at is None
+
+
+def test_nobody_waits_for_the_answer_to_a_claim_that_was_given_up(pulling: ReceiveTable) -> None:
+    pulling.cancel(1)
+    assert pulling.claimed_at is None
+
+
 def test_only_the_blocks_behind_the_cached_prefix_are_read(table: ReceiveTable) -> None:
     assert (table[1].source_blocks, table[1].block_ids) == ([8, 9], [20, 21])
 

@@ -6,6 +6,7 @@ import pytest
 
 from baton.engine.core.layout import KVLayout, UnevenHeads
 from baton.kv_transfer.bench import measure, table
+from baton.kv_transfer.bench_stages import Stage
 
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 
@@ -28,6 +29,23 @@ def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
     assert row["num_bytes"] == 4 * LAYOUT.block_bytes
     assert row["descriptors"] == 2 * 4  # half of each block for each rank of the reader
     assert row["gb_per_s"] > 0
+
+
+@pytest.mark.timeout(90)
+def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
+    result = measure(LAYOUT, num_tokens=(64,), in_flight=(1,), repeats=3, stages=True)
+    at = result["rows"][0]["stages_us"]
+    for chain in (
+        (Stage.ASKED, Stage.AWAKE, Stage.READ_POSTED, Stage.READ_DONE, Stage.TOLD, Stage.ANSWERED),
+        (Stage.AWAKE, Stage.CLAIM_HERE, Stage.GRANT_HERE, Stage.TOLD),
+        (Stage.AWAKE, Stage.CLAIM_SENT, Stage.READ_POSTED),
+        (Stage.CLAIM_HERE, Stage.GRANT_SENT),
+    ):
+        moments = [at[stage] for stage in chain]
+        assert moments == sorted(moments), chain
+    assert at[Stage.ASKED] == 0
+    assert set(at) == set(Stage)
+    assert len(table(result).splitlines()) == 2 + 2 + len(Stage) + 1
 
 
 def test_sizes_over_which_heads_cannot_be_shared_out_are_refused() -> None:

@@ -1,0 +1,301 @@
+"""The two groups of processes of the transfer benchmark: each rank with memory, a connector's part, and raw NIXL."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from baton.engine.core.connector import Received
+from baton.engine.core.layout import KVLayout, KVRegion
+
+from .bench_stages import Stage, StagedConnector
+from .connector import PeerInfo, TransferConnector
+from .descriptors import Cut, block_ranges, cut, shares
+from .errors import TransferError
+from .network.curve import ClusterKey
+from .ranks.crew import CrewSocket
+from .ranks.crew_member import CrewMember
+
+ANSWER_TIMEOUT_S = 60.0
+
+Prompt = tuple[list[int], list[int]]  # the holder's blocks, the reader's
+
+
+class BenchFailed(TransferError):
+    """A hand-off of the benchmark did not succeed, or brought something else than was sent."""
+
+
+@dataclasses.dataclass
+class _Memory:
+    address: int
+    device: str
+    owner: Any  # keeps it alive
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: str, index: int, seed: int) -> _Memory:
+        if device == "cpu":
+            array = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+            return cls(array.ctypes.data, "cpu", array)
+        import torch
+
+        place = f"cuda:{index % torch.cuda.device_count()}"
+        tensor = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=place)
+        torch.cuda.synchronize(place)
+        return cls(tensor.data_ptr(), place, tensor)
+
+    @property
+    def nixl(self) -> tuple[str, int]:
+        """NIXL's memory type and device number."""
+        return ("DRAM", 0) if self.device == "cpu" else ("VRAM", int(self.device.partition(":")[2]))
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        piece = self.owner[offset : offset + num_bytes]
+        return bytes((piece if self.device == "cpu" else piece.cpu().numpy()).tobytes())
+
+
+def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
+    """An agent with NIXL's own API and nothing of ours."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    kind, device = memory.nixl
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    agent.register_memory([(memory.address, num_bytes, device, "")], kind)
+    return agent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Which rank of which side a process is."""
+
+    side: str
+    layout: KVLayout
+    num_blocks: int
+    device: str
+    first_device: int
+    key: ClusterKey
+    size: int
+    rank: int = 0
+    leader: str = ""  # where rank 0's `CrewSocket` is
+    staged: bool = False  # rank 0 stamps what it does
+
+    @property
+    def heads(self) -> range:
+        return self.layout.heads_of(self.rank, self.size)
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self.heads) * self.layout.head_bytes
+
+
+class _Raw(msgspec.Struct, frozen=True):
+    """What raw NIXL must know of another agent."""
+
+    metadata: bytes
+    address: int
+    nixl: tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What a rank of the reader takes from one rank of the holder."""
+
+    peer: Any  # NIXL's name for it
+    raw: _Raw
+    piece: Cut
+
+
+class _Rank:
+    """One rank of either side, in its own process: memory, its part in the transfers, and an agent for raw NIXL."""
+
+    def __init__(self, seat: Seat, tell_address: Callable[[str], None]) -> None:
+        num_bytes = seat.num_blocks * seat.block_bytes
+        self._seat = seat
+        self._memory = _Memory.allocate(num_bytes, seat.device, seat.first_device + seat.rank, seed=seat.first_device)
+        region = KVRegion(
+            self._memory.address, seat.num_blocks, self._memory.device, seat.layout, seat.heads.start, len(seat.heads)
+        )
+        if seat.rank == 0:
+            self._lead(region, tell_address)
+        else:
+            self._member = CrewMember(region, rank=seat.rank, leader=seat.leader, engine_id=seat.side, key=seat.key)
+        self._raw = _raw_agent(f"raw {seat.side} {seat.rank}", self._memory, num_bytes)
+        self._sources: list[_Source] = []
+
+    def _lead(self, region: KVRegion, tell_address: Callable[[str], None]) -> None:
+        seat, crew = self._seat, None
+        if seat.size > 1:
+            crew = CrewSocket(seat.size, "127.0.0.1", seat.key)
+            tell_address(crew.address)
+        self._news = threading.Event()
+        make = StagedConnector if seat.staged else TransferConnector
+        self._connector = make(
+            region, engine_id=seat.side, epoch=1, host="127.0.0.1", key=seat.key, wake=self._on_news, crew=crew
+        )
+
+    def _on_news(self) -> None:
+        self._stamp(Stage.TOLD)
+        self._news.set()
+
+    def _stamp(self, stage: Stage) -> None:
+        if isinstance(self._connector, StagedConnector):
+            self._connector.stamps.note(stage)
+
+    def idle(self) -> None:
+        """Raw NIXL needs the CPU of whoever is read, over some lanes."""
+        self._raw.get_new_notifs()
+        if self._seat.rank == 0:
+            self._connector.poll()
+
+    def address(self) -> str:
+        return self._connector.address
+
+    def raw(self) -> _Raw:
+        return _Raw(self._raw.get_agent_metadata(), self._memory.address, self._memory.nixl)
+
+    def meet(self, holders: Sequence[_Raw], kept: Sequence[range], address: str) -> None:
+        seat = self._seat
+        for share in shares(seat.rank, seat.heads, kept):
+            holder = holders[share.holder_rank]
+            piece = cut(share.heads, kept[share.holder_rank], seat.heads, seat.layout.head_bytes)
+            self._sources.append(_Source(self._raw.add_remote_agent(holder.metadata), holder, piece))
+        if seat.rank == 0:
+            self._connector.peers_changed([PeerInfo("holder", 1, address, seat.layout.fingerprint)])
+
+    def offer(self, prompts: Sequence[list[int]]) -> list[bytes]:
+        size = self._seat.layout.block_size
+        return [self._connector.offer("bench", 0, blocks, len(blocks) * size).ticket for blocks in prompts]
+
+    def receive(self, tickets: Sequence[bytes], targets: Sequence[list[int]]) -> float:
+        """Seconds until all blocks are here."""
+        self._stamp(Stage.ASKED)
+        begin = time.perf_counter()
+        waiting = {
+            self._connector.receive("bench", 0, ticket, 0, target)
+            for ticket, target in zip(tickets, targets, strict=True)
+        }
+        while waiting:
+            if not self._news.wait(ANSWER_TIMEOUT_S):
+                raise BenchFailed(f"nothing was received within {ANSWER_TIMEOUT_S:g} s")
+            self._news.clear()
+            for event in self._connector.poll():
+                if not isinstance(event, Received):
+                    raise BenchFailed(f"a hand-off failed: {event}")
+                waiting.remove(event.transfer_id)
+        seconds = time.perf_counter() - begin
+        self._stamp(Stage.ANSWERED)
+        return seconds
+
+    def stages(self) -> dict[Stage, float]:
+        """Since they were last asked for, in seconds of the machine's clock. Only of a rank 0 that is `staged`."""
+        assert isinstance(self._connector, StagedConnector), "asked of a seat that is not staged"
+        return self._connector.stamps.take()
+
+    def receive_raw(self, prompts: Sequence[Prompt]) -> float:
+        """Seconds until this rank's share of all blocks is here."""
+        ranges = [(source, block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources]
+        begin = time.perf_counter()
+        running = [self._post_raw(source, np.asarray(pieces, dtype=np.int64)) for source, pieces in ranges]
+        for handle, state in running:
+            while state == "PROC":
+                state = self._raw.check_xfer_state(handle)
+            if state != "DONE":
+                raise BenchFailed(f"raw NIXL says {state}")
+        return time.perf_counter() - begin
+
+    def num_descriptors(self, prompts: Sequence[Prompt]) -> int:
+        return sum(len(block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources)
+
+    def heads_of(self, block: int) -> dict[int, bytes]:
+        """What the block holds of each head of this rank."""
+        seat = self._seat
+        held = self._memory.read(block * seat.block_bytes, seat.block_bytes)
+        size = seat.layout.head_bytes
+        return {head: held[place * size : (place + 1) * size] for place, head in enumerate(seat.heads)}
+
+    def _post_raw(self, source: _Source, pieces: np.ndarray) -> tuple[Any, str]:
+        kind, device = self._memory.nixl
+        remote_kind, remote_device = source.raw.nixl
+        local, remote = np.empty(pieces.shape, dtype=np.uint64), np.empty(pieces.shape, dtype=np.uint64)
+        remote[:, 0], remote[:, 1], remote[:, 2] = pieces[:, 0] + source.raw.address, pieces[:, 2], remote_device
+        local[:, 0], local[:, 1], local[:, 2] = pieces[:, 1] + self._memory.address, pieces[:, 2], device
+        ours, theirs = self._raw.get_xfer_descs(local, kind), self._raw.get_xfer_descs(remote, remote_kind)
+        handle = self._raw.initialize_xfer("READ", ours, theirs, source.peer)
+        return handle, self._raw.transfer(handle)
+
+
+def _serve(pipe: Connection, seat: Seat) -> None:
+    rank = _Rank(seat, pipe.send)
+    pipe.send("ready")
+    while True:
+        while not pipe.poll(0.001):
+            rank.idle()
+        method, arguments = pipe.recv()
+        pipe.send(getattr(rank, method)(*arguments))
+
+
+class RankProcess:
+    """A `_Rank` elsewhere: `order` and `answer` are the two halves of a call."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(theirs, seat), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        self.order(method, *arguments)
+        return self.answer()
+
+    def order(self, method: str, *arguments: object) -> None:
+        self._pipe.send((method, arguments))
+
+    def answer(self) -> Any:
+        if not self._pipe.poll(ANSWER_TIMEOUT_S):
+            raise BenchFailed(f"rank {self.seat.rank} of the {self.seat.side} did not answer in {ANSWER_TIMEOUT_S:g} s")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise BenchFailed(f"rank {self.seat.rank} of the {self.seat.side} has ended") from None
+
+
+class Ranks:
+    """All processes of a measurement; none outlives it."""
+
+    def __init__(self) -> None:
+        self._running: list[RankProcess] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._running:
+            rank.process.kill()
+            rank.process.join()
+
+    def start(self, seat: Seat) -> list[RankProcess]:
+        """A group, in the order of its ranks. Raises `UnevenHeads`."""
+        seat.layout.heads_of(0, seat.size)
+        leader = self._start(seat)
+        if seat.size == 1:
+            group = [leader]
+        else:
+            address = leader.answer()
+            others = [dataclasses.replace(seat, rank=rank, leader=address) for rank in range(1, seat.size)]
+            group = [leader, *map(self._start, others)]
+        for rank in group:
+            rank.answer()  # it is ready
+        return group
+
+    def _start(self, seat: Seat) -> RankProcess:
+        self._running.append(RankProcess(seat))
+        return self._running[-1]

@@ -1,0 +1,158 @@
+"""Where the time of one hand-off goes: a connector for the benchmark that stamps what it does.
+
+    reader   asked ─> thread awake ─> claim sent ─> read posted ─> read done ─> grant here ─> told ─> answered
+    holder                              └─> claim here ─> grant sent ───────────────┘
+
+The stamps are of the machine's one monotonic clock, so those of two processes can be compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .connector import TransferConnector
+from .network.channel import Channel, Route
+from .protocol.handoff import Handoff
+from .protocol.messages import Claim, Granted, decode
+from .ranks.crew import Crew
+from .transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+
+
+class Stage(enum.StrEnum):
+    """In about this order. What a hand-off does several times is stamped with the last one."""
+
+    ASKED = "asked"
+    AWAKE = "transfer thread awake"
+    CLAIM_SENT = "claim sent"
+    CLAIM_HERE = "claim here, holder"
+    GRANT_SENT = "grant sent, holder"
+    READ_POSTED = "read posted"
+    READ_DONE = "read seen done"
+    GRANT_HERE = "grant here"
+    TOLD = "engine told"
+    ANSWERED = "engine has it"
+
+
+class Stamps:
+    """Of one engine. Written by its transfer thread and by whoever asks it, read when both are at rest."""
+
+    def __init__(self) -> None:
+        self._at: dict[Stage, float] = {}
+        self._messages: list[tuple[float, dict[type, Stage], bytes]] = []  # decoded later: that takes time, too
+
+    def note(self, stage: Stage) -> None:
+        self._at[stage] = time.perf_counter()
+
+    def note_message(self, meanings: dict[type, Stage], data: bytes) -> None:
+        """The stage is known when it is known which message this is."""
+        self._messages.append((time.perf_counter(), meanings, data))
+
+    def take(self) -> dict[Stage, float]:
+        """In seconds of `time.perf_counter`; and forgets them."""
+        at, messages, self._at, self._messages = self._at, self._messages, {}, []
+        for moment, meanings, data in messages:
+            stage = meanings.get(type(decode(data)))
+            if stage is not None:
+                at[stage] = moment
+        return at
+
+
+class _StampedChannel:
+    """A `Channel` that stamps claims and grants."""
+
+    def __init__(self, channel: Channel, stamps: Stamps) -> None:
+        self._channel = channel
+        self._stamps = stamps
+        self.address = channel.address
+
+    def connect(self, address: str) -> Route:
+        return self._channel.connect(address)
+
+    def disconnect(self, route: Route) -> None:
+        self._channel.disconnect(route)
+
+    def send(self, route: Route, data: bytes) -> bool:
+        sent = self._channel.send(route, data)
+        self._stamps.note_message({Claim: Stage.CLAIM_SENT, Granted: Stage.GRANT_SENT}, data)
+        return sent
+
+    def receive(self) -> list[tuple[Route, bytes]]:
+        arrived = self._channel.receive()
+        for _, data in arrived:
+            self._stamps.note_message({Claim: Stage.CLAIM_HERE, Granted: Stage.GRANT_HERE}, data)
+        return arrived
+
+    def lost(self) -> list[Route]:
+        return self._channel.lost()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _StampedTransport:
+    """A `Transport` that stamps when a read is posted and when it is seen to be done."""
+
+    def __init__(self, transport: Transport, stamps: Stamps) -> None:
+        self._transport = transport
+        self._stamps = stamps
+        self.name = transport.name
+
+    def metadata(self) -> bytes:
+        return self._transport.metadata()
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        return self._transport.add_peer(metadata)
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        return self._transport.peer_state(peer)
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        self._transport.remove_peer(peer)
+
+    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+        read = self._transport.read(peer, ranges)
+        self._stamps.note(Stage.READ_POSTED)
+        return read
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        state = self._transport.poll(read)
+        if state is ReadState.DONE:
+            self._stamps.note(Stage.READ_DONE)
+        return state
+
+    def release(self, read: ReadHandle) -> bool:
+        return self._transport.release(read)
+
+    def progress(self) -> None:
+        self._transport.progress()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class StagedConnector(TransferConnector):
+    """A `TransferConnector` whose `stamps` tell when it did what since they were last taken."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.stamps = Stamps()  # first: the transfer thread begins at once
+        super().__init__(*arguments, **options)
+
+    def _open_transport(self) -> Transport:
+        return _StampedTransport(super()._open_transport(), self.stamps)
+
+    def _make_handoff(self, channel: Channel, crew: Crew) -> Handoff:
+        return super()._make_handoff(_StampedChannel(channel, self.stamps), crew)
+
+    def _commands_given(self) -> Iterator[Callable[[Handoff], None]]:
+        for command in super()._commands_given():
+            self.stamps.note(Stage.AWAKE)
+            yield command
+
+
+def since_asked(reader: Mapping[Stage, float], holder: Mapping[Stage, float]) -> dict[Stage, float]:
+    """Microseconds of each stage, from what both sides' stamps say."""
+    of_holder = {stage: holder[stage] for stage in (Stage.CLAIM_HERE, Stage.GRANT_SENT)}
+    return {stage: (at - reader[Stage.ASKED]) * 1e6 for stage, at in {**reader, **of_holder}.items()}

@@ -1,0 +1,96 @@
+"""Batches of a receive on their way, over the fake transport."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.network.virtual import VirtualClock
+from baton.kv_transfer.ranks.crew import Crew
+from baton.kv_transfer.ranks.pulls import PullEvent, PullOutcome, Pulls
+from baton.kv_transfer.ranks.rank_reader import RankReader
+from baton.kv_transfer.transports.fake import FakeFabric, TransportFaults
+
+LAYOUT = KVLayout(model="pulls", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+NUM_BLOCKS = 8
+READ_S = 1.0
+
+
+class Reader:
+    """Reads batches of one block, two at a time, of which each takes a second."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.faults = TransportFaults(read_s=(READ_S, READ_S))
+        fabric = FakeFabric(self.clock, random.Random(0), self.faults)
+        holder, self.crew = (self._crew(fabric, name) for name in ("holder", "reader"))
+        self.peer = self.crew.add_peer(holder.metadata())
+        self.clock.advance(1.0)
+        self.pulls = Pulls(self.crew, LAYOUT.block_bytes, reads_in_flight=2)
+
+    def _crew(self, fabric: FakeFabric, name: str) -> Crew:
+        region = KVRegion(0, NUM_BLOCKS, "cpu", LAYOUT, 0, 1)
+        return Crew(RankReader(0, region, fabric.attach(name, bytearray(NUM_BLOCKS * LAYOUT.block_bytes))))
+
+    def start(self, num_blocks: int) -> None:
+        self.pulls.start(1, self.peer, num_blocks)
+        self.pulls.extend(1, range(num_blocks), range(num_blocks))
+
+    @property
+    def num_begun(self) -> int:
+        return self.crew.num_descriptors
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+def test_no_more_batches_are_on_their_way_than_allowed(reader: Reader) -> None:
+    reader.start(5)
+    assert reader.pulls.poll() == reader.pulls.poll() == []
+    assert reader.num_begun == 2
+
+
+def test_what_has_ended_makes_room_for_the_next_batches_in_the_same_look(reader: Reader) -> None:
+    """Otherwise the wire stands still until the thread looks again."""
+    reader.start(5)
+    reader.pulls.poll()
+    reader.clock.advance(READ_S)
+    assert reader.pulls.poll() == []
+    assert reader.num_begun == 4
+
+
+def test_it_is_finished_with_the_last_batch(reader: Reader) -> None:
+    reader.start(3)
+    found: list[PullEvent] = []
+    for _ in range(3):
+        assert found == []
+        found = reader.pulls.poll()
+        reader.clock.advance(READ_S)
+    assert found == [PullEvent(1, PullOutcome.FINISHED)]
+    assert len(reader.pulls) == 0
+
+
+def test_whoever_gives_up_begins_no_further_batch_though_there_is_room(reader: Reader) -> None:
+    reader.start(5)
+    reader.pulls.poll()
+    reader.pulls.stop(1)
+    reader.clock.advance(READ_S)
+    assert reader.pulls.poll() == [PullEvent(1, PullOutcome.RELEASED)]
+    assert reader.num_begun == 2
+
+
+def test_a_batch_that_failed_lets_no_other_begin(reader: Reader) -> None:
+    reader.faults.fail = 1.0
+    reader.start(5)
+    reader.pulls.poll()
+    reader.clock.advance(READ_S)
+    failed, *_ = reader.pulls.poll()
+    assert failed.outcome is PullOutcome.FAILED
+    reader.clock.advance(60.0)
+    reader.pulls.poll()
+    assert reader.num_begun == 2
+    assert len(reader.pulls) == 0
