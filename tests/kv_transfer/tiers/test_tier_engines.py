@@ -112,7 +112,8 @@ class TieredEngine:
 
 @contextlib.contextmanager
 def engine(model: Path, settings: TierSettings | None, **arguments: Any) -> Iterator[TieredEngine]:
-    it = TieredEngine(model, settings, num_gpu_blocks_override=FEW_BLOCKS if settings else MANY_BLOCKS, **arguments)
+    num_blocks = FEW_BLOCKS if settings else MANY_BLOCKS
+    it = TieredEngine(model, settings, **{"num_gpu_blocks_override": num_blocks, **arguments})
     try:
         yield it
     finally:
@@ -152,7 +153,8 @@ def test_tokens_are_those_of_an_engine_that_computes_everything(
 
 
 def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expected: Tokens, tmp_path: Path) -> None:
-    with engine(model, DISK(tmp_path)) as first:
+    # With few blocks some would be evicted while they wait for their turn to be stored.
+    with engine(model, DISK(tmp_path), num_gpu_blocks_override=MANY_BLOCKS) as first:
         first.run(a_batch())
         first.quiet()
     with engine(model, DISK(tmp_path)) as second:
