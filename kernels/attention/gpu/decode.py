@@ -25,8 +25,9 @@ from baton.kernels import tuned
 from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
 
 from ..batch import AttentionBatch
-from .decode_sums import LOG2_E, LOWEST, MOST_SEQS, add_parts, combine, write_rows
+from .decode_sums import MOST_SEQS, add_parts
 from .plan import SHARE_WORDS, UNLIMITED, DecodePlan, first_visible, shares_that_fill, units_of
+from .softmax import LOG2_E, LOWEST, capped, write_rows
 
 MIN_ROWS = 16  # of a matrix product
 LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
@@ -247,7 +248,7 @@ def attend_share(
                 tl.debug_barrier()  # all threads have stored before one of them says so
                 if tl.atomic_add(arrival, 1, sem="acq_rel") == last_share - first_share:
                     tl.store(arrival, 0)  # for the next layer
-                    combine(
+                    _combine(
                         sums,
                         tops,
                         first_share,
@@ -336,8 +337,7 @@ def _attend_keys(
         k = tl.load(place[:, None] + dim[None, :], mask=mask, other=0.0)
         scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
         if HAS_CAP:
-            # cap * tanh(score / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / soft_cap)) + 1))
+            scores = capped(scores, soft_cap)
         scores = tl.where(visible[None, :], scores * LOG2_E, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -347,3 +347,49 @@ def _attend_keys(
         total = tl.dot(weights.to(query.dtype), v.to(query.dtype), total * shrink[:, None], input_precision="ieee")
         top = new_top
     return total, weight, top
+
+
+@triton.jit
+def _combine(
+    sums,
+    tops,
+    first_share,
+    last_share,
+    num_shares,
+    place,
+    sinks,
+    v_scale,
+    head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Puts together the parts of a sequence that begins in `first_share` and ends in `last_share`."""
+    row = tl.arange(0, PADDED_GROUP)[None, :]
+    dim = tl.arange(0, PADDED_DIM)[None, None, :]
+    total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    weight = tl.zeros([PADDED_GROUP], tl.float32)
+    top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
+    for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
+        share = base + tl.arange(0, PARTS)[:, None]
+        part = ((share * 2 + (share == first_share).to(tl.int32)) * HEADS + head) * GROUP + row
+        is_real = (share <= last_share) & (row < GROUP)
+        # past the first cache: other multiprocessors wrote these
+        tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
+        weights = tl.load(tops + num_shares * 2 * HEADS * GROUP + part, mask=is_real, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            sums + part[:, :, None] * DIM + dim,
+            mask=is_real[:, :, None] & (dim < DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(tops_here, 0))
+        grow = tl.exp2(tops_here - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        weight = weight * shrink + tl.sum(weights * grow, 0)
+        total = total * shrink[:, None] + tl.sum(values * grow[:, :, None], 0)
+        top = new_top
+    write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)

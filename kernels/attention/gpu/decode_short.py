@@ -23,8 +23,8 @@ from torch import Tensor
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from ..batch import SHORT_CONTEXTS, AttentionBatch
-from .decode_sums import LOG2_E, LOWEST, write_rows
 from .plan import UNLIMITED, ShortPlan, first_visible
+from .softmax import LOG2_E, LOWEST, capped, write_rows
 
 ROWS = 16  # of a matrix product: query heads that read one KV head, at most
 KEYS = 128  # of a program
@@ -184,8 +184,8 @@ def attend_split(
     scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
     new_score = tl.sum(query.to(tl.float32) * new_k[None, :], 1) * scale
     if HAS_CAP:
-        scores = _capped(scores, soft_cap)
-        new_score = _capped(new_score, soft_cap)
+        scores = capped(scores, soft_cap)
+        new_score = capped(new_score, soft_cap)
     scores = tl.where(is_old[None, :], scores * LOG2_E, float("-inf"))
     new_score = tl.where(has_newest, new_score * LOG2_E, float("-inf"))
     top = tl.maximum(tl.maximum(tl.max(scores, 1), new_score), LOWEST)
@@ -244,9 +244,3 @@ def add_splits(
 def _splits_of(seq_len, window, KEYS: tl.constexpr):
     """The first split with a key that the newest token sees, and the end of those; one also where there is no key."""
     return first_visible(seq_len, window) // KEYS, tl.maximum(tl.cdiv(seq_len, KEYS), 1)
-
-
-@triton.jit
-def _capped(scores, soft_cap):
-    """cap * tanh(score / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
-    return soft_cap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / soft_cap)) + 1))

@@ -1,9 +1,8 @@
-"""The parts of decode attention, put together: by the program that comes last with one, or by a kernel of its own.
+"""The parts of decode attention, put together by a kernel of its own.
 
 Where a step has few sequences, and one of them is long, it lies in dozens of shares. The program that comes last with a
-part of it would add them up alone (`combine`), while the others are idle; in the kernel every query head of a sequence
-has a program (`add_parts`). That costs a launch in every layer, also in steps with nothing to add: hence only where the
-plan says so.
+part of it would add them up alone, while the others are idle; here every query head of a sequence has a program. That
+costs a launch in every layer, also in steps with nothing to add: hence only where the plan says so.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from torch import Tensor
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from .plan import UNLIMITED, DecodePlan, Shares, units_of
+from .softmax import LOG2_E, LOWEST
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e38)  # below any score, yet finite: it can be subtracted from itself
 PARTS_AT_ONCE = 64
 MOST_SEQS = 8  # that a plan may choose this kernel for
 
@@ -115,66 +113,3 @@ def _add_parts(
         column = tl.arange(0, PADDED_DIM)
         place = out + (seq.to(tl.int64) * num_heads + head) * DIM + column
         tl.store(place, result.to(out.dtype.element_ty), mask=column < DIM)
-
-
-@triton.jit
-def combine(
-    sums,
-    tops,
-    first_share,
-    last_share,
-    num_shares,
-    place,
-    sinks,
-    v_scale,
-    head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Puts together the parts of a sequence that begins in `first_share` and ends in `last_share`."""
-    row = tl.arange(0, PADDED_GROUP)[None, :]
-    dim = tl.arange(0, PADDED_DIM)[None, None, :]
-    total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    weight = tl.zeros([PADDED_GROUP], tl.float32)
-    top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
-    for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
-        share = base + tl.arange(0, PARTS)[:, None]
-        part = ((share * 2 + (share == first_share).to(tl.int32)) * HEADS + head) * GROUP + row
-        is_real = (share <= last_share) & (row < GROUP)
-        # past the first cache: other multiprocessors wrote these
-        tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
-        weights = tl.load(tops + num_shares * 2 * HEADS * GROUP + part, mask=is_real, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            sums + part[:, :, None] * DIM + dim,
-            mask=is_real[:, :, None] & (dim < DIM),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(tops_here, 0))
-        grow = tl.exp2(tops_here - new_top[None, :])
-        shrink = tl.exp2(top - new_top)
-        weight = weight * shrink + tl.sum(weights * grow, 0)
-        total = total * shrink[:, None] + tl.sum(values * grow[:, :, None], 0)
-        top = new_top
-    write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
-
-
-@triton.jit
-def write_rows(total, weight, top, place, sinks, v_scale, head, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Writes the GROUP query heads of a KV head of one sequence; zeros where there was no key."""
-    row = tl.arange(0, total.shape[0])
-    dim = tl.arange(0, total.shape[1])
-    if sinks is not None:
-        sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=0.0) * LOG2_E
-        new_top = tl.maximum(top, sink)
-        weight = weight * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
-        total *= tl.exp2(top - new_top)[:, None]
-    result = total / tl.where(weight == 0, 1.0, weight)[:, None]
-    if v_scale is not None:
-        result *= tl.load(v_scale)
-    mask = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-    tl.store(place + row[:, None] * DIM + dim[None, :], result.to(place.dtype.element_ty), mask=mask)
