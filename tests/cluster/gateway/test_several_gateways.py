@@ -208,6 +208,6 @@ async def test_an_idle_engine_that_gets_work_says_so_to_gateways_that_have_nothi
         engine.hangs_at_work = True
         answer = asyncio.create_task(one.complete(PROMPT))
         await until(lambda: other.client.engines()[0].stats.num_waiting_tokens == len(PROMPT))
-        assert not engine.moves.is_set()
+        await until(lambda: not engine.moves.is_set())  # in the step, or on its way there
         engine.moves.set()
         assert (await answer).status_code == 200
