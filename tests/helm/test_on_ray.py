@@ -62,6 +62,7 @@ class Cluster:
         self._folder = folder
         self.gcs_port, self.dashboard_port = free_port(), free_port()
         self.pods: list[Pod] = []
+        self.restarts = 0
 
     def start(self, release: Release) -> None:
         head = release.cluster["headGroupSpec"]
@@ -73,8 +74,21 @@ class Cluster:
         eventually(lambda: self._dashboard("/api/gcs_healthz").is_success, "Ray's head has not started")
         for kind, group in release.groups.items():
             for _ in range(group.replicas):  # one after the other: nodes of one machine choose names of sockets
-                self._start(kind, group.spec, {"address": f"{HOST}:{self.gcs_port}"})
-                eventually(lambda: self._num_nodes() == len(self.pods), f"the pod {kind} has not joined")
+                while not self._joins(kind, group.spec):
+                    pass
+
+    def _joins(self, kind: str, spec: Object) -> bool:
+        """Starts a pod. Whether it joins: one that ends, since another process took its port meanwhile, does not."""
+        self._start(kind, spec, {"address": f"{HOST}:{self.gcs_port}"})
+        started = self.pods[-1].process
+        eventually(
+            lambda: started.poll() is not None or self._num_nodes() == len(self.pods), f"the pod {kind} has not joined"
+        )
+        if started.poll() is not None:
+            self.restarts += 1
+            assert self.restarts < 3, (self._folder / f"{kind}.log").read_text()
+            self.pods.pop()
+        return started.poll() is None
 
     def _start(self, kind: str, spec: Object, more: dict[str, Any]) -> None:
         ports = {f"{name}-port": free_port() for name in RAYS_PORTS}
