@@ -14,6 +14,7 @@ from typing import Any
 
 from .core.layout import KVLayout
 from .models import MODELS
+from .models.defaults import DEFAULTS, LAYERS_IN_TURNS
 from .models.errors import (
     InvalidModelConfig,
     MaxModelLenTooLong,
@@ -23,6 +24,7 @@ from .models.errors import (
     WeightsError,
 )
 from .models.experts import ExpertsConfig, read_experts
+from .models.generation import GenerationDefaults, read_eos_token_ids, read_generation
 from .models.keys import Keys
 from .models.latent import LatentShape, read_latent
 from .models.quantization import Quantization, read_quantization
@@ -42,58 +44,8 @@ __all__ = [
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-KV_CACHE_DTYPES = (
-    "auto",
-    "fp8",
-    "fp8_e4m3",
-)  # of the 8-bit formats only E4M3: its values are near enough to each other
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # of 8-bit formats only E4M3: its values are near enough to each other
 _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
-
-# What transformers assumes where a config.json leaves a key out and architectures disagree.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"use_sliding_window": False},
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-    },
-    "DeepseekV2ForCausalLM": {"use_sliding_window": False},
-    "DeepseekV3ForCausalLM": {"use_sliding_window": False, "num_nextn_predict_layers": 1},
-    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "use_sliding_window": False},
-    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "GptOssForCausalLM": {
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": True,
-        "sliding_window": 128,
-        "rope_theta": 150_000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
-}
-
-# Kinds of layers in turns, of architectures that have several and a config that does not name them layer by layer.
-_LAYERS_IN_TURNS = {"GptOssForCausalLM": ("sliding_attention", "full_attention")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationDefaults:
-    """Sampling values that the checkpoint's authors suggest; None where generation_config.json says nothing."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +81,7 @@ class ModelConfig:
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
-    layer_windows: tuple[
-        int | None, ...
-    ]  # of each layer: the number of keys that a query sees, itself included; None: all
+    layer_windows: tuple[int | None, ...]  # of each layer: how many keys a query sees, itself included; None: all
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: tuple[int, ...]
@@ -190,7 +140,7 @@ class ModelConfig:
             _read_json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
         )
         architecture = _architecture(raw)
-        keys = Keys("config.json", {**_DEFAULTS[architecture], **raw})
+        keys = Keys("config.json", {**DEFAULTS[architecture], **raw})
         _refuse_what_no_layer_computes(keys)
         checkpoint = None if load_format == "dummy" else Checkpoint.open(folder)
         tensors = () if checkpoint is None else tuple(checkpoint.entries)
@@ -209,7 +159,7 @@ class ModelConfig:
             "rope": rope,
             "quantization": read_quantization(keys, tensors),
             "moe": read_experts(architecture, keys, shape["num_layers"], tensors),
-            "layer_windows": _layer_windows(keys, shape["num_layers"], _LAYERS_IN_TURNS.get(architecture)),
+            "layer_windows": _layer_windows(keys, shape["num_layers"], LAYERS_IN_TURNS.get(architecture)),
         }
         computed_dtype = _dtype(dtype, keys, checkpoint)
         in_8_bits = kv_cache_dtype != "auto"
@@ -225,8 +175,8 @@ class ModelConfig:
             cache_dtype="float8_e4m3fn" if in_8_bits else computed_dtype,
             cache_scales=in_8_bits and checkpoint is not None and checkpoint.has_cache_scales,
             max_model_len=_max_model_len(max_model_len, reachable_positions(rope, positions)),
-            eos_token_ids=_eos_token_ids(generation, raw, shape["vocab_size"]),
-            generation=_generation_defaults(generation),
+            eos_token_ids=read_eos_token_ids(generation, raw, shape["vocab_size"]),
+            generation=read_generation(generation),
             load_format=load_format,
             seed=seed,
             identity=_identity(computed, checkpoint, seed),
@@ -348,33 +298,6 @@ def _max_model_len(asked: int | None, limit: int) -> int:
     if asked > limit:
         raise MaxModelLenTooLong(asked, limit)
     return asked
-
-
-def _eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json wins: chat models end their turns by tokens that only it names.
-
-    Ids outside the vocabulary (-1 for "none", tokens that a cut vocabulary lacks) are left out: none is ever drawn.
-    """
-    for file, values in (("generation_config.json", generation), ("config.json", raw)):
-        value = values.get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-                raise InvalidModelConfig(f"{file}: 'eos_token_id' must be an integer or a list of them, not {value!r}")
-            return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)
-    return ()
-
-
-def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    keys = Keys("generation_config.json", generation)
-    return GenerationDefaults(
-        temperature=keys.optional_number("temperature"),
-        top_p=keys.optional_number("top_p"),
-        top_k=keys.optional_integer("top_k"),
-        min_p=keys.optional_number("min_p"),
-        repetition_penalty=keys.optional_number("repetition_penalty"),
-        max_new_tokens=keys.optional_integer("max_new_tokens"),
-    )
 
 
 def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:

@@ -9,20 +9,14 @@
 One variant takes a core half a second or more, and threads of one process get in each other's way: compiling is Python
 for the most part. The other processes never touch a device, and where they fail, the first launch compiles as ever.
 
-What passes between this process and the first of the others, which forks the rest, is a line of JSON at a time:
-
-    orders     target, once: [backend, arch, warp size]  |  variant: [number, module, specialization]
-    replies    [number, what went wrong or null], in the order in which they end
+What the other processes do is in `compile_server.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import json
 import logging
-import multiprocessing
 import os
 import queue
 import subprocess
@@ -31,11 +25,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
+
+from . import compile_server
 
 logger = logging.getLogger(__name__)
 
-_MOST_PROCESSES = 16
 _TIMEOUT_S = 120.0  # between one variant and the next
 _PIPE_BYTES = 1 << 20  # orders of some hundred variants: who submits is not held up while the processes still import
 
@@ -58,7 +53,7 @@ def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[lis
     from torch.overrides import TorchFunctionMode
     from triton import knobs
 
-    settle_cache_keys()
+    compile_server.settle_cache_keys()
 
     class Zeros(TorchFunctionMode):
         """Nothing is left uninitialized: the kernels that run may take what others left out for an index."""
@@ -109,24 +104,6 @@ class _Skipped:
         return None
 
 
-@functools.cache
-def settle_cache_keys() -> None:
-    """Makes a kernel's key in Triton's cache the same in all processes. Comes before the first kernel is compiled.
-
-    The key holds the constants that a kernel and its callees read. Triton 3.6 asks a callee for them before the callee
-    has looked: the first kernel of a process to call it goes without. Later versions look first, as is done here.
-    """
-    from triton.runtime.jit import DependenciesFinder
-
-    add_callee = DependenciesFinder._update_hash
-
-    def look_first(finder: Any, callee: Any) -> None:
-        _ = callee.cache_key
-        add_callee(finder, callee)
-
-    DependenciesFinder._update_hash = look_first
-
-
 def start_compiler() -> Compiler | None:
     """A `Compiler` where there is an NVIDIA device and a core to spare. Loads neither torch nor Triton."""
     if not Path("/dev/nvidiactl").exists() or len(os.sched_getaffinity(0)) < 2:
@@ -139,7 +116,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", compile_server.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -158,7 +135,9 @@ class Compiler:
         if self._preparing is None:
             target = _current_target()
             self._order([target.backend, target.arch, target.warp_size])
-            self._preparing = threading.Thread(target=_prepare_for, args=(target,), name="triton-key", daemon=True)
+            self._preparing = threading.Thread(
+                target=compile_server.prepare_for, args=(target,), name="triton-key", daemon=True
+            )
             self._preparing.start()
         self._order([self._num_submitted, variant.module, variant.specialization])
         self._waiting[self._num_submitted] = variant
@@ -210,97 +189,3 @@ def _current_target() -> Any:
     from triton.runtime import driver
 
     return driver.active.get_current_target()
-
-
-def _serve(orders: TextIO, replies: TextIO) -> None:
-    """In the first of the other processes: one order a line, one reply a line."""
-    from triton.backends.compiler import GPUTarget
-
-    first = orders.readline()
-    if not first:
-        return
-    target = GPUTarget(*json.loads(first))
-    _prepare_for(target)
-    with multiprocessing.get_context("fork").Pool(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)) as pool:
-
-        def reply(answer: tuple[int, str | None]) -> None:
-            print(json.dumps(answer), file=replies, flush=True)
-
-        for line in orders:
-            pool.apply_async(_compile, (target, *json.loads(line)), callback=reply)
-
-
-def _prepare() -> None:
-    """What takes seconds and is the same for all variants comes before the orders, and before the forks inherit it."""
-    import torch  # noqa: F401  the modules of the kernels need it
-    import triton.experimental.gluon._runtime  # noqa: F401
-    from triton.runtime.cache import triton_key
-
-    settle_cache_keys()
-    triton_key()  # reads the whole compiler, hundreds of megabytes, to tell its version, and keeps what came out
-
-
-def _prepare_for(target: Any) -> None:
-    """The same, for what depends on the device, a `GPUTarget`. Hashing leaves the interpreter to other threads."""
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.cache import triton_key
-
-    triton_key()
-    make_backend(target).hash()  # asks the assembler for its version
-
-
-def _compile(target: Any, number: int, module: str, specialization: str) -> tuple[int, str | None]:
-    """In one of the forks: the number of the variant, and what went wrong, if anything."""
-    try:
-        _compile_variant(target, module, json.loads(specialization))
-    except Exception as error:
-        return number, f"{type(error).__name__}: {error}"
-    return number, None
-
-
-def _compile_variant(target: Any, module: str, variant: dict[str, Any]) -> None:
-    """From the same source with the same words as the launch will ask for, so that it finds the result."""
-    import triton
-    from triton.backends.nvidia import driver
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel = getattr(importlib.import_module(module), variant["name"].rpartition(".")[2])
-    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
-    constants = zip(variant["constant_keys"], variant["constant_vals"], strict=True)
-    attributes = zip(variant["attrs_keys"], variant["attrs_vals"], strict=True)
-    source = source_type(
-        kernel,
-        {name: _tuples(kind) for name, kind in variant["signature"].items()},
-        {tuple(key): _constant(value) for key, value in constants},
-        {tuple(key): value for key, value in attributes},
-    )
-    options = {name: _tuples(value) for name, value in variant["options"].items()}
-    compiled = triton.compile(source, target=target, options=options)
-    if hasattr(driver, "make_launcher"):
-        # Triton 3.6 launches each signature by a piece of C of its own, which takes the C compiler a quarter of a
-        # second and comes into the same cache.
-        driver.CudaLauncher(compiled.src, compiled.metadata)
-
-
-def _constant(value: Any) -> Any:
-    """As it was before it became JSON."""
-    import triton.language as tl
-
-    if tl.dtype.is_dtype(value):
-        return tl.dtype(value)
-    if isinstance(value, dict) and "constexpr" in value:
-        return tl.constexpr(_tuples(value["constexpr"]))
-    return _tuples(value)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-if __name__ == "__main__":
-    # What kernels print while they compile must not get between the replies.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as replies:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        _prepare()
-        _serve(sys.stdin, replies)

@@ -14,7 +14,9 @@
     transports/  how memory is read (NIXL, UCX, files, and a fake with faults); `affinity` is where the thread runs
     copies/      between blocks and the host's memory; the host buffer
     tiers/       blocks in the host's memory and on disks
+    bench/       how fast, and where the time goes, beside raw NIXL (`baton bench kv`)
 
-`descriptors` are the byte ranges of blocks, `digests` the proof of what they hold, `codec` the bytes of all messages.
+`descriptors` are the byte ranges of blocks, `digests` the proof of what they hold, `codec` the bytes of all messages,
+`threads` own what they open, `pacing` is how soon they look again.
 The only package that imports NIXL and UCXX.
 """

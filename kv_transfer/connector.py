@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
 
 from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, TransferId
 from baton.engine.core.layout import KVRegion
@@ -27,6 +26,7 @@ from .protocol.stats import TransferStats
 from .ranks.crew import Crew, CrewSocket
 from .ranks.rank_reader import RankReader
 from .settings import PeerInfo, TransferSettings
+from .threads import ChannelThread
 from .transports import Transport
 from .transports.opening import START_TIMEOUT_S, open_transport
 
@@ -78,25 +78,14 @@ class TransferConnector(GrowingConnector):
         self._stats_due = 0.0
         self._has_told = False  # the engine, in this round
         self._failure: Exception | None = None
-        self._closing = threading.Event()
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
         self._crew_socket = crew
         self._channel = ZmqChannel(host, key, silence_s=self._settings.silence_s)
         if crew is not None:
             self._channel.watch(crew.channel)
         self.address = self._channel.address  # this engine's `kv_address`
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="baton-transfer", daemon=True)
-        self._thread.start()
-        try:
-            started.result(timeout=START_TIMEOUT_S)
-        except TimeoutError:
-            self._closing.set()  # the thread is stuck inside the transport: it leaves by itself when it comes back
-            raise TransportError(f"the transport did not start within {START_TIMEOUT_S:g} s") from None
-        except Exception:
-            self._crew_socket = None
-            self.close()
-            raise
+        self._thread = ChannelThread("baton-transfer", self._channel, self._run)
+        self._thread.open(START_TIMEOUT_S)
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
         return self._offer(request_id, generation, block_ids, num_tokens, num_ready=len(block_ids))
@@ -164,34 +153,26 @@ class TransferConnector(GrowingConnector):
     def close(self) -> None:
         """Gives up all receives and offers, waits a little for reads that still run, deregisters the memory."""
         with self._gate:
-            if self._closing.is_set():
-                return
-            self._closing.set()
-            self._channel.wake()
-        self._thread.join()
-        self._channel.close()
+            self._thread.end()
+        self._thread.close()
         if self._crew_socket is not None:
             self._crew_socket.close()
 
     def _enqueue(self, command: Callable[[Handoff], None]) -> None:
         with self._gate:
-            if self._closing.is_set() or self._failure is not None:
+            if self._thread.is_closing or self._failure is not None:
                 return
             self._commands.append(command)
             self._channel.wake()
 
     # ------------------------------------------------------------------ in the transfer thread
 
-    def _run(self, started: Future[None]) -> None:
+    def _run(self, ready: Callable[[], None]) -> None:
+        crew = self._make_crew()
+        handoff = self._make_handoff(self._channel, crew)
+        ready()
         try:
-            crew = self._make_crew()
-            handoff = self._make_handoff(self._channel, crew)
-        except Exception as error:
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        try:
-            while not self._closing.is_set():
+            while not self._thread.is_closing:
                 self._channel.wait(self._round(handoff))
             self._wind_up(handoff)
         except RankLost as error:

@@ -45,4 +45,4 @@ def sleep_precisely() -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0) != 0:
-        logger.warning("sleeps of the transfer thread take 50 us longer: %s", os.strerror(ctypes.get_errno()))
+        logger.warning("sleeps of the thread that moves blocks take 50 us longer: %s", os.strerror(ctypes.get_errno()))

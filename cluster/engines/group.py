@@ -27,8 +27,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from baton.cluster.contracts import EnginePulse, EngineRecord
 from baton.cluster.spec import Bundle
 
+from .launch import EngineLaunch, Opening, Place
 from .seats import Seat, seats_of
-from .worker import EngineLaunch, EngineWorker, Opening, Place
+from .worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from baton.cluster.spec import Bundle, FleetSpec, load_spec
 from baton.kv_transfer.network.curve import ClusterKey
 
 from .group import GroupCannotStart, WorkerGroup
-from .worker import EngineLaunch
+from .launch import EngineLaunch
 
 logger = logging.getLogger(__name__)
 

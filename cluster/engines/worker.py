@@ -11,23 +11,21 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
 
-from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord, Role
+from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord
 from baton.cluster.membership.directory import DirectoryWatch
-from baton.cluster.spec import FleetSpec
 from baton.engine.core.connector import KVConnector
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.tiers.settings import TierSettings
 
+from .launch import Doors, EngineLaunch, Opening, Place
 from .seats import Seat
 from .server import EngineServer
+from .threads import configure_threads
 
 if TYPE_CHECKING:
     from baton.engine.build import Engine
@@ -41,66 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
-STOP_S = 3.0  # for workers to end by themselves, where tiers have nothing to save
-
-
-@dataclass(frozen=True)
-class EngineLaunch:
-    """Everything that a process needs to become a member of one group of an application."""
-
-    spec: FleetSpec
-    role: Role
-    group_id: str
-    app: str
-    key: ClusterKey
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        return self.spec.engine_config(self.role).tensor_parallel_size
-
-    @property
-    def world_size(self) -> int:
-        return self.spec.engine_config(self.role).world_size
-
-    @property
-    def hands_over(self) -> bool:
-        return self.role is not Role.UNIFIED
-
-    @property
-    def tiers(self) -> TierSettings | None:
-        return self.spec.fleets.present[self.role].kv_tiers
-
-    @property
-    def stop_s(self) -> float:
-        """For its workers to end by themselves, before they are ended by force."""
-        return STOP_S + (0.0 if self.tiers is None else self.tiers.save_s)
-
-
-@dataclass(frozen=True)
-class Doors:
-    """Where a leader's tensor-parallel ranks join it for what they do together; empty where they do not."""
-
-    reads: str = ""  # of peers' blocks
-    copies: str = ""  # between blocks and the host buffer
-    tiers: str = ""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What one rank brings to its group."""
-
-    rendezvous: str = ""  # of rank 0: where all meet, "host:port"
-    doors: Doors = Doors()  # of a leader
-    gpus: tuple[str, ...] = ()  # that Ray has reserved for it
-
-
-@dataclass(frozen=True)
-class Place:
-    """What one rank is told of its group; empty where there is nobody to meet."""
-
-    rendezvous: str = ""
-    doors: Doors = Doors()  # of its leader
-    gpus: tuple[str, ...] = ()  # of all ranks of its machine, by local rank: peers reach into each other's memory
 
 
 class EngineWorker:
@@ -372,24 +310,3 @@ class EngineWorker:
                 if record.role is self._launch.role.complement
             ]
             self._connector.peers_changed(peers)
-
-
-# A team that sleeps between two ops of a step is late for each (half the speed, measured); one that spins for longer
-# than that takes cores from others. This many spins are some tens of microseconds.
-OPENMP_SPINS = "20000"
-
-
-def configure_threads(launch: EngineLaunch, num_nodes: int) -> None:
-    """Sets this process's OpenMP threads. Must come before torch is loaded, which reads the variables once.
-
-    By default the cores are shared out among the application's workers, which are taken to be spread evenly over the
-    nodes: teams that outnumber the cores starve each other.
-    """
-    config = launch.spec.engine_config(launch.role)
-    workers_here = -(-launch.spec.num_workers // num_nodes)
-    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers_here)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(threads)
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    os.environ["GOMP_SPINCOUNT"] = OPENMP_SPINS
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -14,6 +14,8 @@ from .member import Member
 from .watch import beat
 
 _MAX_UNIX_PATH = 100
+# Never, in effect. ZMQ's own never (-1) throws away what had arrived before a loss, and tells nobody that a connection
+# could not be made; this it tells, and the watch ends who waits.
 _NOT_SOON_MS = 3_600_000
 
 
@@ -51,7 +53,10 @@ class Addresses:
 
 
 def connect(socket: zmq.Socket[Any], address: str, member: Member) -> None:
-    """To what another member has bound; once: what came after a loss would seem to follow what came before it."""
+    """To what another member has bound; once: what came after a loss would seem to follow what came before it.
+
+    Where nobody answers, `Watch.wait_connected` says so at once.
+    """
     socket.reconnect_ivl = _NOT_SOON_MS
     if address.startswith("tcp:"):
         beat(socket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from .errors import GroupFailed
 
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class Watch:
@@ -22,19 +24,20 @@ class Watch:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], on_loss: Callable[[str], None]) -> None:
         """`on_loss` is called on a thread of this watch, with the name of who has gone."""
         self._monitors: dict[zmq.Socket[bytes], str] = {}
+        self._strangers: set[tuple[zmq.Socket[bytes], int]] = set()  # and their descriptors
         self._on_loss = on_loss
         self._bell, self._ringer = inproc_pair(context)
         self._thread = threading.Thread(target=self._run, name="baton-group-watch", daemon=True)
 
     def add(self, socket: zmq.Socket[bytes], name: str) -> None:
         """Watches a socket, with `name` at its other end. Comes before it binds or connects: nothing may be missed."""
-        self._monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)] = name
+        self._monitors[socket.get_monitor_socket(_EVENTS)] = name
 
     def wait_connected(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Comes before `start`. `check` raises where waiting has become pointless. Raises `GroupFailed`."""
         deadline = time.monotonic() + timeout_s
         for monitor, name in self._monitors.items():
-            while not (monitor.poll(50) and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED):
+            while not self._is_connected(monitor, name):
                 check()
                 if time.monotonic() > deadline:
                     raise GroupFailed(f"{name} did not connect within {timeout_s:g} s")
@@ -57,13 +60,36 @@ class Watch:
             ready = dict(poller.poll())
             if self._bell in ready:
                 break
-            events = [
-                (name, recv_monitor_message(monitor)) for monitor, name in self._monitors.items() if monitor in ready
-            ]
-            lost = [name for name, message in events if message["event"] == zmq.EVENT_DISCONNECTED]
+            lost = [name for monitor, name in self._monitors.items() if monitor in ready and self._is_lost(monitor)]
             if lost:
                 self._on_loss(lost[0])
                 break
+
+    @staticmethod
+    def _is_connected(monitor: zmq.Socket[bytes], name: str) -> bool:
+        """Waits a little. Raises `GroupFailed` where an attempt has failed: whoever connects tries once."""
+        if not monitor.poll(50):
+            return False
+        message = recv_monitor_message(monitor)
+        if message["event"] == zmq.EVENT_CONNECT_RETRIED:
+            raise GroupFailed(
+                f"{name} did not connect: no member of this group answers at {message['endpoint'].decode()}. Ranks of"
+                f" one machine must share its {tempfile.gettempdir()}, those of several must reach each other's TCP"
+                " ports, and all need the same cluster key"
+            )
+        return message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def _is_lost(self, monitor: zmq.Socket[bytes]) -> bool:
+        """A member is, and not somebody who has only knocked at the port: all members were there before `start`."""
+        message = recv_monitor_message(monitor)
+        descriptor = monitor, int(message["value"])
+        if message["event"] == zmq.EVENT_ACCEPTED:
+            self._strangers.add(descriptor)
+        if message["event"] != zmq.EVENT_DISCONNECTED:
+            return False
+        known = descriptor not in self._strangers
+        self._strangers.discard(descriptor)
+        return known
 
 
 def beat(socket: zmq.Socket[Any]) -> None:

@@ -11,8 +11,10 @@ from baton.kernels.roofline import copies_beyond_caches, cycling
 from baton.kernels.tune import Problem
 from baton.kernels.tuned import Options
 
-from . import gpu
 from .bench import random_weight
+from .gpu import MANY_TOKENS
+from .gpu.inputs import quantize
+from .gpu.products import product, tuning_key
 from .weight import BLOCK
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (10240, 8192), (8192, 28672))  # N, K
@@ -21,18 +23,18 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024)
 
 def problems(device: torch.device) -> Iterator[Problem]:
     for (columns, depth), in_blocks, tokens in itertools.product(SHAPES, (True, False), TOKENS):
-        if tokens <= gpu.MANY_TOKENS["blocks" if in_blocks else "rows"] or (in_blocks and depth <= 4096):
+        if tokens <= MANY_TOKENS["blocks" if in_blocks else "rows"] or (in_blocks and depth <= 4096):
             yield _problem(tokens, columns, depth, in_blocks, device)
 
 
 def _problem(tokens: int, columns: int, depth: int, in_blocks: bool, device: torch.device) -> Problem:
     def make_run(options: Options) -> Callable[[], object]:
-        return cycling(lambda weight: gpu.product(quantized, scale, weight, None, out, options), weights)
+        return cycling(lambda weight: product(quantized, scale, weight, None, out, options), weights)
 
     weights = [random_weight(columns, depth, in_blocks, device) for _ in range(copies_beyond_caches(columns * depth))]
     out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=device)
-    quantized, scale = gpu.quantize(torch.randn(tokens, depth, device=device), BLOCK if in_blocks else depth)
-    return Problem(gpu.tuning_key(quantized, weights[0]), list(_candidates(tokens)), make_run)
+    quantized, scale = quantize(torch.randn(tokens, depth, device=device), BLOCK if in_blocks else depth)
+    return Problem(tuning_key(quantized, weights[0]), list(_candidates(tokens)), make_run)
 
 
 def _candidates(tokens: int) -> Iterator[Options]:

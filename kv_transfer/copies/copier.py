@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import logging
 import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 from ..affinity import pin_thread
 from ..errors import TransferThreadDied
+from ..threads import OwnerThread
 from .host_memory import Copies, Pair
 
 logger = logging.getLogger(__name__)
@@ -33,15 +32,13 @@ class Copier:
     """
 
     def __init__(self, begin: Callable[[], Copies], wake: Call, device: str, cpu_affinity: str) -> None:
+        self._begin, self._device, self._cpu_affinity = begin, device, cpu_affinity
         self._wake = wake
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: collections.deque[Call] = collections.deque()
         self._failure: Exception | None = None
-        started: Future[None] = Future()
-        arguments = (begin, device, cpu_affinity, started)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="baton-copies", daemon=True)
-        self._thread.start()
-        started.result()
+        self._thread = OwnerThread("baton-copies", self._run)
+        self._thread.open()
 
     def down(self, pairs: Sequence[Pair], at_once: Call, done: Call) -> None:
         """Blocks into slots."""
@@ -66,14 +63,10 @@ class Copier:
         self._jobs.put(None)
         self._thread.join()
 
-    def _run(self, begin: Callable[[], Copies], device: str, cpu_affinity: str, started: Future[None]) -> None:
-        try:
-            pin_thread(cpu_affinity, device)
-            copies = begin()
-        except Exception as error:
-            started.set_exception(error)
-            return
-        started.set_result(None)
+    def _run(self, ready: Callable[[], None]) -> None:
+        pin_thread(self._cpu_affinity, self._device)
+        copies = self._begin()
+        ready()
         try:
             while (job := self._jobs.get()) is not None:
                 self._copy(copies, job)

@@ -30,6 +30,7 @@ from ..ranks.pulls import PullEvent, PullOutcome, Pulls
 from ..settings import PeerInfo, TransferSettings
 from .actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
 from .leases import LeaseTable
+from .mail import Mail
 from .messages import (
     Abort,
     AskDigests,
@@ -49,8 +50,6 @@ from .messages import (
     Unwelcome,
     Welcome,
     Withdrawn,
-    decode,
-    encode,
 )
 from .pairing import Pairing
 from .peers import Peers, PeerStatus
@@ -63,7 +62,6 @@ from .stats import TransferStats
 logger = logging.getLogger(__name__)
 
 SERVE_AFTER_HELLO_S = 2.0  # a peer that greets reads a little at once
-MAX_READER_ROUTES = 4096
 
 
 class Handoff:
@@ -86,20 +84,18 @@ class Handoff:
         self.receives = ReceiveTable(me, settings.patience, settings.digest)
         self._pairing = Pairing.of(me, crew, settings.digest)
         self._channel = channel
+        self._mail = Mail(channel)
         self._crew = crew
         self._clock = clock
         self._emit_event = emit
         self._peers = Peers(self._pairing, channel, crew, settings.retry_s)
         self._pulls = Pulls(crew, settings.batch_bytes, settings.reads_in_flight)
         self._proofs = Proofs(crew, verifies=settings.digest is DigestMode.VERIFY)
-        self._reader_routes: dict[EngineKey, Route] = {}
         self._started_at: dict[TransferId, float] = {}
         self._serve_until = 0.0
         self._read_started_at = 0.0  # the youngest one
         self._receive_seconds = 0.0
         self._stale_greetings = 0
-        self._malformed = 0
-        self._unsent = 0
 
     # ------------------------------------------------------------------ the engine's calls
 
@@ -164,11 +160,11 @@ class Handoff:
         self._crew.pump()
         for event in self._pulls.poll():  # may copy for a while, so that the grant is there when it is done
             self._on_pull(event)
-        arrived = self._channel.receive()
+        arrived = self._mail.receive()
         self._make(calls())
         now = self._clock()  # after receiving: a lease must not be counted from before the claim was sent
-        for route, data in arrived:
-            self._on_data(route, data, now)
+        for route, message in arrived:
+            self._on_message(route, message, now)
         for route in self._channel.lost():
             self._on_cut_off(route, now)
         for peer in self._peers.poll(now, lambda memory: self._pulls.uses(memory) or self._proofs.uses(memory)):
@@ -205,20 +201,14 @@ class Handoff:
             blocks_read_early=self._pulls.num_early,
             receive_seconds=self._receive_seconds,
             messages_stale=self.leases.stale_messages + self.receives.stale_messages + self._stale_greetings,
-            messages_malformed=self._malformed,
-            messages_unsent=self._unsent,
+            messages_malformed=self._mail.malformed,
+            messages_unsent=self._mail.unsent,
             peers_ready=self._peers.num_ready,
         )
 
     # ------------------------------------------------------------------ events in
 
-    def _on_data(self, route: Route, data: bytes, now: float) -> None:
-        try:
-            message = decode(data)
-        except MalformedMessage as error:
-            self._malformed += 1
-            logger.warning("dropped: %s", error)
-            return
+    def _on_message(self, route: Route, message: Message, now: float) -> None:
         match message:
             case Hello():
                 self._on_hello(route, message, now)
@@ -227,7 +217,7 @@ class Handoff:
             case Unwelcome():
                 self._on_unwelcome(route, message)
             case Claim() | Renew() | AskDigests() | Finish() | Abort():
-                self._remember_route(message.reader.engine, route)
+                self._mail.remember(message.reader.engine, route)
                 self._perform(self.leases.on_message(message, now))
             case Granted() | Grown() | Refused() | Withdrawn() | Digests():
                 self._perform(self.receives.on_message(message, now))
@@ -235,10 +225,10 @@ class Handoff:
     def _on_hello(self, route: Route, hello: Hello, now: float) -> None:
         reason = self._pairing.objection(hello)
         if reason:
-            self._send(route, Unwelcome(hello.to, hello.sender, reason))
+            self._mail.send(route, Unwelcome(hello.to, hello.sender, reason))
             return
         self._serve_until = max(self._serve_until, now + SERVE_AFTER_HELLO_S)
-        self._send(route, Welcome(self.me, hello.sender, self._crew.metadata()))
+        self._mail.send(route, Welcome(self.me, hello.sender, self._crew.metadata()))
 
     def _on_unwelcome(self, route: Route, message: Unwelcome) -> None:
         peer = self._peers.on_unwelcome(route, message)
@@ -282,10 +272,10 @@ class Handoff:
                 case Emit():
                     self._emit(action.event)
                 case SendToReader():
-                    self._send(self._reader_routes.get(action.to), action.message)
+                    self._mail.to_reader(action.to, action.message)
                 case SendToHolder():
                     peer = self._peers.get(action.to)
-                    self._send(peer.route if peer else None, action.message)
+                    self._mail.send(peer.route if peer else None, action.message)
                 case Read():
                     self._read(action)
                 case StopRead():
@@ -324,16 +314,6 @@ class Handoff:
         lease = self.leases.get(offer)
         if lease is not None and not lease.grows:
             self._proofs.written(offer)
-
-    def _send(self, route: Route | None, message: Message) -> None:
-        if route is None or not self._channel.send(route, encode(message)):
-            self._unsent += 1
-
-    def _remember_route(self, reader: EngineKey, route: Route) -> None:
-        self._reader_routes.pop(reader, None)
-        self._reader_routes[reader] = route
-        if len(self._reader_routes) > MAX_READER_ROUTES:
-            del self._reader_routes[next(iter(self._reader_routes))]
 
     # ------------------------------------------------------------------ helpers
 

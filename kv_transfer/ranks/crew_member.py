@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from baton.engine.core.layout import KVRegion
 
-from ..errors import TransferError, TransportError
+from ..errors import TransferError
 from ..network.channel import Channel, Route, join_ranks
 from ..network.curve import ClusterKey
 from ..pacing import POLL_IDLE_S, pause_s
 from ..protocol.messages import MAX_REASON_CHARS
 from ..settings import TransferSettings
+from ..threads import ChannelThread
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
 from ..transports.opening import START_TIMEOUT_S, open_transport
 from .crew_messages import (
@@ -183,45 +182,26 @@ class CrewMember:
         self._rank = rank
         self._name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # no two agents that one peer knows share a name
         self._settings = settings or TransferSettings()
-        self._closing = threading.Event()
         self._channel, self._leader = join_ranks(leader, key)
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="baton-transfer", daemon=True)
-        self._thread.start()
-        try:
-            started.result(timeout=START_TIMEOUT_S)
-        except TimeoutError:
-            self._closing.set()  # the thread is stuck inside the transport: it leaves by itself when it comes back
-            raise TransportError(f"the transport did not start within {START_TIMEOUT_S:g} s") from None
-        except Exception:
-            self.close()
-            raise
+        self._thread = ChannelThread("baton-transfer", self._channel, self._run)
+        self._thread.open(START_TIMEOUT_S)
 
     def close(self) -> None:
         """Deregisters the memory. Rank 0's connector is to be closed first: it waits for reads that still run.
 
         Otherwise rank 0 finds out when it needs this rank next.
         """
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._channel.wake()
-        self._thread.join()
-        self._channel.close()
+        self._thread.close()
 
     # ------------------------------------------------------------------ in the transfer thread
 
-    def _run(self, started: Future[None]) -> None:
+    def _run(self, ready: Callable[[], None]) -> None:
+        transport = open_transport(self._settings, self._region, self._name)
+        reader = RankReader(self._rank, self._region, transport, buffered=self._buffered)
+        follower = Follower(reader, self._channel, self._leader, time.monotonic)
+        ready()
         try:
-            transport = open_transport(self._settings, self._region, self._name)
-            reader = RankReader(self._rank, self._region, transport, buffered=self._buffered)
-            follower = Follower(reader, self._channel, self._leader, time.monotonic)
-        except Exception as error:
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        try:
-            while not self._closing.is_set():
+            while not self._thread.is_closing:
                 self._channel.wait(follower.pump())
         except Exception as error:
             logger.exception("the transfer thread of %s died", self._name)

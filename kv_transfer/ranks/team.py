@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
@@ -23,6 +22,7 @@ from ..errors import MalformedMessage, RankLost, TransportError
 from ..network.channel import RankSocket, Route, join_ranks
 from ..network.curve import ClusterKey
 from ..protocol.messages import MAX_REASON_CHARS
+from ..threads import ChannelThread
 from .team_messages import (
     AreYouThere,
     GiveUp,
@@ -173,33 +173,29 @@ class TeamMember:
         name: str,
     ) -> None:
         """Raises `TransportError` for an address that is none. `name`: of the thread."""
-        self._closing = threading.Event()
+        self._begin, self._device, self._cpu_affinity = begin, device, cpu_affinity
         self._channel, self._leader = join_ranks(leader, key)
         self._tell(TeamJoin(rank, fingerprint))
-        self._thread = threading.Thread(target=self._run, args=(begin, device, cpu_affinity), name=name, daemon=True)
-        self._thread.start()
+        self._thread = ChannelThread(name, self._channel, self._run)
+        self._thread.start()  # and is not waited for: rank 0 hears whether it could begin
 
     def close(self) -> None:
         """After what is under way. Closing twice changes nothing."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._channel.wake()
-        self._thread.join()
-        self._channel.close()
+        self._thread.close()
 
-    def _run(self, begin: Callable[[], Servant], device: str, cpu_affinity: str) -> None:
+    def _run(self, ready: Callable[[], None]) -> None:
         servant = None
         try:
-            pin_thread(cpu_affinity, device)
-            servant = begin()
-            while not self._closing.is_set():
+            pin_thread(self._cpu_affinity, self._device)
+            servant = self._begin()
+            ready()
+            while not self._thread.is_closing:
                 for _, data in self._channel.receive():
                     for report in servant.obey(decode_order(data)):
                         self._tell(report)
                 self._channel.wait(IDLE_S)
         except Exception as error:
-            logger.exception("%s died", threading.current_thread().name)
+            logger.exception("%s died", self._thread.name)
             self._tell(GiveUp(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]))
         if servant is not None:
             servant.close()

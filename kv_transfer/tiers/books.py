@@ -13,7 +13,6 @@ overtake: their slots are pinned.
 from __future__ import annotations
 
 import enum
-import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -42,13 +41,28 @@ class Move(NamedTuple):
     target_slot: int
 
 
+class _Watchers(TierWatcher):
+    """All who asked to be told."""
+
+    def __init__(self) -> None:
+        self.all: list[TierWatcher] = []
+
+    def kept(self, block_hash: BlockHash, tier: Tier) -> None:
+        for watcher in self.all:
+            watcher.kept(block_hash, tier)
+
+    def lost(self, block_hash: BlockHash, tier: Tier) -> None:
+        for watcher in self.all:
+            watcher.lost(block_hash, tier)
+
+
 class TierBooks:
     def __init__(self, num_host_slots: int, num_disk_slots: int, on_disk: Iterable[tuple[BlockHash, int]] = ()) -> None:
         """`on_disk`: blocks and slots of an earlier process, the least recently used first."""
-        self._watchers: list[TierWatcher] = []
+        self._watchers = _Watchers()
         self._shelves = {
-            Tier.HOST: Shelf(num_host_slots, tell=functools.partial(self._tell, Tier.HOST)),
-            Tier.DISK: Shelf(num_disk_slots, on_disk, functools.partial(self._tell, Tier.DISK)),
+            Tier.HOST: Shelf(Tier.HOST, num_host_slots, self._watchers),
+            Tier.DISK: Shelf(Tier.DISK, num_disk_slots, self._watchers, on_disk),
         }
         self._used: dict[BlockHash, None] = {}  # on the disk, since `take_used`; the last one used comes last
         self._saved: list[BlockHash] = []  # the last one used comes first
@@ -61,7 +75,7 @@ class TierBooks:
 
     def watch(self, watcher: TierWatcher) -> None:
         """Tells it, from now on."""
-        self._watchers.append(watcher)
+        self._watchers.all.append(watcher)
 
     def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
         return self._shelves[tier].kept
@@ -189,10 +203,3 @@ class TierBooks:
         """Proves the books; for tests."""
         for shelf in self._shelves.values():
             shelf.check()
-
-    def _tell(self, tier: Tier, block_hash: BlockHash, is_kept: bool) -> None:
-        for watcher in self._watchers:
-            if is_kept:
-                watcher.kept(block_hash, tier)
-            else:
-                watcher.lost(block_hash, tier)

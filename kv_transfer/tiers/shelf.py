@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from baton.engine.core.prefix import BlockHash
+from baton.engine.core.tiers import Tier, TierWatcher
 
 
 class Presence(enum.Enum):
@@ -38,17 +39,12 @@ class _Entry:
 
 class Shelf:
     def __init__(
-        self,
-        num_slots: int,
-        kept: Iterable[tuple[BlockHash, int]] = (),
-        tell: Callable[[BlockHash, bool], None] = lambda block_hash, is_kept: None,
+        self, tier: Tier, num_slots: int, watcher: TierWatcher, kept: Iterable[tuple[BlockHash, int]] = ()
     ) -> None:
-        """`kept`: what is there from before, least recently used first; no block and no slot twice.
-
-        `tell` hears what can be read from now on, and what no longer can.
-        """
+        """`kept`: what is there from before, least recently used first; no block and no slot twice."""
         self.num_slots = num_slots
-        self._tell = tell
+        self._tier = tier
+        self._watcher = watcher
         self._entries = OrderedDict((block_hash, _Entry(slot, Presence.KEPT)) for block_hash, slot in kept)
         self.num_kept = len(self._entries)
         taken = {entry.slot for entry in self._entries.values()}
@@ -106,7 +102,7 @@ class Shelf:
     def written(self, block_hash: BlockHash) -> None:
         self._become(self._entries[block_hash], Presence.KEPT)
         self.num_kept += 1
-        self._tell(block_hash, True)
+        self._watcher.kept(block_hash, self._tier)
 
     def drop(self, block_hash: BlockHash) -> int:
         """Frees the slot of a block that nobody reads. Returns it."""
@@ -115,7 +111,7 @@ class Shelf:
         self._free.append(entry.slot)
         if entry.presence is Presence.KEPT:
             self.num_kept -= 1
-            self._tell(block_hash, False)
+            self._watcher.lost(block_hash, self._tier)
         return entry.slot
 
     def pin(self, block_hash: BlockHash) -> int:
@@ -141,7 +137,7 @@ class Shelf:
             return
         self._become(entry, Presence.SPOILED)
         self.num_kept -= 1
-        self._tell(block_hash, False)
+        self._watcher.lost(block_hash, self._tier)
 
     def close(self) -> int:
         """Nothing can be read or put here any more. Returns how many blocks that costs."""

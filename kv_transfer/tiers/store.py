@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierRea
 from ..affinity import pin_thread
 from ..errors import RankLost, TransferError
 from ..network.channel import RankSocket
+from ..threads import OwnerThread
 from .booked import BookedTiers
 from .books import Loss, Move, TierBooks
 from .disk_files import TierRefused
@@ -81,6 +81,8 @@ class TierStore(BookedTiers):
         ranks: RankSocket | None = None,
     ) -> None:
         _check_sizes(region, settings)
+        self._region, self._settings, self._name = region, settings, name
+        self._cpu_affinity, self._ranks = cpu_affinity, ranks
         self.min_tokens = settings.min_tokens
         self._block_bytes = region.block_bytes
         self._wake = wake
@@ -94,27 +96,8 @@ class TierStore(BookedTiers):
         self._disk_failed = False
         self._num_written = 0
         self._note_use_at = time.monotonic() + NOTE_USE_EVERY_S
-        started: Future[TierHands] = Future()
-
-        def open_hands() -> TierHands:
-            pin_thread(cpu_affinity, region.device)
-            if ranks is not None:
-                return TierGroup(region, settings, name, ranks)
-            return TierWorker(region, settings, name, take_room(region, settings))
-
-        self._thread = threading.Thread(target=self._run, args=(open_hands, started), name="baton-tiers", daemon=True)
-        self._thread.start()
-        hands = started.result()
-        self._books = TierBooks(hands.num_host_slots, hands.num_disk_slots, hands.kept)
-        if hands.disk_full:
-            self._books.losses[Loss.DISK_FULL] += 1
-            logger.warning("there is no disk tier until the next start: %s", hands.disk_full)
-        logger.info(
-            "KV tiers: %d blocks in memory, %d on disk, of which %d are there from before",
-            hands.num_host_slots,
-            hands.num_disk_slots,
-            len(hands.kept),
-        )
+        self._thread = OwnerThread("baton-tiers", self._run)
+        self._thread.open()
 
     def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
         return self._enqueue(self._stores, self._books.store(hashes, block_ids), is_restore=False)
@@ -181,13 +164,10 @@ class TierStore(BookedTiers):
 
     # ------------------------------------------------------------------ in the tier thread
 
-    def _run(self, open_hands: Callable[[], TierHands], started: Future[TierHands]) -> None:
-        try:
-            hands = open_hands()
-        except Exception as error:
-            started.set_exception(error)
-            return
-        started.set_result(hands)
+    def _run(self, ready: Callable[[], None]) -> None:
+        hands = self._open_hands()
+        self._books = _open_books(hands)  # the step loop's from here on, until the end
+        ready()
         try:
             while (job := self._next_job()) is not None:
                 self._do(hands, job)
@@ -199,6 +179,13 @@ class TierStore(BookedTiers):
             logger.exception("the tier thread died")
             self._die(error)
         hands.close()
+
+    def _open_hands(self) -> TierHands:
+        pin_thread(self._cpu_affinity, self._region.device)
+        if self._ranks is not None:
+            return TierGroup(self._region, self._settings, self._name, self._ranks)
+        room = take_room(self._region, self._settings)
+        return TierWorker(self._region, self._settings, self._name, room)
 
     def _do(self, hands: TierHands, job: _Job | _Use) -> None:
         if isinstance(job, _Use):
@@ -235,6 +222,20 @@ class TierStore(BookedTiers):
             self._settle(_Job(next(self._ids), moves, is_restore=False), _Done(hands.carry_out(moves)))
         self._books.saved()
         hands.note_use(self._books.take_used())
+
+
+def _open_books(hands: TierHands) -> TierBooks:
+    books = TierBooks(hands.num_host_slots, hands.num_disk_slots, hands.kept)
+    if hands.disk_full:
+        books.losses[Loss.DISK_FULL] += 1
+        logger.warning("there is no disk tier until the next start: %s", hands.disk_full)
+    logger.info(
+        "KV tiers: %d blocks in memory, %d on disk, of which %d are there from before",
+        hands.num_host_slots,
+        hands.num_disk_slots,
+        len(hands.kept),
+    )
+    return books
 
 
 def _read(hands: TierHands, moves: Sequence[Move]) -> _Done:

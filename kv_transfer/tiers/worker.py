@@ -21,6 +21,7 @@ from baton.engine.core.tiers import Tier
 
 from ..copies.host_memory import HostMemory, open_copies
 from ..errors import TransportError
+from ..pacing import sleep_precisely
 from ..transports import ByteRange, FileTransport, ReadState
 from ..transports.nixl_file import NixlFile
 from .books import Loss, Move
@@ -179,6 +180,7 @@ class TierWorker:
         self._copies = open_copies(region, memory)
         self._disk = None
         if files is not None:
+            sleep_precisely()
             transport = NixlFile(name, files.fd, files.num_bytes, memory.address, memory.num_bytes)
             self._disk = Disk(files, transport, memory)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.engines.group import places_of
+from baton.cluster.engines.launch import Doors, Opening, Place
 from baton.cluster.engines.seats import seats_of
-from baton.cluster.engines.worker import Doors, Opening, Place
 
 
 def nodes_of(nodes: list[str], tp_size: int) -> str:

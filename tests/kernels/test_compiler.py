@@ -115,7 +115,7 @@ def test_a_recorded_launch_finds_what_was_compiled_for_it_and_makes_nothing_itse
 
 KEYS = """
 from triton.runtime.jit import DependenciesFinder, JITCallable
-from baton.kernels import compiler, pdl
+from baton.kernels import compile_server, pdl
 from baton.kernels.rms_norm.gpu import _rms_norm_kernel as one
 from baton.kernels.silu_and_mul.gpu import _silu_and_mul_kernel as other
 
@@ -130,7 +130,7 @@ def keys(*kernels):
 
 DependenciesFinder._update_hash = ask_before_it_has_looked
 assert keys(one, other) != keys(other, one), "which is what all this is about"
-compiler.settle_cache_keys()
+compile_server.settle_cache_keys()
 assert keys(one, other) == keys(other, one)
 """
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.core.layout import KVLayout, UnevenHeads
 from baton.kv_transfer.bench import measure, table
-from baton.kv_transfer.bench_stages import Stage
+from baton.kv_transfer.bench.stages import Stage
 
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 

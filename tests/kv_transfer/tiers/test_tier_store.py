@@ -76,6 +76,10 @@ class TestDisk:
             assert load(store, pool, range(150)) == 150
             assert store.stats().blocks == {"disk": 150}
 
+    def test_the_thread_that_waits_for_a_disk_sleeps_no_longer_than_it_asks_to(self, tmp_path: Path) -> None:
+        with tiers(Pool(), disk=8, folder=tmp_path) as store:
+            assert Path(f"/proc/{store._thread.native_id}/timerslack_ns").read_text() == "1\n"
+
     def test_what_the_memory_has_no_room_for_is_on_the_disk(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, host=4, disk=16, folder=tmp_path) as store:

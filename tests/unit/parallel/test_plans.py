@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from socket import create_connection
 from typing import Any
 
 import pytest
+import zmq
 from silent_proxy import SilentProxy
 from thread_groups import Closing, run_threads
 
@@ -184,8 +186,34 @@ def test_a_follower_without_the_clusters_key_gets_none() -> None:
     key = ClusterKey.generate()
     stranger = {**FAR, "secure_client": None}
     sides = {"secure_server": key.secure_server, "start_timeout_s": 1.0}
-    with pytest.raises(GroupFailed, match="did not connect within 1 s"), ends(follower=stranger, **sides):
+    with pytest.raises(GroupFailed, match="did not connect"), ends(follower=stranger, **sides):
         pass
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///nowhere/baton"])
+def test_a_follower_that_finds_nobody_at_the_address_says_where_and_waits_no_longer(address: str) -> None:
+    rendezvous = Rendezvous()
+    member = Member(rank=1, tensor_parallel_size=2, rendezvous=rendezvous.address, start_timeout_s=600.0)
+    meeting = Meeting(member.rendezvous, member.rank, timeout_s=30)
+    meeting.put("plans/1", address)
+    with pytest.raises(GroupFailed, match=f"rank 0 did not connect: no member of this group answers at {address}"):
+        PlanReceiver(member, meeting, ParallelGroups(Closing()))
+
+
+def test_whoever_knocks_at_a_leaders_port_ends_no_group() -> None:
+    with ends(follower=FAR) as (sender, (receiver,), groups):
+        (socket,) = sender._sockets
+        port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        for said in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes([1, 0]) + b"x" * 60):  # the last is ZMTP 1
+            with create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(said)
+                time.sleep(0.1)
+        time.sleep(0.5)
+        sender.send(PLANS[0])
+        assert receiver.receive() == PLANS[0]
+        assert not any(group.closed.is_set() for group in groups)
+        receiver.close()  # a member that goes is still missed
+        assert groups[0].closed.wait(10.0)
 
 
 def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

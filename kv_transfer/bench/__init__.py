@@ -18,9 +18,9 @@ import msgspec
 
 from baton.engine.core.layout import KVLayout
 
-from .bench_ranks import BenchFailed, Prompt, RankProcess, Ranks, Seat
-from .bench_stages import Stage, since_asked
-from .network.curve import ClusterKey
+from ..network.curve import ClusterKey
+from .ranks import BenchFailed, Prompt, RankProcess, Ranks, Seat
+from .stages import Stage, since_asked
 
 __all__ = ["BenchFailed", "Row", "measure", "table"]
 
@@ -183,7 +183,3 @@ def _blocks(count: int, run_blocks: int, rng: random.Random, part: int) -> list[
     rng.shuffle(runs)
     blocks = [run * run_blocks + offset for run in runs for offset in range(run_blocks)]
     return [part * count + block for block in blocks if block < count]
-
-
-if __name__ == "__main__":
-    print(table(measure()))

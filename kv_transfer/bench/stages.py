@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .connector import TransferConnector
-from .network.channel import Channel, Route
-from .protocol.handoff import Handoff
-from .protocol.messages import Claim, Granted, decode
-from .ranks.crew import Crew
-from .transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from ..connector import TransferConnector
+from ..network.channel import Channel, Route
+from ..protocol.handoff import Handoff
+from ..protocol.messages import Claim, Granted, decode
+from ..ranks.crew import Crew
+from ..transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
 
 
 class Stage(enum.StrEnum):

@@ -1,12 +1,9 @@
-"""Linear layers over weights in 8 bits on Hopper and later.
+"""Products of 8-bit inputs and weights.
 
-    x ──quantize──> E4M3 and scales ──product──> out
+They run on the tensor cores' own 8-bit instructions. These add up in some 14 bits, in which a sum of thousands of like
+values would lose a fifth, so what they made of each 128 values is added up in float32.
 
-The product runs on the tensor cores' own 8-bit instructions. These add up in some 14 bits, in which a sum of thousands
-of like values would lose a fifth, so what they made of each 128 values is added up in float32.
-
-Few tokens: small tiles, and several programs for one tile where there would be fewer tiles than multiprocessors, so
-that each of these reads its share of the weight. Many tokens: torch's product, where it takes the shape.
+Small tiles for few tokens, and several programs for one tile where there would be fewer tiles than multiprocessors.
 """
 
 from __future__ import annotations
@@ -19,13 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import pdl, tuned
-from baton.kernels.linear import RowNorm
 
-from .weight import BLOCK, LARGEST, Fp8Weight
+from ..weight import BLOCK, Fp8Weight
 
-MANY_TOKENS = {"rows": 256, "blocks": 128}  # above: torch's product, by what the weight has a scale a
 BAND = 8  # tiles of tokens that are multiplied with the same stretch of the weight while that is in the cache
-
 MOST_SPLIT_TILES = 4096
 
 # TOKENS x COLUMNS is the tile of one program; GROUPS of 128 values of the depth are one step of its loop; TURNED makes
@@ -37,65 +31,6 @@ OPTIONS: dict[int, tuned.Options] = {
     128: {"TOKENS": 64, "COLUMNS": 64, "GROUPS": 1, "TURNED": 0, "SPLIT": 1, "STAGES": 5, "num_warps": 4},
     1 << 31: {"TOKENS": 64, "COLUMNS": 128, "GROUPS": 1, "TURNED": 0, "SPLIT": 1, "STAGES": 4, "num_warps": 4},
 }
-
-
-def linear(
-    x: Tensor,
-    weight: Fp8Weight,
-    bias: Tensor | None = None,
-    *,
-    norm: RowNorm | None = None,
-    add_to: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See `baton.kernels.fp8.linear`."""
-    target = out if add_to is None else add_to
-    if target is None:
-        target = x.new_empty(x.shape[0], weight.shape[0])
-    if x.shape[0] == 0:
-        return target
-    quantized, scale = quantize(x, BLOCK if weight.in_blocks else x.shape[1], norm)
-    if x.shape[0] > MANY_TOKENS[weight.scaled_by] and _torch_takes(weight, target):
-        if add_to is None:
-            return _product_of_torch(quantized, scale, weight, bias, target)
-        return add_to.add_(_product_of_torch(quantized, scale, weight, bias, torch.empty_like(target)))
-    return product(quantized, scale, weight, bias, target, add=add_to is not None)
-
-
-def quantize(x: Tensor, group: int, norm: RowNorm | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, K], or its norm, in E4M3, and a scale for each `group` of values: 128, or K. See `reference.quantize`."""
-    num_tokens, depth = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
-    quantized = torch.empty((num_tokens, depth), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((depth // group, num_tokens), dtype=torch.float32, device=x.device)
-    shape = num_tokens, depth, x.stride(0)
-    if norm is not None:
-        columns = triton.next_power_of_2(depth)
-        _quantize_normed_kernel[(num_tokens,)](
-            x,
-            norm.weight,
-            quantized,
-            scale,
-            *shape,
-            norm.eps,
-            columns,
-            BLOCK if group == BLOCK else columns,
-            LARGEST,
-            num_warps=min(16, max(1, columns // 512)),
-            **pdl.launch_options(),
-        )
-    elif group == BLOCK:
-        groups = min(16, triton.next_power_of_2(depth // BLOCK))
-        grid = (num_tokens, triton.cdiv(depth // BLOCK, groups))
-        _quantize_groups_kernel[grid](
-            x, quantized, scale, *shape, BLOCK, groups, LARGEST, num_warps=4, **pdl.launch_options()
-        )
-    else:
-        chunk = min(4096, triton.next_power_of_2(depth))
-        _quantize_tokens_kernel[(num_tokens,)](
-            x, quantized, scale, *shape, chunk, LARGEST, num_warps=max(1, chunk // 512), **pdl.launch_options()
-        )
-    return quantized, scale
 
 
 def product(
@@ -163,93 +98,6 @@ def tuning_key(quantized: Tensor, weight: Fp8Weight) -> tuned.Key:
     """What the best options of a product depend on."""
     columns, depth = weight.shape
     return {"scales": weight.scaled_by, "tokens": quantized.shape[0], "columns": columns, "depth": depth}
-
-
-def _torch_takes(weight: Fp8Weight, out: Tensor) -> bool:
-    """torch writes bfloat16 only, and reads the scales of blocks in rows of whole 16 bytes."""
-    columns, depth = weight.shape
-    fits = columns % 16 == 0 and depth % (4 * BLOCK if weight.in_blocks else 16) == 0
-    return fits and out.dtype == torch.bfloat16 and out.is_contiguous()
-
-
-def _product_of_torch(quantized: Tensor, scale: Tensor, weight: Fp8Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-    columns = weight.scale.T if weight.in_blocks else weight.scale[None, :]
-    torch._scaled_mm(quantized, weight.data.T, scale.T, columns, out_dtype=out.dtype, use_fast_accum=False, out=out)
-    return out if bias is None else out.add_(bias)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _quantize_groups_kernel(
-    x, quantized, scale, num_tokens, depth, stride, BLOCK: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
-):
-    """One program: some groups of one token."""
-    pdl.wait_for_previous()
-    pdl.let_next_start()
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    exists = group < depth // BLOCK
-    column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    values = tl.load(x + token * stride + column, mask=exists[:, None], other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    factor = tl.where(largest > 0, largest / LARGEST, 1.0)
-    narrow = (values / factor[:, None]).to(quantized.dtype.element_ty)
-    tl.store(quantized + token * depth + column, narrow, mask=exists[:, None])
-    tl.store(scale + group.to(tl.int64) * num_tokens + token, factor, mask=exists)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _quantize_tokens_kernel(x, quantized, scale, num_tokens, depth, stride, CHUNK: tl.constexpr, LARGEST: tl.constexpr):
-    """One program: one token, read once for its largest value and again, from the cache, to be written."""
-    pdl.wait_for_previous()
-    pdl.let_next_start()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, CHUNK)
-    x += token * stride
-    quantized += token * depth
-    largest = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, depth, CHUNK):
-        values = tl.load(x + start + column, mask=start + column < depth, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(values))
-    most = tl.max(largest, 0)
-    factor = tl.where(most > 0, most / LARGEST, 1.0)
-    for start in range(0, depth, CHUNK):
-        exists = start + column < depth
-        values = tl.load(x + start + column, mask=exists, other=0.0).to(tl.float32)
-        tl.store(quantized + start + column, (values / factor).to(quantized.dtype.element_ty), mask=exists)
-    tl.store(scale + token, factor)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _quantize_normed_kernel(
-    x,
-    norm_weight,
-    quantized,
-    scale,
-    num_tokens,
-    depth,
-    stride,
-    eps,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """One program: one token, whose RMSNorm goes to 8 bits without being rounded in between."""
-    GROUPS: tl.constexpr = COLUMNS // GROUP
-    column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    exists = column < depth
-    norm = tl.load(norm_weight + column, mask=exists, other=0.0).to(tl.float32)
-    pdl.wait_for_previous()
-    pdl.let_next_start()
-    token = tl.program_id(0).to(tl.int64)
-    values = tl.load(x + token * stride + column, mask=exists, other=0.0).to(tl.float32)
-    mean = tl.sum(tl.sum(values * values, 1), 0) / depth
-    values *= tl.rsqrt(mean + eps) * norm
-    largest = tl.max(tl.abs(values), 1)
-    factor = tl.where(largest > 0, largest / LARGEST, 1.0)
-    narrow = (values / factor[:, None]).to(quantized.dtype.element_ty)
-    tl.store(quantized + token * depth + column, narrow, mask=exists)
-    group = tl.arange(0, GROUPS)
-    tl.store(scale + group.to(tl.int64) * num_tokens + token, factor, mask=group * GROUP < depth)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -1,0 +1,56 @@
+"""Linear layers over weights in 8 bits on Hopper and later.
+
+    x ──inputs.quantize──> E4M3 and scales ──products.product, or torch's──> out
+
+Few tokens: our own product, which makes sure that every multiprocessor reads its share of the weight. Many tokens:
+torch's, where it takes the shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.kernels.linear import RowNorm
+
+from ..weight import BLOCK, Fp8Weight
+from .inputs import quantize
+from .products import product
+
+MANY_TOKENS = {"rows": 256, "blocks": 128}  # above: torch's product, by what the weight has a scale a
+
+
+def linear(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: RowNorm | None = None,
+    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `baton.kernels.fp8.linear`."""
+    target = out if add_to is None else add_to
+    if target is None:
+        target = x.new_empty(x.shape[0], weight.shape[0])
+    if x.shape[0] == 0:
+        return target
+    quantized, scale = quantize(x, BLOCK if weight.in_blocks else x.shape[1], norm)
+    if x.shape[0] > MANY_TOKENS[weight.scaled_by] and _torch_takes(weight, target):
+        if add_to is None:
+            return _product_of_torch(quantized, scale, weight, bias, target)
+        return add_to.add_(_product_of_torch(quantized, scale, weight, bias, torch.empty_like(target)))
+    return product(quantized, scale, weight, bias, target, add=add_to is not None)
+
+
+def _torch_takes(weight: Fp8Weight, out: Tensor) -> bool:
+    """torch writes bfloat16 only, and reads the scales of blocks in rows of whole 16 bytes."""
+    columns, depth = weight.shape
+    fits = columns % 16 == 0 and depth % (4 * BLOCK if weight.in_blocks else 16) == 0
+    return fits and out.dtype == torch.bfloat16 and out.is_contiguous()
+
+
+def _product_of_torch(quantized: Tensor, scale: Tensor, weight: Fp8Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+    columns = weight.scale.T if weight.in_blocks else weight.scale[None, :]
+    torch._scaled_mm(quantized, weight.data.T, scale.T, columns, out_dtype=out.dtype, use_fast_accum=False, out=out)
+    return out if bias is None else out.add_(bias)

@@ -1,0 +1,106 @@
+"""A thread that owns what it opens: whoever starts it hears how that went, and can end it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from baton.kv_transfer.errors import TransportError
+from baton.kv_transfer.network.channel import ZmqChannel
+from baton.kv_transfer.threads import ChannelThread, OwnerThread
+
+pytestmark = pytest.mark.timeout(30)
+
+Ready = Callable[[], None]
+
+
+@pytest.fixture
+def channel() -> Iterator[ZmqChannel]:
+    channel = ZmqChannel("127.0.0.1", None)
+    yield channel
+    channel._context.destroy(linger=0)
+
+
+def no_memory(ready: Ready) -> None:
+    raise MemoryError("no memory to register")
+
+
+def test_whoever_starts_it_goes_on_when_all_is_open() -> None:
+    opened: list[str] = []
+
+    def work(ready: Ready) -> None:
+        opened.append(threading.current_thread().name)
+        ready()
+
+    OwnerThread("mine", work).open(10.0)
+    assert opened == ["mine"]
+
+
+def test_what_opening_raises_is_raised_where_it_was_asked_for() -> None:
+    with pytest.raises(MemoryError, match="no memory to register"):
+        OwnerThread("mine", no_memory).open(10.0)
+
+
+def test_a_channel_whose_thread_could_not_begin_is_closed(channel: ZmqChannel) -> None:
+    thread = ChannelThread("mine", channel, no_memory)
+    with pytest.raises(MemoryError):
+        thread.open(10.0)
+    assert not thread.is_alive()
+    assert channel._context.closed
+
+
+def test_one_that_is_stuck_is_given_up_and_leaves_when_it_comes_back(channel: ZmqChannel) -> None:
+    library, left = threading.Event(), threading.Event()
+
+    def work(ready: Ready) -> None:
+        library.wait(20.0)
+        ready()
+        while not thread.is_closing:
+            channel.wait(20.0)
+        left.set()
+
+    thread = ChannelThread("mine", channel, work)
+    with pytest.raises(TransportError, match=r"did not start within 0\.05 s"):
+        thread.open(0.05)
+    library.set()
+    assert left.wait(10.0)
+
+
+def test_closing_wakes_the_thread_waits_for_it_and_may_be_done_twice(channel: ZmqChannel) -> None:
+    def work(ready: Ready) -> None:
+        ready()
+        while not thread.is_closing:
+            channel.wait(600.0)
+
+    thread = ChannelThread("mine", channel, work)
+    thread.open(10.0)
+    assert thread.is_alive()
+    thread.close()
+    thread.close()
+    thread.end()
+    assert not thread.is_alive()
+    assert channel._context.closed
+
+
+def test_a_thread_that_is_over_keeps_its_owner_alive_no_longer() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.thread = OwnerThread("mine", self.work)
+            self.thread.open(10.0)
+            self.thread.join(10.0)
+
+        def work(self, ready: Ready) -> None:
+            ready()
+
+    gc.disable()  # what follows is to go at once, not with the next collection
+    try:
+        owner = Owner()
+        gone = weakref.ref(owner)
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
