@@ -4,6 +4,8 @@
 //     tmm4   first rows     tmm0            tmm1          sums
 //     tmm5   the others     tmm2            tmm3
 //
+// A row of B holds pairs of k side by side, [n][2]; its stride is the caller's.
+//
 // Every sum is one chain in the order of k, whatever the other rows are and however many.
 #pragma once
 #include "vec.h"
@@ -31,6 +33,11 @@ inline bool tiles_granted() {
     return granted;
 }
 
+template <class T> struct Rows {
+    T* first;
+    int64_t stride;  // elements from row to row
+};
+
 // The calling thread's tiles, while it multiplies blocks of `rows` rows each.
 class Tiles {
   public:
@@ -40,30 +47,45 @@ class Tiles {
             uint16_t row_bytes[16] = {};
             uint8_t rows[16] = {};
         } config;
-        const int heights[8] = {first, first, rows - first, rows - first, first, rows - first, 16, 16};
+        const int more = rows > first ? rows - first : 16;
+        const int heights[8] = {first, first, more, more, first, more, 16, 16};
         for (int tile = 0; tile < 8; tile++) {
             config.rows[tile] = static_cast<uint8_t>(heights[tile]);
-            config.row_bytes[tile] = heights[tile] == 0 ? 0 : 64;
+            config.row_bytes[tile] = 64;
         }
         asm volatile("ldtilecfg %0" ::"m"(config));
     }
     ~Tiles() { _tile_release(); }
     Tiles(const Tiles&) = delete;
 
-    // sums[r][n] = sum over k of a[r][k] * b[k][n]; b is [depth / 2][32][2]. Meanwhile as much memory is fetched
-    // from `prefetch` on, where that is given.
-    void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t depth, const bf16* prefetch,
-                  float (&sums)[TILES_ROWS][2 * LANES]) const {
-        if (rows > first) multiply<true>(a, a_stride, b, depth, prefetch, sums);
-        else multiply<false>(a, a_stride, b, depth, prefetch, sums);
+    // sums[r][n] = sum over k of a[r][k] * b[k][n] for 32 columns n. Meanwhile as much memory is fetched, from
+    // `prefetch` on, where that is given.
+    void multiply(Rows<const bf16> a, Rows<const bf16> b, int64_t depth, Rows<float> sums,
+                  const bf16* prefetch = nullptr) const {
+        if (rows > first) multiply<true>(a, b, depth, sums, prefetch);
+        else multiply<false>(a, b, depth, sums, prefetch);
+    }
+
+    // The transposed product of 16 rows and 16 columns, sums[n][r] = sum over k of b[n][k] * a[k][r], for a B that lies
+    // in rows and an A in pairs: bitwise what `multiply` gives. Only for blocks of at most 16 rows, where tiles are free.
+    void multiply_across(Rows<const bf16> b, Rows<const bf16> a, int64_t depth, float (&sums)[LANES][LANES]) const {
+        const int64_t b_bytes = b.stride * sizeof(bf16), a_bytes = a.stride * sizeof(bf16);
+        asm volatile("" ::: "memory");
+        _tile_zero(2);
+        for (int64_t k = 0; k < depth; k += TILE_DEPTH) {
+            _tile_loadd(5, a.first + k / 2 * a.stride, a_bytes);
+            _tile_loadd(6, b.first + k, b_bytes);
+            _tile_dpbf16ps(2, 6, 5);
+        }
+        _tile_stored(2, sums[0], sizeof sums[0]);
     }
 
   private:
     template <bool MORE>
-    void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t depth, const bf16* prefetch,
-                  float (&sums)[TILES_ROWS][2 * LANES]) const {
-        constexpr int64_t B_ROW = 2 * LANES * 2, B_BYTES = B_ROW * sizeof(bf16);  // of both tiles
-        const int64_t a_bytes = a_stride * sizeof(bf16);
+    void multiply(Rows<const bf16> a, Rows<const bf16> b, int64_t depth, Rows<float> sums,
+                  const bf16* prefetch) const {
+        const int64_t a_bytes = a.stride * sizeof(bf16), b_bytes = b.stride * sizeof(bf16);
+        const bf16 *upper = a.first, *lower = upper + first * a.stride;
         asm volatile("" ::: "memory");  // the instructions below do not say what they read
         _tile_zero(0);
         _tile_zero(1);
@@ -71,29 +93,34 @@ class Tiles {
             _tile_zero(2);
             _tile_zero(3);
         }
-        for (int64_t k = 0; k < depth; k += TILE_DEPTH, b += TILE_DEPTH / 2 * B_ROW) {
-            _tile_loadd(4, a + k, a_bytes);
-            _tile_loadd(6, b, B_BYTES);
+        for (int64_t k = 0; k < depth; k += TILE_DEPTH) {
+            const bf16* columns = b.first + k / 2 * b.stride;
+            _tile_loadd(4, upper + k, a_bytes);
+            _tile_loadd(6, columns, b_bytes);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, b + B_ROW / 2, B_BYTES);
+            _tile_loadd(7, columns + 2 * LANES, b_bytes);
             _tile_dpbf16ps(1, 4, 7);
             if (MORE) {
-                _tile_loadd(5, a + first * a_stride + k, a_bytes);
+                _tile_loadd(5, lower + k, a_bytes);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            if (prefetch == nullptr) continue;
-            for (int line = 0; line < TILE_DEPTH / 2; line++, prefetch += B_ROW) {
-                __builtin_prefetch(prefetch, 0, 2);
-                __builtin_prefetch(prefetch + B_ROW / 2, 0, 2);
-            }
+            if (prefetch != nullptr) prefetch = fetch(prefetch);
         }
-        _tile_stored(0, sums[0], sizeof sums[0]);
-        _tile_stored(1, sums[0] + LANES, sizeof sums[0]);
+        const int64_t sums_bytes = sums.stride * sizeof(float);
+        _tile_stored(0, sums.first, sums_bytes);
+        _tile_stored(1, sums.first + LANES, sums_bytes);
         if (MORE) {
-            _tile_stored(2, sums[first], sizeof sums[0]);
-            _tile_stored(3, sums[first] + LANES, sizeof sums[0]);
+            float* more = sums.first + first * sums.stride;
+            _tile_stored(2, more, sums_bytes);
+            _tile_stored(3, more + LANES, sums_bytes);
         }
+    }
+
+    // As much as two tiles of B. Returns where it ends.
+    static const bf16* fetch(const bf16* memory) {
+        for (int line = 0; line < TILE_DEPTH; line++, memory += 2 * LANES) __builtin_prefetch(memory, 0, 2);
+        return memory;
     }
 
     const int first, rows;

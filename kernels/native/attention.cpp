@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_amx.h"
 #include "attention_tile.h"
 #include "tape.h"
 
@@ -96,7 +97,7 @@ inline float* attention_scratch(int64_t floats) {
     return memory.get();
 }
 
-template <class Op, class T> struct AttentionRun {
+template <class Op, class T, class Way> struct AttentionRun {  // Way: InRegisters or InTiles
     const AttentionBatch& batch;
     const T *q, *kv;
     T* out;
@@ -143,11 +144,12 @@ template <class Op, class T> struct AttentionRun {
         }
         Pages<T> pages{kv + task.head * batch.head_stride, batch.table(task.seq),
                        batch.block_size, batch.block_stride, batch.half_stride, dim};
+        Way way(tile);
         for (int64_t begin = task.key_begin; begin < task.key_end;) {
             int64_t end = std::min(task.key_end, (begin / SPLIT + 1) * SPLIT);
             tile.state = begin == task.key_begin ? total : part;
             tile.clear();
-            tile.attend(pages, begin, end);
+            tile.attend(pages, begin, end, way);
             if (tile.state == part) merge_rows(total, part, rows, dim);
             begin = end;
         }
@@ -179,10 +181,20 @@ template <class T> struct AttentionOp { using Type = Floats; };
 template <> struct AttentionOp<bf16> { using Type = Pairs; };
 #endif
 
+template <class T, class Way>
+void attend(const AttentionBatch& batch, const void* q, const void* kv, void* out, int threads) {
+    AttentionRun<typename AttentionOp<T>::Type, T, Way>{batch, static_cast<const T*>(q), static_cast<const T*>(kv),
+                                                       static_cast<T*>(out)}.run(threads);
+}
+
+// The way depends on the head size alone: a token's bits must not change with the rows beside it.
 template <class T>
 void paged_attention(const AttentionBatch& batch, const void* q, const void* kv, void* out, int threads) {
-    AttentionRun<typename AttentionOp<T>::Type, T>{batch, static_cast<const T*>(q), static_cast<const T*>(kv),
-                                                  static_cast<T*>(out)}.run(threads);
+#if BATON_HAS_TILES
+    if constexpr (std::is_same_v<T, bf16>)
+        if (InTiles::serve(batch.dim)) return attend<T, InTiles>(batch, q, kv, out, threads);
+#endif
+    attend<T, InRegisters>(batch, q, kv, out, threads);
 }
 
 }  // namespace baton

@@ -138,34 +138,38 @@ template <class Op, class T> struct AttentionTile {
         }
     }
 
-    // Adds the keys [begin, end) to the states; begin is a multiple of KEYS.
-    void attend(const Pages<T>& pages, int64_t begin, int64_t end) const {
-        for (int64_t first = begin; first < end; first += KEYS) {
-            pack_block(pages, first, end);
-            for (int64_t r = 0; r < rows; r += TILE_GROUP) {
-                with_rows<TILE_GROUP>(static_cast<int>(std::min<int64_t>(TILE_GROUP, rows - r)),
-                                      [&](auto count) { attend_rows<decltype(count)::value>(r, first); });
-            }
+    // Adds the keys [begin, end) to the states; begin is a multiple of KEYS. `way.attend` adds a block of them.
+    template <class Way> void attend(const Pages<T>& pages, int64_t begin, int64_t end, Way& way) const {
+        for (int64_t first = begin; first < end; first += KEYS) way.attend(*this, pages, first, end);
+    }
+
+    // Whether rows [row, row + count) must be masked in the key block at `first`.
+    bool sees_part(int64_t row, int64_t count, int64_t first) const {
+        return sight.begin(position(row + count - 1)) > first || sight.end(position(row)) < first + KEYS;
+    }
+
+    // Keys from `end` on are not read: their pages may not exist. Their scores are masked, their values are zeros.
+    void pack_keys(const Pages<T>& pages, int64_t first, int64_t end) const {
+        for (int64_t key = first; key < std::min(end, first + KEYS); key += GRANULE) {
+            if (key + KEYS < end) prefetch_granule(pages.keys(key + KEYS), dim);
+            transpose_granule(pages.keys(key), keys + (key - first) * Op::WIDTH);
         }
     }
 
-    // Keys from `end` on are not read: their pages may not exist. Their values are zeros, their scores are masked.
-    void pack_block(const Pages<T>& pages, int64_t first, int64_t end) const {
-        for (int64_t g = 0; g < KEYS; g += GRANULE) {
-            int64_t key = first + g, next = key + KEYS;
-            if (next < end) prefetch_granule(pages.keys(next), dim);
-            if (key < end) pack_keys(pages.keys(key), keys + g * Op::WIDTH);
-            if (next < end) prefetch_granule(pages.values(next), dim);
+    void pack_values(const Pages<T>& pages, int64_t first, int64_t end) const {
+        for (int64_t key = first; key < first + KEYS; key += GRANULE) {
+            if (key + KEYS < end) prefetch_granule(pages.values(key + KEYS), dim);
             const T* from = key < end ? pages.values(key) : nullptr;
             for (int64_t i = 0; i < GRANULE; i += 2) {
                 const T* const pair[2] = {key + i < end ? from + i * dim : nullptr,
                                           key + i + 1 < end ? from + (i + 1) * dim : nullptr};
-                P::values(pair, dim, values + (g + i) * dim);
+                P::values(pair, dim, values + (key - first + i) * dim);
             }
         }
     }
 
-    void pack_keys(const T* from, Operand* to) const {
+    // Sixteen rows of `dim` to columns of a key block.
+    void transpose_granule(const T* from, Operand* to) const {
         int64_t all = P::words(dim);
         for (int64_t word = 0; word < all; word += LANES) {
             int count = static_cast<int>(std::min<int64_t>(LANES, all - word));
@@ -182,7 +186,7 @@ template <class Op, class T> struct AttentionTile {
         f32x16 scores[R][NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v += TILE_VECTORS) score<R>(scores, row, v);
-        if (sight.begin(position(row + R - 1)) > first || sight.end(position(row)) < first + KEYS) mask(scores, row, first);
+        if (sees_part(row, R, first)) mask(scores, row, first);
         Operand weights[R][KEYS];
         f32x16 fade[R];
 #pragma GCC unroll 8
@@ -243,6 +247,22 @@ template <class Op, class T> struct AttentionTile {
         accumulate<Op, R, COLUMNS>(acc, weights[0], KEYS, values + d * Op::WIDTH, dim * Op::WIDTH, KEYS / Op::WIDTH);
         for (int r = 0; r < R; r++)
             for (int v = 0; v < COLUMNS; v++) store(row_state(row + r) + d + v * LANES, acc[r][v]);
+    }
+};
+
+// A tile's rows meet a packed key block in vector registers, some at a time.
+struct InRegisters {
+    template <class Tile> explicit InRegisters(const Tile&) {}
+
+    template <class Tile, class T>
+    void attend(const Tile& tile, const Pages<T>& pages, int64_t first, int64_t end) const {
+        tile.pack_keys(pages, first, end);
+        tile.pack_values(pages, first, end);
+        for (int64_t r = 0; r < tile.rows; r += TILE_GROUP) {
+            with_rows<TILE_GROUP>(static_cast<int>(std::min<int64_t>(TILE_GROUP, tile.rows - r)), [&](auto count) {
+                tile.template attend_rows<decltype(count)::value>(r, first);
+            });
+        }
     }
 };
 

@@ -91,7 +91,8 @@ struct Linear {
                 int64_t row = std::min(begin + i * size, end - size);
                 for (int64_t number = from; number < std::min(from + stay, last); number++) {
                     const bf16* next = i == 0 ? panel(number + 1) : nullptr;
-                    tiles.multiply(x + row * x_stride, x_stride, panel(number), depth, next, sums);
+                    tiles.multiply({x + row * x_stride, x_stride}, {panel(number), 2 * PANEL}, depth, {sums[0], PANEL},
+                                   next);
                     for (int64_t r = 0; r < size; r++) write(row + r, number, load(sums[r]), load(sums[r] + LANES));
                 }
             }

@@ -229,6 +229,24 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(
         assert torch.equal(chunk, expected[begin:end])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 11, 16, 17, 22, 33])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 32), (4, 2, 64), (3, 1, 128), (32, 2, 64), (4, 2, 80)]
+)
+def test_a_token_gives_the_same_bits_among_any_number_of_rows(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": torch.bfloat16}
+    whole = paged_sequences([150], [150], **shape)
+    q = queries(whole, num_heads, head_dim, torch.bfloat16) * 4
+    expected = attend(q, whole)
+    for end in range(num_tokens, 151):  # so many, since few of the last bits of a sum show in bfloat16
+        batch = AttentionBatch.plan([num_tokens], [end], whole.batch.block_tables, 16)
+        rows = slice(end - num_tokens, end)
+        chunk = attend(q[rows], PagedSequences(whole.kv, batch, [num_tokens]))
+        assert torch.equal(chunk, expected[rows])
+
+
 def test_the_number_of_threads_changes_no_bit() -> None:
     for lengths in (RAGGED, ([1], [5000])):  # the lone decode is shared out over its keys where there are threads
         sequences = paged_sequences(*lengths, dtype=torch.bfloat16)

@@ -133,15 +133,16 @@ assert len(code) == 1, code
 
 
 @pytest.mark.slow
-def test_plain_instructions_give_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The paths without AVX-512 are right too: the tests of the ops pass on a library built for an old CPU."""
+@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-march=native", "-mno-amx-tile")], ids=["AVX2", "no AMX"])
+def test_older_instructions_give_the_same_results(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """The paths without AMX and AVX-512 are right too: the ops' tests pass on a library built for such a CPU."""
     folder = Path(__file__).parent
     code = f"""
 import sys, pytest
 from baton.kernels.native import build
-build.COMPILE_FLAGS = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.COMPILE_FLAGS)
-files = [f"{folder}/test_{{op}}.py" for op in ("attention", "rope_kv", "silu_and_mul")]
-tests = "ratio or multiple_of_16_dim or cut or normalised or number_of_tokens"
+build.COMPILE_FLAGS = (*(flag for flag in build.COMPILE_FLAGS if flag != "-march=native"), *{flags})
+files = [f"{folder}/test_{{op}}.py" for op in ("attention", "linear", "rope_kv", "silu_and_mul")]
+tests = "ratio or multiple_of_16_dim or cut or normalised or number_of_tokens or number_of_rows"
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", tests, *files]))
 """
     run_python(code, XDG_CACHE_HOME=str(tmp_path))
