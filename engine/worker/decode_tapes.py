@@ -100,7 +100,7 @@ class DecodeTapes:
 
     def find(self, inputs: StepInputs) -> DecodeTape | None:
         """The one that serves a step like this: one token a sequence, all of them wanted. None where none does."""
-        if inputs.attention.max_query_len > 1 or inputs.wanted is not None:
+        if inputs.attention.max_query_len != 1 or inputs.wanted is not None:
             return None
         size = at_least(self._sizes, len(inputs.rows))
         return None if size is None else self._tapes[size]

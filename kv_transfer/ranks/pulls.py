@@ -101,10 +101,9 @@ class Pulls:
 
     def _advance(self, pull: _Pull) -> list[PullEvent]:
         events: list[PullEvent] = []
-        reason = self._settle(pull)  # what has ended makes room
+        reason = self._settle(pull, list(pull.running))  # what has ended makes room
         if not reason and not pull.ended_early:
-            self._start_batches(pull)
-            reason = self._settle(pull)  # some transports copy before they return
+            reason = self._settle(pull, self._start_batches(pull))  # some transports copy before they return
         if reason and not pull.ended_early:
             pull.ended_early = True
             events.append(PullEvent(pull.receive, PullOutcome.FAILED, reason))
@@ -115,10 +114,10 @@ class Pulls:
             events.append(PullEvent(pull.receive, outcome))
         return events
 
-    def _settle(self, pull: _Pull) -> str:
-        """Moves ended reads to `releasing`. Returns why one failed, or nothing."""
+    def _settle(self, pull: _Pull, reads: Sequence[ReadHandle]) -> str:
+        """Moves those of the running `reads` that have ended to `releasing`. Returns why one failed, or nothing."""
         reason = ""
-        for read in list(pull.running):
+        for read in reads:
             state = self._crew.poll(read)
             if state is ReadState.RUNNING:
                 continue
@@ -130,7 +129,10 @@ class Pulls:
                 self.num_early += num_blocks
         return reason
 
-    def _start_batches(self, pull: _Pull) -> None:
+    def _start_batches(self, pull: _Pull) -> list[ReadHandle]:
+        started = []
         while pull.waiting and len(pull.running) < self._reads_in_flight:
             batch = pull.waiting.popleft()
-            pull.running[self._crew.read(pull.peer, batch.source_blocks, batch.blocks)] = len(batch.blocks)
+            started.append(self._crew.read(pull.peer, batch.source_blocks, batch.blocks))
+            pull.running[started[-1]] = len(batch.blocks)
+        return started
