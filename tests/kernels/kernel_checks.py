@@ -65,7 +65,7 @@ def paged_sequences(
 
 
 def without_poison(kv: Tensor) -> Tensor:
-    return torch.nan_to_num(kv, nan=0.0)
+    return torch.nan_to_num(kv.float(), nan=0.0).to(kv.dtype)  # torch has none for 8 bits
 
 
 def untouched_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

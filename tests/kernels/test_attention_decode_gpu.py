@@ -18,7 +18,7 @@ from baton.kernels.attention import AttentionBatch, AttentionRule, reference
 pytest.importorskip("triton")
 
 from baton.kernels.attention import tuning
-from baton.kernels.attention.gpu import decode, decode_sums, paged_attention, prepare
+from baton.kernels.attention.gpu import decode, decode_fp8_hopper, decode_sums, paged_attention, prepare
 from baton.kernels.attention.gpu.plan import plan_shares
 from baton.kernels.attention.rule import UNLIMITED
 
@@ -240,7 +240,12 @@ SHAPE = {"HEADS": 8, "ROWS": 16, "DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16
 
 
 def compile_decode(
-    signature: dict[str, str], *, options: dict[str, int] = decode.DEFAULT, group: int = 4, **constexprs: object
+    signature: dict[str, str],
+    *,
+    options: dict[str, int] = decode.DEFAULT,
+    group: int = 4,
+    spill_bytes: int = 0,
+    **constexprs: object,
 ) -> Compiled:
     """For a `group` that is a power of two, of at most 16."""
     absent = {name: None for name in ("sinks", "k_scale", "v_scale") if name not in signature}
@@ -261,6 +266,7 @@ def compile_decode(
         },
         num_warps=options["num_warps"],
         num_stages=options["num_stages"],
+        max_spill_bytes=spill_bytes,
     )
 
 
@@ -289,6 +295,13 @@ def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, option
 def test_every_option_together_spills_nothing() -> None:
     options = dict.fromkeys(("sinks", "k_scale", "v_scale"), "*fp32")
     compile_decode({**SIGNATURE, **options, "kv": "*fp8e4nv"}, HAS_CAP=True)
+
+
+def test_it_has_room_for_the_units_of_plans_for_fetched_caches_of_8_bits() -> None:
+    """It serves steps whose queries do not suit the kernel that the plan was made for."""
+    options = decode.DEFAULT | {"unit_tokens": decode_fp8_hopper.UNIT.value, "early_units": 0}
+    signature = {**SIGNATURE, **dict.fromkeys(("q", "out"), "*fp32"), "kv": "*fp8e4nv"}
+    compile_decode(signature, options=options, spill_bytes=1 << 16)
 
 
 def test_many_parts_are_loaded_at_once_where_they_are_added_apart() -> None:
@@ -333,8 +346,8 @@ def test_an_fp8_cache_gives_what_its_values_in_bfloat16_give() -> None:
     stored = without_poison(sequences.kv).to(torch.float8_e4m3fn)
     scales = {name: torch.tensor(value, device="cuda") for name, value in (("k_scale", 0.5), ("v_scale", 2.0))}
     q = queries(sequences, 32, torch.bfloat16)
-    small = attend(q, dataclasses.replace(sequences, kv=stored), **scales)
-    same = attend(q, dataclasses.replace(sequences, kv=stored.bfloat16()), **scales)
+    small = attend(q, dataclasses.replace(sequences, kv=stored), 9, **scales)
+    same = attend(q, dataclasses.replace(sequences, kv=stored.bfloat16()), 9, **scales)
     # Two kernels, whose sums in float32 may differ in their last bits: now and then a result rounds to its neighbour.
     torch.testing.assert_close(small, same, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
 

@@ -46,15 +46,27 @@ triton.runtime.driver.set_active(Device())
 
 from argument_kinds import launch_every_kind
 from baton.kernels import jit
+from baton.kernels.attention import AttentionBatch, AttentionRule
+from baton.kernels.attention.gpu import decode_fp8_hopper
 from baton.kernels.compiler import Compiler, Variant, recording
 from baton.kernels.silu_and_mul import gpu as silu
 from baton.kernels.step import gpu as step
+
+def attend():
+    # by a kernel in Gluon, which takes a descriptor with a layout
+    kv, scale = torch.zeros(6, 2, 1, 2, 16, 128).to(torch.float8_e4m3fn), torch.ones(1)
+    batch = AttentionBatch.plan([1] * 5, [16] * 5, torch.ones(5, 1, dtype=torch.int32), 16)
+    plan = decode_fp8_hopper.plan_fetches(batch, kv, 8)
+    q = torch.zeros(5, 8, 128, dtype=torch.bfloat16)
+    rule = AttentionRule(1.0, k_scale=scale, v_scale=scale)
+    decode_fp8_hopper.fetched_decode(q, kv, 0, batch, plan, rule, out=q)
 
 def launch():
     memory, values = torch.zeros(64, dtype=torch.int32), torch.ones(64, dtype=torch.int32)
     step.apply_writes(memory, torch.zeros(1, 3, dtype=torch.int64), values, values)
     silu.silu_and_mul(torch.zeros(2, 64))
     launch_every_kind()
+    attend()
     return memory
 
 def cached():
@@ -66,7 +78,7 @@ with recording(submitted.append) as variants:
     launch()
     assert torch.empty(4).tolist() == [0] * 4
     assert not launch().any()
-assert len(variants) == 3, variants
+assert len(variants) == 5, variants
 assert submitted == variants
 assert cached() == launched == []
 compiler.wait()
@@ -79,13 +91,13 @@ compiler.wait()
 compiler.close()
 compiler.close()
 compiled = cached()
-assert len([name for name in compiled if name.endswith(".cubin")]) == 3, compiled
+assert len([name for name in compiled if name.endswith(".cubin")]) == 5, compiled
 jit.mark_starting()
 launch()
 jit.mark_ready()
-assert launched == ["_apply_writes", "_silu_and_mul_kernel", "_every_kind"]
+assert launched == ["_apply_writes", "_silu_and_mul_kernel", "_every_kind", "write_shares", "attend_share"]
 assert cached() == compiled, set(cached()) - set(compiled)
-assert jit.compilations() == 3
+assert jit.compilations() == 5
 jit.mark_starting()
 launch_every_kind(flag=False)
 jit.mark_ready()

@@ -11,7 +11,7 @@ from baton.kernels.device import is_hopper
 
 from ..batch import AttentionBatch
 from ..rule import AttentionRule
-from . import decode_hopper
+from . import decode_fp8_hopper, decode_hopper
 from .decode import paged_decode, plan_decode
 from .decode_short import plan_short, short_decode
 from .plan import DecodePlan, Prepared, ShortPlan, prepared
@@ -30,7 +30,8 @@ def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int) -> AttentionBa
     if first_prefill > 0:
         decode = plan_short(batch, **heads)
         if decode is None and is_hopper(kv.device):
-            decode = decode_hopper.plan_fetches(batch, kv, num_heads)
+            for kernel in (decode_hopper, decode_fp8_hopper):
+                decode = decode or kernel.plan_fetches(batch, kv, num_heads)
         decode = decode or plan_decode(batch, **heads)
     prefill = None
     if first_prefill < batch.num_tokens:
@@ -55,6 +56,8 @@ def paged_attention(
     match plans.decode:
         case DecodePlan(fetches=True) as plan if decode_hopper.serves(q, kv, rule):
             decode_hopper.fetched_decode(q, kv, layer, batch, plan, rule, out=out)
+        case DecodePlan(fetches=True) as plan if decode_fp8_hopper.serves(q, kv):
+            decode_fp8_hopper.fetched_decode(q, kv, layer, batch, plan, rule, out=out)
         case DecodePlan() as plan:
             paged_decode(q, kv, layer, batch, plan, rule, out=out)
         case ShortPlan() as plan:

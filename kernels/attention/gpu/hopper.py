@@ -16,19 +16,20 @@ from triton.language.core import _aggregate as aggregate
 
 RENAMED = gl.constexpr(hasattr(tma, "async_load"))  # Triton 3.6 has other names for three functions
 async_load = tma.async_load if RENAMED.value else tma.async_copy_global_to_shared
-SLAB = gl.constexpr(64)
-BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SLAB = gl.constexpr(64)  # columns of 16 bits
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # a swizzle spans 128 bytes, the most that there is
+IN_16_BITS = (torch.bfloat16, torch.float16)
 barrier = gl.barrier if RENAMED.value else gl.thread_barrier  # of the warps of one partition
 
 
-def cache_fits_boxes(kv: Tensor) -> bool:
-    """Whether the copy engine can read a cache page by page: a 16-bit type, pages that a box and a tile can hold.
+def cache_fits_boxes(kv: Tensor, dtypes: tuple[torch.dtype, ...] = IN_16_BITS) -> bool:
+    """Whether the copy engine can read a cache page by page: of these types, pages that a box and a tile can hold.
 
     Its coordinates have 32 bits: the rows of the whole cache must fit them.
     """
     block_size, dim = kv.shape[4:]
     return (
-        kv.dtype in (torch.bfloat16, torch.float16)
+        kv.dtype in dtypes
         and block_size in (8, 16, 32, 64)
         and kv.is_contiguous()
         and kv.numel() // dim < 2**31 - block_size
@@ -39,19 +40,23 @@ def cache_fits_boxes(kv: Tensor) -> bool:
 @gluon.jit
 def view(memory, shape: gl.constexpr, layout: gl.constexpr):
     """The same shared memory as a tensor of another shape."""
-    return (
-        memory.reinterpret(memory.dtype, shape, layout) if RENAMED else memory._reinterpret(memory.dtype, shape, layout)
-    )
+    return view_as(memory.dtype, memory, shape, layout)
+
+
+@gluon.jit
+def view_as(dtype: gl.constexpr, memory, shape: gl.constexpr, layout: gl.constexpr):
+    """... and of another type."""
+    return memory.reinterpret(dtype, shape, layout) if RENAMED else memory._reinterpret(dtype, shape, layout)
 
 
 @aggregate
 class Ring:
-    """Tiles on their way from global memory to the warpgroups that consume them, each in slabs of 64 columns.
+    """Tiles on their way from global memory to the warpgroups that consume them, each in slabs of a few columns.
 
-    A slab's rows have 128 bytes, the most that the copy engine's boxes and the products can swizzle.
+    A slab's rows have as many bytes as boxes and products swizzle: 128 at most.
     """
 
-    slabs: gl.shared_memory_descriptor  # [stages * slabs of a tile, rows, SLAB]
+    slabs: gl.shared_memory_descriptor  # [stages * slabs of a tile, rows, columns of a slab]
     full: gl.shared_memory_descriptor  # [stages, 1] barriers
     free: gl.shared_memory_descriptor
 
@@ -63,7 +68,7 @@ class Ring:
 
     @gluon.jit
     def slab(self, n, index: gl.constexpr):
-        """[rows, SLAB] of tile n."""
+        """[rows, columns of a slab] of tile n."""
         STAGES: gl.constexpr = self.full.shape[0]
         return self.slabs.index(n % STAGES * (self.slabs.shape[0] // STAGES) + index)
 
@@ -71,8 +76,9 @@ class Ring:
     def tile(self, n):
         """[rows, columns] of tile n."""
         STAGES: gl.constexpr = self.full.shape[0]
-        TILES: gl.constexpr = [STAGES, self.slabs.shape[1], self.slabs.shape[0] // STAGES * SLAB]
-        return view(self.slabs, TILES, BOX).index(n % STAGES)
+        TILES: gl.constexpr = [STAGES, self.slabs.shape[1], self.slabs.shape[0] // STAGES * self.slabs.shape[2]]
+        LAYOUT: gl.constexpr = self.slabs.layout
+        return view(self.slabs, TILES, LAYOUT).index(n % STAGES)
 
     @gluon.jit
     def barrier(self, n):
@@ -93,8 +99,8 @@ class Ring:
     def expect(self, n):
         """Opens tile n for copies: all of it."""
         STAGES: gl.constexpr = self.full.shape[0]
-        BYTES: gl.constexpr = self.slabs.shape[0] // STAGES * self.slabs.shape[1] * SLAB * 2
-        mbarrier.expect(self.full.index(n % STAGES), BYTES)
+        SLAB_BYTES: gl.constexpr = self.slabs.shape[1] * self.slabs.layout.swizzle_byte_width
+        mbarrier.expect(self.full.index(n % STAGES), self.slabs.shape[0] // STAGES * SLAB_BYTES)
 
     @gluon.jit
     def release(self, n):
@@ -112,16 +118,22 @@ def new_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def new_ring(
-    dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, consumers: gl.constexpr
+    dtype: gl.constexpr,
+    stages: gl.constexpr,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    consumers: gl.constexpr,
+    layout: gl.constexpr = BOX,
 ):
-    """A ring of `stages` tiles [rows, columns] of a 16-bit type, each released by so many consumers."""
-    slabs = gl.allocate_shared_memory(dtype, [stages * (columns // SLAB), rows, SLAB], BOX)
+    """A ring of `stages` tiles [rows, columns], each released by so many consumers. A slab's columns fill a swizzle."""
+    SLAB_COLUMNS: gl.constexpr = layout.swizzle_byte_width * 8 // dtype.primitive_bitwidth
+    slabs = gl.allocate_shared_memory(dtype, [stages * (columns // SLAB_COLUMNS), rows, SLAB_COLUMNS], layout)
     return Ring(slabs, new_barriers(stages, 1), new_barriers(stages, consumers))
 
 
 @gluon.jit
 def clear_tail(values, n, num_keys, PAGE: gl.constexpr):
-    """Makes zero what tile n of a ring of pages holds of the last page behind the last of `num_keys` keys.
+    """Makes zero what tile n of a ring of 16-bit pages holds of the last page behind the last of `num_keys` keys.
 
     That may be anything, and zero times infinity is not zero. For consumers of four warps: each does it, so that none
     has to wait for another.

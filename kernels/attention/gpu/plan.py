@@ -58,7 +58,7 @@ class DecodePlan:
     # of two parts a share: 0 of the sequence that began in a share before, 1 of the one that goes on in the next
     sums: Tensor  # [num_shares, 2, num_heads, head_dim] float32: weighted sums of values
     tops: Tensor  # [2, num_shares, 2, num_heads] float32: their top scores, their sums of weights
-    fetches: bool = False  # whether warps of their own fetch pages: `decode_hopper`
+    fetches: bool = False  # whether warps of their own fetch pages: `decode_fetched`
     by_window: dict[int, Shares] = field(default_factory=dict)
 
     def shares(self, window: int) -> Shares:

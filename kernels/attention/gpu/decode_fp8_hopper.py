@@ -1,0 +1,270 @@
+"""Attention of sequences with one query token each for Hopper, over caches in E4M3: see `decode_fetched`.
+
+    scores [64, rows]   = keys query                 for either half of a unit; keys become float16 in registers
+    sums   [dims, rows] = values^T softmax(scores)   and so do values: products of 8 bits add up some 14 bits only
+
+Float16 holds all that E4M3 does, and more bits of a weight than bfloat16, but has less range. So a query is divided by
+the power of two below its largest value, which is in the scores then, as the keys' scale is; and weights are 2^14 for a
+top score, not 1, so that those of thousands of faint keys, which may add up to much, are not below what float16 has.
+
+A product of values has dimensions for rows, which transposing loads bring into registers; they take 16 bits at a time.
+So heads of 128 dimensions are loaded by pairs of neighbours, and even and odd dimensions are two sums. Half of 64
+dimensions would not fill a product: these are loaded by bytes.
+
+Annotations are read by Triton: this module evaluates them.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from baton.kernels.pdl import let_next_start, wait_for_previous
+
+from ..batch import AttentionBatch
+from ..rule import AttentionRule
+from . import decode_fetched
+from .decode_fetched import (
+    FETCHER_REGISTERS,
+    KEYS,
+    OF_KEYS,
+    OF_VALUES,
+    Fitting,
+    Shape,
+    fetch,
+    load_query,
+    units_in_share,
+    visible_scores,
+)
+from .decode_results import finish
+from .hopper import BOX, IN_16_BITS, barrier, new_ring, view, view_as
+from .plan import SHARE_WORDS, DecodePlan, first_visible
+from .softmax import LOWEST
+
+TOP_WEIGHT = gl.constexpr(14.0)  # of a key with the top score, in units of log 2; float16 ends below 16
+HALVES = gl.constexpr(2)  # of a unit, each with products of its own
+UNIT = gl.constexpr(HALVES.value * KEYS.value)  # keys
+FITTINGS = {64: Fitting(2, 3, 128), 128: Fitting(2, 3, 128)}  # by dimensions of a head
+BOXES = {dim: gl.NVMMASharedLayout(dim, 8, 2) for dim in FITTINGS}  # a swizzle spans a key
+
+
+def plan_fetches(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
+    """The plan for the first `batch.num_decodes` sequences; None where the cache is not one that this kernel reads."""
+    return decode_fetched.plan_fetches(batch, kv, num_heads, (torch.float8_e4m3fn,), UNIT.value, FITTINGS)
+
+
+def serves(q: Tensor, kv: Tensor) -> bool:
+    """Whether the queries suit this kernel."""
+    return q.dtype in IN_16_BITS and kv.dtype == torch.float8_e4m3fn
+
+
+def fetched_decode(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    plan: DecodePlan,
+    rule: AttentionRule,
+    *,
+    out: Tensor,
+) -> None:
+    """As `decode.paged_decode`, for what `plan_fetches` and `serves` take."""
+    dim, scales = q.shape[2], {"k_scale": rule.k_scale, "v_scale": rule.v_scale}
+    decode_fetched.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS[dim], BOXES[dim], out=out, **scales)
+
+
+@gluon.jit
+def _consume(share, sequences, queries, results, scoring, memory, keys, values, shape):
+    let_next_start()
+    words, head = share
+    scale, soft_cap, k_scale, v_scale = scoring
+    query_memory, weight_memory = memory
+    PAIRS: gl.constexpr = shape.DIM == 128
+    HEIGHT: gl.constexpr = shape.DIM // 2 if PAIRS else shape.DIM  # of the products of values
+    seq, unit, count = gl.load(words), gl.load(words + 1), gl.load(words + 2)
+    left = count
+    n = 0
+    if k_scale is not None:
+        scale *= gl.load(k_scale)
+    value_scale = 1.0
+    if v_scale is not None:
+        value_scale = gl.load(v_scale)
+    out, sinks, parts = results
+    written = (out, sinks, value_scale, parts)
+    wait_for_previous()
+    while left > 0:
+        seq_len, all_units, units, tiles, first = units_in_share(seq, unit, left, sequences, shape)
+        first_key = first_visible(seq_len, sequences[4])
+        factor = gl.expand_dims(_put_query(queries, seq, head, query_memory, shape) * scale, 0)  # [1, ROWS]
+        top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
+        weights = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a half has its own sum
+        sums = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)
+        odd = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)  # with PAIRS: of dimensions 1, 3, ...
+        for index in range(tiles):
+            begin = (first + index) * UNIT
+            keys.await_full(n)
+            products = _multiply_keys(keys.slab(n, 0), query_memory, shape)
+            keys.release(n)
+            scores = ()
+            highest = gl.full([KEYS, shape.ROWS], LOWEST, gl.float32, shape.MMA)
+            for half in gl.static_range(HALVES):
+                score = products[half] * factor
+                score = visible_scores(score, soft_cap, first_key, seq_len, begin + half * KEYS, shape)
+                scores = scores + (score,)
+                highest = gl.maximum(highest, score)
+            new_top = gl.maximum(top, gl.max(highest, 0) - TOP_WEIGHT)
+            shrink = gl.expand_dims(gl.exp2(top - new_top), 0)
+            weights = weights * shrink
+            for half in gl.static_range(HALVES):
+                probabilities = gl.exp2(scores[half] - gl.expand_dims(new_top, 0))
+                weight_memory.index(half).store(probabilities.to(gl.float16).trans())
+                weights = weights + probabilities
+            hopper.fence_async_shared()
+            barrier()  # the weights of all warps are there
+            sums = sums * shrink
+            odd = odd * shrink
+            values.await_full(n)
+            for half in gl.static_range(HALVES):
+                num_keys = seq_len - begin - half * KEYS
+                weight = weight_memory.index(half).permute((1, 0))
+                if PAIRS:
+                    even_value, odd_value = _pairs_of_values(values.slab(n, 0), half, num_keys, shape)
+                    sums = hopper.warpgroup_mma(even_value, weight, sums, is_async=True)
+                    odd = hopper.warpgroup_mma(odd_value, weight, odd, is_async=True)
+                else:
+                    value = _values(values.slab(n, 0), half, num_keys, shape)
+                    sums = hopper.warpgroup_mma(value, weight, sums, is_async=True)
+            sums, odd = hopper.warpgroup_mma_wait(0, deps=[sums, odd])
+            barrier()  # all warps have read the weights, and the values
+            values.release(n)
+            top = new_top
+            n += 1
+        if PAIRS:
+            joined = gl.reshape(gl.permute(gl.join(sums, odd), (0, 2, 1)), [shape.DIM, shape.ROWS])
+            found = (gl.convert_layout(joined, shape.MMA), gl.sum(weights, 0), top)
+        else:
+            found = (sums, gl.sum(weights, 0), top)
+        finish(found, seq, unit, units, all_units, count - left, share, written, shape)
+        seq += 1
+        unit = 0
+        left -= units
+
+
+@gluon.jit
+def _put_query(queries, seq, head, query_memory, shape):
+    """Puts the heads that read a KV head where products read them, and gives what each [ROWS] was divided by."""
+    query = load_query(queries, seq, head, shape).to(gl.float32)
+    largest = gl.max(gl.abs(query), 1)
+    unit = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)  # no mantissa: a power of two
+    unit = gl.where(unit > 0, unit, 1.0)
+    query_memory.store((query / gl.expand_dims(unit, 1)).to(gl.float16))
+    hopper.fence_async_shared()
+    barrier()
+    return gl.convert_layout(unit, gl.SliceLayout(0, shape.MMA))
+
+
+@gluon.jit
+def _multiply_keys(unit, query_memory, shape):
+    """What each half of a unit of keys [UNIT, DIM] makes of the query, [KEYS, ROWS]. All warps have read the keys."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, shape.MMA, 2)
+    BOX_8: gl.constexpr = unit.layout
+    query = query_memory.permute((1, 0))
+    products = ()
+    for half in gl.static_range(HALVES):
+        key = view(unit, [HALVES, KEYS, shape.DIM], BOX_8).index(half).load(LEFT).to(gl.float16)
+        product = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)
+        products = products + (hopper.warpgroup_mma(key, query, product, use_acc=False, is_async=True),)
+    products = hopper.warpgroup_mma_wait(0, deps=products)
+    barrier()
+    return products
+
+
+@gluon.jit
+def _pairs_of_values(unit, half: gl.constexpr, num_keys, shape):
+    """Half a unit of values as left operands [DIM / 2, KEYS] of products: dimensions 0, 2, ... and 1, 3, ..."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, shape.MMA, 2)
+    pair = view_as(gl.uint16, unit, [HALVES, KEYS, shape.DIM // 2], BOX).index(half).permute((1, 0)).load(LEFT)
+    pair = _without_tail(pair, num_keys)
+    even = (pair & 0xFF).to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float16)
+    odd = (pair >> 8).to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float16)
+    return even, odd
+
+
+@gluon.jit
+def _values(unit, half: gl.constexpr, num_keys, shape):
+    """Half a unit of values as the left operand [DIM, KEYS] of a product."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, shape.MMA, 2)
+    BOX_8: gl.constexpr = unit.layout
+    value = view(unit, [HALVES, KEYS, shape.DIM], BOX_8).index(half).permute((1, 0)).load(LEFT).to(gl.float16)
+    return _without_tail(value, num_keys)
+
+
+@gluon.jit
+def _without_tail(value, num_keys):
+    """Zeros behind the sequence's end: what is there may be anything, and zero times infinity is not zero."""
+    if num_keys < KEYS:
+        column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, value.type.layout)), 0)
+        value = gl.where(column < num_keys, value, gl.zeros_like(value))
+    return value
+
+
+@gluon.jit(do_not_specialize=["layer", "window", "num_shares", "table_stride"])
+def attend_share(
+    q,
+    pages,
+    out,
+    sinks,
+    words,
+    arrivals,
+    sums,
+    tops,
+    seq_lens,
+    block_tables,
+    table_rows,
+    layer,
+    scale,
+    window,
+    soft_cap,
+    num_layers,
+    num_shares,
+    q_token_stride,
+    table_stride,
+    k_scale,
+    v_scale,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    DIM: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    APART: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+):
+    """One share of the keys, for one KV head and the GROUP query heads that read it.
+
+    `pages` has boxes [page, DIM] of kv seen as rows of one head's dims.
+    """
+    memory = (
+        gl.allocate_shared_memory(gl.float16, [ROWS, DIM], BOX),
+        gl.allocate_shared_memory(gl.float16, [HALVES, ROWS, KEYS], BOX),
+    )
+    BOX_8: gl.constexpr = pages.layout
+    keys = new_ring(pages.dtype, STAGES, UNIT, DIM, 1, BOX_8)
+    values = new_ring(pages.dtype, STAGES, UNIT, DIM, 1, BOX_8)
+    hopper.fence_async_shared()
+    shape = Shape(HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
+    share = (words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
+    sequences = (seq_lens, block_tables, table_rows, table_stride, window)
+    cache = (pages, layer, num_layers)
+    results = (out, sinks, (sums, tops, arrivals, num_shares))
+    queries, scoring = (q, q_token_stride), (scale, soft_cap, k_scale, v_scale)
+    gl.warp_specialize(
+        [
+            (_consume, (share, sequences, queries, results, scoring, memory, keys, values, shape)),
+            (fetch, (share, sequences, cache, keys, OF_KEYS, shape)),
+            (fetch, (share, sequences, cache, values, OF_VALUES, shape)),
+        ],
+        [1, 1],
+        [FETCHER_REGISTERS, FETCHER_REGISTERS],
+    )
