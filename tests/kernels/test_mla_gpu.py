@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from aot import compile_for_h200
+from kernel_checks import without_poison
 from mla_cases import BLOCK_SIZE, DEEPSEEK_V2_LITE, LAYER, SCALE, SMALL, LatentStep, Shape, latent_step, padded
 from torch import Tensor
 
-from baton.kernels.mla import reference
+from baton.kernels.mla import AttentionBatch, reference
 
 pytest.importorskip("triton")
 
@@ -116,6 +118,17 @@ def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
     assert max(sizes) - min(size for size in sizes if size) <= 1
     for begin, size, item in zip(begins, sizes, owners, strict=False):
         assert not size or work.starts[item] <= begin < work.starts[item + 1]
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("num_programs", [6, 3000])
+def test_no_part_has_arrived_of_any_group_of_heads(
+    num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
+    batch = latent_step([1, 1], [40, 20], triton_device).batch
+    work = deal(batch, 2, Tiles(16, 16, 16), num_heads=33, singles=True)
+    assert work.arrivals.tolist() == [[0] * (num_programs // 3)] * 3
 
 
 # ---- expanded -------------------------------------------------------------------------------------------------------
@@ -262,19 +275,31 @@ def boxes(*shape: int) -> str:
     return f"tensordesc<bf16[{','.join(map(str, shape))}],NVMMASharedLayout({BOXES.format(len(shape))})>"
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_on_hopper_the_copy_engine_fetches_pages_and_nothing_spills_in_the_loop(rows: int) -> None:
-    constexprs = {"ROWS": rows, "RANK": 512, "ROPE": 64, "PAGE": 16}
-    types = {name: f"*{dtype}" for dtype, names in POINTERS.items() for name in names}
-    types |= {"q_latents": boxes(1, rows, 64), "q_ropes": boxes(1, rows, 64), "pages": boxes(16, 64), "scale": "fp32"}
-    types |= dict.fromkeys(("layer", "num_layers", "num_rows", "num_heads"), "i32") | {"table_stride": "i32:16"}
-    kernel = compile_for_h200(absorbed_hopper._attend_share, types, constexprs, num_warps=4, max_spill_bytes=160)
-    assert kernel.wgmma
-    assert "cp.async.bulk.tensor.2d" in kernel.ptx
-    assert "setmaxnreg" in kernel.ptx
+HOPPER_SIGNATURE = {
+    "out": "*bf16",
+    **dict.fromkeys(("sums", "softmax"), "*fp32"),
+    **dict.fromkeys(("arrivals", "items", "starts", "shares", "block_tables"), "*i32"),
+    "slots": "*i64",
+    "scale": "fp32",
+    **dict.fromkeys(("layer", "num_layers", "num_heads", "num_padded_tokens", "max_items", "num_decodes"), "i32"),
+    "table_stride": "i32:16",
+    "pages": boxes(16, 64),
+}
 
 
-POINTERS = {"bf16": ("out",), "fp32": ("parts", "softmax"), "i32": ("items", "starts", "shares", "tables")}
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("rows", "max_spill_bytes"), [(16, 0), (32, 208)])
+def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_others(
+    rows: int, max_spill_bytes: int, apart: bool
+) -> None:
+    constexprs = {"ROWS": rows, "RANK": 512, "PAGE": 16, "APART": apart}
+    types = HOPPER_SIGNATURE | dict.fromkeys(("q_latents", "q_ropes"), boxes(1, rows, 64))
+    options = {"num_warps": 4, "maxnreg": absorbed_hopper.REGISTERS, "max_spill_bytes": max_spill_bytes}
+    compiled = compile_for_h200(absorbed_hopper.attend_share, types, constexprs, **options)
+    assert compiled.wgmma
+    assert "cp.async.bulk.tensor.2d" in compiled.ptx
+    assert "setmaxnreg" in compiled.ptx
+    assert compiled.registers * 256 <= 0.6 * 65536
 
 
 # ---- on the device --------------------------------------------------------------------------------------------------
@@ -295,6 +320,83 @@ def test_bfloat16_on_the_device(lengths: str, num_heads: int) -> None:
     device = torch.device("cuda")
     step = latent_step(query_lens, seq_lens, device, shape=shape, dtype=torch.bfloat16, num_kv_tokens=num_kv_tokens)
     step.check(step.attend(gpu.prepare, gpu.mla_attention))
+
+
+FEW = [5000, 1, 700]  # whose parts are added by a kernel of its own
+MANY = LENGTHS["decodes"][1]  # ... by the program that comes last
+UNEVEN = random.Random(1).choices(range(1, 1000), k=150)
+
+
+def on_hopper(query_lens: Sequence[int], seq_lens: Sequence[int], num_heads: int = 16) -> LatentStep:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    shape = dataclasses.replace(DEEPSEEK_V2_LITE, num_heads=num_heads)
+    return latent_step(query_lens, seq_lens, torch.device("cuda"), shape=shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 20, 132])
+@pytest.mark.parametrize("seq_lens", [[9000], FEW, MANY, UNEVEN], ids=["one", "few", "many", "uneven"])
+def test_parts_are_added_up_however_many_there_are(
+    seq_lens: list[int], num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
+    step = padded(on_hopper([1] * len(seq_lens), seq_lens), 4)
+    result = step.attend(gpu.prepare, gpu.mla_attention)
+    step.check(result)
+    assert not result[-4:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [5, 16, 40, 128])
+@pytest.mark.parametrize("seq_lens", [FEW, MANY, UNEVEN], ids=["few", "many", "uneven"])
+def test_every_layer_and_every_time_gives_the_same(seq_lens: list[int], num_heads: int) -> None:
+    step = on_hopper([1] * len(seq_lens), seq_lens, num_heads)
+    batch = gpu.prepare(step.batch, num_heads=num_heads, head_dim=step.q.shape[2])
+    results = [gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE) for _ in range(20)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    (part,) = batch.prepared.absorbed
+    assert not part.work.arrivals.any()
+
+
+def tokens_of(step: LatentStep) -> Write:
+    """Their latents, to be written by `latent_and_cache`; positions turn nothing."""
+    compressed = torch.randn(len(step.q), step.kv.shape[5], device="cuda").bfloat16()
+    angles = torch.zeros(10000, DEEPSEEK_V2_LITE.rope // 2, device="cuda")
+    norm = torch.ones(step.up.rank, dtype=torch.bfloat16, device="cuda")
+    return Write(step, compressed, norm, torch.cat([angles.cos(), angles.sin()], dim=1))
+
+
+def check_step_by_step(tokens: Write) -> None:
+    """Each time with other latents, right behind each other: what is read too early is of the time before."""
+    step = tokens.step
+    kv = without_poison(step.kv)
+    batch = gpu.prepare(step.batch, num_heads=step.q.shape[1], head_dim=step.q.shape[2])
+    results, caches = [], []
+    for sign in (1, -1) * 10:
+        q_rope = step.q[..., step.up.nope_dim :]
+        gpu.latent_and_cache(q_rope, sign * tokens.compressed, tokens.norm, tokens.cos_sin, kv, LAYER, batch, eps=1e-6)
+        results.append(gpu.mla_attention(step.q, kv, LAYER, batch, step.up, scale=SCALE))
+        caches.append(kv.clone())
+    for result, as_read in zip(results, caches, strict=True):
+        dataclasses.replace(step, kv=as_read).check(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [8, 64])
+def test_the_newest_latent_counts_though_it_is_written_right_before(count: int) -> None:
+    """Pages are fetched before the kernels ahead have ended, but not those that these write."""
+    check_step_by_step(tokens_of(on_hopper([1] * count, [200 + 3 * index for index in range(count)])))
+
+
+@pytest.mark.gpu
+def test_a_single_token_behind_a_chunk_finds_the_prefix_that_the_chunk_writes() -> None:
+    step = on_hopper([1, 6, 1], [900, 64, 65])
+    tables = step.batch.block_tables.clone()
+    tables[2, :4] = tables[1, :4]
+    batch = AttentionBatch.plan([1, 6, 1], [900, 64, 65], tables, BLOCK_SIZE)
+    assert batch.num_decodes == 1
+    check_step_by_step(tokens_of(dataclasses.replace(step, batch=batch)))
 
 
 @pytest.mark.gpu

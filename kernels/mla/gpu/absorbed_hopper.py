@@ -1,13 +1,17 @@
-"""Absorbed attention of single queries for Hopper: one warp fetches pages ahead, the others multiply what has landed.
+"""Absorbed attention of single queries for Hopper: three warps fetch ahead, four multiply what has landed.
 
     copy engine ──pages──> ring of tiles in shared memory ──> scores [tile, rows] = latents q_latent + ropes q_rope
-                                                           ──> sums   [rank, rows] = latents^T softmax(scores)
+                                                          ──> sums   [rank, rows] = latents^T softmax(scores)
 
 Keys are the rows of both products, so that 16 query heads fill what a warp group multiplies, and a tile is read from
 memory once for keys and values. Work is dealt out as in `work`; what is written is what `absorbed` writes.
-"""
 
-from __future__ import annotations
+Only the newest latent of a decode is this step's. So pages are on their way while the kernels before this one still
+run: a warp that fetches them waits for those when it comes to the last tile of a sequence. It waits at once where one
+is no decode: a single token behind longer chunks may have a prefix that these compute. Queries have their own warp.
+
+Annotations are read by Triton: this module evaluates them.
+"""
 
 import torch
 from torch import Tensor
@@ -16,22 +20,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
 
 from baton.kernels.attention.batch import AttentionBatch
-from baton.kernels.attention.gpu.hopper import SLAB, async_load, view
-from baton.kernels.attention.rule import LOG2_E
+from baton.kernels.attention.gpu.hopper import BOX, SLAB, Ring, async_load, clear_tail, new_barriers, view
+from baton.kernels.attention.gpu.softmax import LOG2_E, LOWEST
 from baton.kernels.device import is_hopper
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from .combine import combine
+from .parts import finish
 from .work import Tiles, WorkList
 
 TILE = gl.constexpr(64)  # keys: the rows of one product of a warp group
 STAGES = gl.constexpr(2)
 MOST_ROWS = 32  # whose sums fit the registers of a warp group
-PRODUCERS = gl.constexpr(2)  # warps that fetch: one would need as long for a tile as the others for multiplying it
-NONE = gl.constexpr(0)
-PRODUCER_REGISTERS = gl.constexpr(40)
+FETCHERS = gl.constexpr(2)  # warps for pages: one would need as long for a tile as the others for multiplying it
+FETCHER_REGISTERS = gl.constexpr(40)
+REGISTERS = 152  # of a thread at the start: with all that there are, no other kernel's program could be beside one
+FEW_ITEMS = 32  # times groups of heads; up to so many, a kernel of its own puts parts together
 
 
 def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
@@ -43,7 +50,7 @@ def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
         and kv.is_contiguous()
         and q_rope.shape[2] == SLAB.value
         and width % SLAB.value == 0
-        and TILE.value % (page * PRODUCERS.value) == 0
+        and TILE.value % (page * FETCHERS.value) == 0
         and (tiles.queries, tiles.tile) == (1, TILE.value)
         and tiles.rows <= MOST_ROWS
         and fits_boxes(q_latent)
@@ -69,268 +76,269 @@ def latent_attention(
     out: Tensor,
     pads: bool,
 ) -> None:
-    """As `absorbed.latent_attention`, for items of one query token."""
+    """As `absorbed.latent_attention`, for items of one query token.
+
+    An item in many parts would keep the program that comes last with one busy while the others are idle: where there
+    are few items, `combine` has a program for each of their rows.
+    """
     num_heads, rank = q_latent.shape[1:]
     groups = tiles.groups(num_heads)
+    apart = work.max_items * groups <= FEW_ITEMS
     parts = torch.empty((groups, work.num_programs, 2, tiles.rows, rank), dtype=torch.float32, device=out.device)
     softmax = torch.empty((groups, work.num_programs, 2, tiles.rows, 2), dtype=torch.float32, device=out.device)
     page, width = kv.shape[4:]
-    num_rows = kv.numel() // width
-    slab = gl.NVMMASharedLayout(128, 16, 2)
-    heads = gl.NVMMASharedLayout(128, 16, 3)
-    _attend_share[(work.num_programs, groups)](
-        TensorDescriptor.from_tensor(q_latent, [1, tiles.rows, SLAB.value], heads),
-        TensorDescriptor.from_tensor(q_rope, [1, tiles.rows, SLAB.value], heads),
-        TensorDescriptor(kv, [num_rows, width], [width, 1], [page, SLAB.value], slab),
+    query_box = gl.NVMMASharedLayout(128, 16, 3)
+    attend_share[(work.num_programs, groups)](
+        TensorDescriptor.from_tensor(q_latent, [1, tiles.rows, SLAB.value], query_box),
+        TensorDescriptor.from_tensor(q_rope, [1, tiles.rows, SLAB.value], query_box),
+        TensorDescriptor.from_tensor(kv.view(-1, width), [page, SLAB.value], BOX.value),
         out,
         parts,
         softmax,
+        work.arrivals,
         work.items,
         work.starts,
         work.shares,
         batch.block_tables,
-        scale * LOG2_E,
+        batch.slots,
+        scale * LOG2_E.value,
         layer,
         kv.shape[2],
-        num_rows,
         batch.block_tables.stride(0),
         num_heads,
+        out.shape[0] if pads else 0,
+        work.max_items,
+        batch.num_decodes,
         ROWS=tiles.rows,
         RANK=rank,
-        ROPE=q_rope.shape[2],
         PAGE=page,
+        APART=apart,
         num_warps=4,
+        maxnreg=REGISTERS,
         **launch_options(),
     )
-    combine(parts, softmax, batch, work, tiles.heads, out=out, pads=pads)
+    if apart:
+        combine(parts, softmax, batch, work, tiles.heads, out=out, pads=pads)
+
+
+@aggregate
+class Shape:
+    """What is fixed when the kernel is compiled."""
+
+    ROWS: gl.constexpr  # heads of a group, and padding
+    RANK: gl.constexpr
+    PAGE: gl.constexpr
+    APART: gl.constexpr
+    MMA: gl.constexpr  # how the products' results lie in registers
+
+    @gluon.constexpr_function
+    def __init__(self, ROWS, RANK, PAGE, APART):
+        self.ROWS = gl.constexpr(ROWS)
+        self.RANK = gl.constexpr(RANK)
+        self.PAGE = gl.constexpr(PAGE)
+        self.APART = gl.constexpr(APART)
+        self.MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
 
 
 @gluon.jit
-def _produce(
-    fetched,
-    work,
-    memory,
-    barriers,
-    FIRST: gl.constexpr,
-    ROWS: gl.constexpr,
-    RANK: gl.constexpr,
-    ROPE: gl.constexpr,
-    PAGE: gl.constexpr,
-):
-    wait_for_previous()
-    q_latents, q_ropes, pages, tables, layer, num_layers, num_rows, table_stride = fetched
-    items, starts, shares = work
-    q_latent_memory, q_rope_memory, latent_memory, rope_memory = memory
-    q_full, q_free, full, free = barriers
-    SLABS: gl.constexpr = RANK // SLAB
-    PAGES: gl.constexpr = TILE // PAGE
-    OWN: gl.constexpr = PAGES // PRODUCERS  # pages of a tile that this warp fetches, from FIRST on
-    Q_BOX: gl.constexpr = q_latents.layout
-    PAGE_BOX: gl.constexpr = pages.layout
+def _share(work):
+    """This program's: (its first tile, the tile behind its last, the item that the first is of)"""
+    _, _, shares, _ = work
     share = shares + 2 * gl.program_id(0)
-    head = gl.program_id(1) * ROWS
-    tile = gl.load(share)
-    item = gl.load(share + 1)
-    share_end = gl.load(share + 2)
-    count = 0  # of tiles so far
-    turn = 0  # of items so far
+    return gl.load(share), gl.load(share + 2), gl.load(share + 1)
+
+
+@gluon.jit
+def _item(item, share_end, work):
+    """(its first tile, the tile behind what the share has of it, first token, keys, row of the tables)"""
+    items, starts, _, _ = work
+    words = items + 4 * item
+    end = gl.minimum(gl.load(starts + item + 1), share_end)
+    return gl.load(starts + item), end, gl.load(words), gl.load(words + 2), gl.load(words + 3)
+
+
+@gluon.jit
+def _fetch_queries(work, queries, q_latent, q_rope, padding, shape):
+    """The queries of every item of the share, and zeros where tokens are padding."""
+    latents, ropes = queries
+    BOXES: gl.constexpr = latents.layout
+    first_head = gl.program_id(1) * shape.ROWS
+    tile, share_end, item = _share(work)
+    n = 0
+    wait_for_previous()
     while tile < share_end:
-        item_start = gl.load(starts + item)
-        end = gl.minimum(gl.load(starts + item + 1), share_end)
-        token = gl.load(items + 4 * item)
-        num_pages = gl.cdiv(gl.load(items + 4 * item + 2), PAGE)
-        table = tables + gl.load(items + 4 * item + 3).to(gl.int64) * table_stride
+        _, end, token, _, _ = _item(item, share_end, work)
+        q_latent.await_free(n)
+        mbarrier.expect(q_latent.barrier(n), shape.ROWS * (shape.RANK + SLAB) * 2)
+        for slab in gl.static_range(shape.RANK // SLAB):
+            box = view(q_latent.slab(n, slab), [1, shape.ROWS, SLAB], BOXES)
+            async_load(latents, [token, first_head, slab * SLAB], q_latent.barrier(n), box)
+        box = view(q_rope.slab(n, 0), [1, shape.ROWS, SLAB], BOXES)
+        async_load(ropes, [token, first_head, 0], q_latent.barrier(n), box)
+        n += 1
+        item += 1
+        tile = end
+    if not shape.APART:
+        _clear_padding(padding, first_head, shape)
 
-        if FIRST == 0:
-            q_latent_boxes = view(q_latent_memory.index(turn & 1), [SLABS, 1, ROWS, SLAB], Q_BOX)
-            q_rope_box = view(q_rope_memory.index(turn & 1), [1, 1, ROWS, SLAB], Q_BOX)
-            mbarrier.wait(q_free.index(turn & 1), (turn // 2 & 1) ^ 1)
-            mbarrier.expect(q_full.index(turn & 1), ROWS * (RANK + ROPE) * 2)
-            for slab in gl.static_range(SLABS):
-                async_load(q_latents, [token, head, slab * SLAB], q_full.index(turn & 1), q_latent_boxes.index(slab))
-            async_load(q_ropes, [token, head, 0], q_full.index(turn & 1), q_rope_box.index(0))
-            turn += 1
 
+@gluon.jit
+def _clear_padding(padding, first_head, shape):
+    """Makes rows of tokens of slot -1 zero, which nobody attends for; one warp of every program has some of them."""
+    out, slots, num_tokens, num_heads = padding
+    dim = gl.arange(0, shape.RANK, gl.BlockedLayout([8], [32], [1], [0]))
+    token = gl.program_id(0)
+    while token < num_tokens:
+        if gl.load(slots + token) < 0:
+            place = out + (token.to(gl.int64) * num_heads + first_head) * shape.RANK + dim
+            for row in range(gl.minimum(num_heads - first_head, shape.ROWS)):
+                gl.store(place + row * shape.RANK, gl.zeros_like(dim).to(out.dtype.element_ty))
+        token += gl.num_programs(0)
+
+
+@gluon.jit
+def _fetch_pages(work, num_decodes, cache, latents, ropes, FIRST: gl.constexpr, shape):
+    """Half the pages of every tile of the share, from FIRST on."""
+    pages, layer, num_layers, block_tables, table_stride = cache
+    PAGES: gl.constexpr = TILE // shape.PAGE
+    OWN: gl.constexpr = PAGES // FETCHERS
+    tile, share_end, item = _share(work)
+    n = 0
+    while tile < share_end:
+        if item >= num_decodes:
+            wait_for_previous()
+        item_start, end, _, seq_len, table_row = _item(item, share_end, work)
+        num_pages = gl.cdiv(seq_len, shape.PAGE)
+        table = block_tables + table_row.to(gl.int64) * table_stride
         for index in range(tile - item_start, end - item_start):
-            stage = count % STAGES
-            latent_boxes = view(latent_memory.index(stage), [SLABS * PAGES, PAGE, SLAB], PAGE_BOX)
-            rope_boxes = view(rope_memory.index(stage), [PAGES, PAGE, SLAB], PAGE_BOX)
-            rows = ()  # of the pages, as they are on their way from the table while the ring is full
+            places = ()  # pages behind the sequence's last are rows behind the last row: they become zero
             for i in gl.static_range(OWN):
                 page = index * PAGES + FIRST + i
-                block = gl.load(table + page, mask=page < num_pages, other=0)
-                rows = rows + (gl.where(page < num_pages, (block * num_layers + layer) * PAGE, num_rows),)
-            mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), OWN * PAGE * (RANK + ROPE) * 2)
+                exists = page < num_pages
+                block = gl.load(table + page, mask=exists, other=0)
+                places = places + (gl.where(exists, (block * num_layers + layer) * shape.PAGE, pages.shape[0]),)
+            if (index + 1) * TILE >= seq_len:
+                wait_for_previous()  # the newest latent is this step's
+            latents.await_free(n)
+            mbarrier.expect(latents.barrier(n), OWN * shape.PAGE * (shape.RANK + SLAB) * 2)
             for i in gl.static_range(OWN):
-                for slab in gl.static_range(SLABS):
-                    box = latent_boxes.index(slab * PAGES + FIRST + i)
-                    async_load(pages, [rows[i], slab * SLAB], full.index(stage), box)
-                async_load(pages, [rows[i], RANK], full.index(stage), rope_boxes.index(FIRST + i))
-            count += 1
+                for slab in gl.static_range(shape.RANK // SLAB):
+                    box = view(latents.slab(n, slab), [PAGES, shape.PAGE, SLAB], BOX).index(FIRST + i)
+                    async_load(pages, [places[i], slab * SLAB], latents.barrier(n), box)
+                box = view(ropes.slab(n, 0), [PAGES, shape.PAGE, SLAB], BOX).index(FIRST + i)
+                async_load(pages, [places[i], shape.RANK], latents.barrier(n), box)
+            n += 1
         item += 1
         tile = end
 
 
 @gluon.jit
-def _consume(
-    results,
-    scale,
-    num_heads,
-    weight_memory,
-    work,
-    memory,
-    barriers,
-    ROWS: gl.constexpr,
-    RANK: gl.constexpr,
-    PAGE: gl.constexpr,
-):
-    wait_for_previous()
+def _consume(work, results, scale, q_latent, q_rope, latents, ropes, weight_memory, shape):
     let_next_start()
-    out, parts, softmax = results
-    items, starts, shares = work
-    q_latent_memory, q_rope_memory, latent_memory, rope_memory = memory
-    q_full, q_free, full, free = barriers
-    SLABS: gl.constexpr = RANK // SLAB
-    PAGES: gl.constexpr = TILE // PAGE
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    BY_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    WIPE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    dtype: gl.constexpr = latent_memory.dtype
-    share = shares + 2 * gl.program_id(0)
-    workspace = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64) * 2
-    row = gl.arange(0, ROWS, BY_ROW)
-    head = gl.program_id(1) * ROWS + row
-    dim = gl.arange(0, RANK, gl.SliceLayout(1, MMA))
-    key_in_tile = gl.arange(0, TILE, gl.SliceLayout(1, MMA))
-    tile = gl.load(share)
-    item = gl.load(share + 1)
-    share_end = gl.load(share + 2)
-    count = 0
+    key_in_tile = gl.arange(0, TILE, gl.SliceLayout(1, shape.MMA))
+    tile, share_end, item = _share(work)
+    n = 0
     turn = 0
+    wait_for_previous()
     while tile < share_end:
-        item_start = gl.load(starts + item)
-        item_end = gl.load(starts + item + 1)
-        end = gl.minimum(item_end, share_end)
-        token = gl.load(items + 4 * item)
-        seq_len = gl.load(items + 4 * item + 2)
-        highest = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
-        weights = gl.zeros([TILE, ROWS], gl.float32, MMA)  # each key's place in a tile has its own sum
-        sums = gl.zeros([RANK, ROWS], gl.float32, MMA)
-        q_latent = q_latent_memory.index(turn & 1).permute((1, 0))
-        q_rope = q_rope_memory.index(turn & 1).permute((1, 0))
-        mbarrier.wait(q_full.index(turn & 1), turn // 2 & 1)
-
+        item_start, end, _, seq_len, _ = _item(item, share_end, work)
+        top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
+        weights = gl.zeros([TILE, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a tile has its own sum
+        sums = gl.zeros([shape.RANK, shape.ROWS], gl.float32, shape.MMA)
+        q_latent.await_full(turn)
         for index in range(tile - item_start, end - item_start):
-            stage = count % STAGES
-            latents = latent_memory.index(stage)
-            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            latents.await_full(n)
             is_cut = (index + 1) * TILE > seq_len
-            if is_cut & (seq_len % PAGE > 0):
-                # rows past the sequence may hold anything, and zero times infinity is not zero
-                boxes = view(latents, [SLABS * PAGES, PAGE, SLAB], SWIZZLED)
-                exists = gl.expand_dims(gl.arange(0, PAGE, gl.SliceLayout(1, WIPE)) < seq_len % PAGE, 1)
-                page = seq_len // PAGE % PAGES
-                for slab in gl.static_range(SLABS):
-                    box = boxes.index(slab * PAGES + page)
-                    values = box.load(WIPE)
-                    box.store(gl.where(exists, values, gl.zeros_like(values)))
-                hopper.fence_async_shared()
-            scores = hopper.warpgroup_mma(
-                rope_memory.index(stage),
-                q_rope,
-                gl.zeros([TILE, ROWS], gl.float32, MMA),
-                use_acc=False,
-                is_async=True,
-            )
-            scores = hopper.warpgroup_mma(latents, q_latent, scores, is_async=True)
+            if is_cut:
+                clear_tail(latents, n, seq_len, shape.PAGE)
+            scores = gl.zeros([TILE, shape.ROWS], gl.float32, shape.MMA)
+            query = q_rope.tile(turn).permute((1, 0))
+            scores = hopper.warpgroup_mma(ropes.tile(n), query, scores, use_acc=False, is_async=True)
+            query = q_latent.tile(turn).permute((1, 0))
+            scores = hopper.warpgroup_mma(latents.tile(n), query, scores, is_async=True)
             scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * scale
             if is_cut:
-                visible = gl.expand_dims(index * TILE + key_in_tile < seq_len, 1)
-                scores = gl.where(visible, scores, float("-inf"))
-            peak = gl.maximum(highest, gl.max(scores, 0))
-            probs = gl.exp2(scores - gl.expand_dims(peak, 0))
-            decay = gl.expand_dims(gl.exp2(highest - peak), 0)
-            weight_memory.store(probs.to(dtype))
+                scores = gl.where(gl.expand_dims(index * TILE + key_in_tile < seq_len, 1), scores, float("-inf"))
+            new_top = gl.maximum(top, gl.max(scores, 0))
+            probabilities = gl.exp2(scores - gl.expand_dims(new_top, 0))
+            shrink = gl.expand_dims(gl.exp2(top - new_top), 0)
+            weight_memory.store(probabilities.to(weight_memory.dtype))
             hopper.fence_async_shared()
-            weights = weights * decay + probs
-            sums = hopper.warpgroup_mma(latents.permute((1, 0)), weight_memory, sums * decay, is_async=True)
+            weights = weights * shrink + probabilities
+            values = latents.tile(n).permute((1, 0))
+            sums = hopper.warpgroup_mma(values, weight_memory, sums * shrink, is_async=True)
             sums = hopper.warpgroup_mma_wait(0, deps=[sums])
-            mbarrier.arrive(free.index(stage))
-            highest = peak
-            count += 1
-        mbarrier.arrive(q_free.index(turn & 1))
+            latents.release(n)
+            top = new_top
+            n += 1
+        q_latent.release(turn)
         turn += 1
-
-        weight = gl.sum(weights, 0)
-        if (tile == item_start) & (end == item_end):
-            place = gl.expand_dims((token.to(gl.int64) * num_heads + head) * RANK, 0) + gl.expand_dims(dim, 1)
-            result = sums / gl.expand_dims(weight, 0)
-            gl.store(out + place, result.to(dtype), mask=gl.expand_dims(head < num_heads, 0))
-        else:
-            part = (workspace + (tile == item_start).to(gl.int32)) * ROWS + row
-            gl.store(parts + gl.expand_dims(part * RANK, 0) + gl.expand_dims(dim, 1), sums)
-            gl.store(softmax + 2 * part, highest)
-            gl.store(softmax + 2 * part + 1, weight)
+        finish((sums, gl.sum(weights, 0), top), item, tile, end, work, results, shape)
         item += 1
         tile = end
 
 
-@gluon.jit(do_not_specialize=["layer"])
-def _attend_share(
+@gluon.jit
+def _new_rings(
+    dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, RANK: gl.constexpr, fetchers: gl.constexpr
+):
+    """For the latents of some rows and for their parts that carry the position, which come and go together."""
+    full, free = new_barriers(stages, fetchers), new_barriers(stages, 1)
+    latents = gl.allocate_shared_memory(dtype, [stages * (RANK // SLAB), rows, SLAB], BOX)
+    ropes = gl.allocate_shared_memory(dtype, [stages, rows, SLAB], BOX)
+    return Ring(latents, full, free), Ring(ropes, full, free)
+
+
+@gluon.jit(do_not_specialize=["layer", "num_padded_tokens", "max_items", "num_decodes"])
+def attend_share(
     q_latents,
     q_ropes,
     pages,
     out,
-    parts,
+    sums,
     softmax,
+    arrivals,
     items,
     starts,
     shares,
-    tables,
+    block_tables,
+    slots,
     scale,
     layer,
     num_layers,
-    num_rows,
     table_stride,
     num_heads,
+    num_padded_tokens,
+    max_items,
+    num_decodes,
     ROWS: gl.constexpr,
     RANK: gl.constexpr,
-    ROPE: gl.constexpr,
     PAGE: gl.constexpr,
+    APART: gl.constexpr,
 ):
-    dtype: gl.constexpr = pages.dtype
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_latent_memory = gl.allocate_shared_memory(dtype, [2, ROWS, RANK], SWIZZLED)
-    q_rope_memory = gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], SWIZZLED)
-    latent_memory = gl.allocate_shared_memory(dtype, [STAGES, TILE, RANK], SWIZZLED)
-    rope_memory = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROPE], SWIZZLED)
-    weight_memory = gl.allocate_shared_memory(dtype, [TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for turn in gl.static_range(2):
-        mbarrier.init(q_full.index(turn), count=1)
-        mbarrier.init(q_free.index(turn), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=PRODUCERS)
-        mbarrier.init(free.index(stage), count=1)
+    """One share of the tiles, for one group of heads.
+
+    `pages` has boxes [page, slab] of kv seen as rows of latents. Of the first `num_padded_tokens`, those of slot -1
+    become zero, unless `combine` sees to it.
+    """
+    q_latent, q_rope = _new_rings(pages.dtype, 2, ROWS, RANK, 1)
+    latents, ropes = _new_rings(pages.dtype, STAGES, TILE, RANK, FETCHERS)
+    weight_memory = gl.allocate_shared_memory(pages.dtype, [TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
     hopper.fence_async_shared()
-    work = (items, starts, shares)
-    memory = (q_latent_memory, q_rope_memory, latent_memory, rope_memory)
-    barriers = (q_full, q_free, full, free)
-    fetched = (q_latents, q_ropes, pages, tables, layer, num_layers, num_rows, table_stride)
-    HALF: gl.constexpr = TILE // PAGE // PRODUCERS
-    results = (out, parts, softmax)
+    shape = Shape(ROWS, RANK, PAGE, APART)
+    work = (items, starts, shares, max_items)
+    cache = (pages, layer, num_layers, block_tables, table_stride)
+    padding = (out, slots, num_padded_tokens, num_heads)
+    results = (out, num_heads, (sums, softmax, arrivals))
+    NONE: gl.constexpr = 0
+    HALF: gl.constexpr = TILE // PAGE // FETCHERS
     gl.warp_specialize(
         [
-            (_consume, (results, scale, num_heads, weight_memory, work, memory, barriers, ROWS, RANK, PAGE)),
-            (_produce, (fetched, work, memory, barriers, NONE, ROWS, RANK, ROPE, PAGE)),
-            (_produce, (fetched, work, memory, barriers, HALF, ROWS, RANK, ROPE, PAGE)),
+            (_consume, (work, results, scale, q_latent, q_rope, latents, ropes, weight_memory, shape)),
+            (_fetch_pages, (work, num_decodes, cache, latents, ropes, NONE, shape)),
+            (_fetch_pages, (work, num_decodes, cache, latents, ropes, HALF, shape)),
+            (_fetch_queries, (work, (q_latents, q_ropes), q_latent, q_rope, padding, shape)),
         ],
-        [1, 1],
-        [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [1, 1, 1],
+        [FETCHER_REGISTERS, FETCHER_REGISTERS, FETCHER_REGISTERS],
     )

@@ -1,4 +1,4 @@
-"""Adds up the parts of items that several programs share."""
+"""Adds up the parts of items that several programs share, in a kernel behind theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.kernels.attention.batch import AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-from .work import WorkList, num_active_programs
+from .work import WorkList, programs_of
 
 FEW_ROWS = 256  # fewer would leave multiprocessors idle if a program took many
 MANY_AT_ONCE = 16  # rows of a program otherwise
@@ -91,9 +91,7 @@ def _combine(
     first_token = tl.load(items_ptr + 4 * item)
     num_queries = tl.load(items_ptr + 4 * item + 1)
     if end > start:
-        num_active = num_active_programs(num_programs, num_tiles).to(tl.int64)
-        first = ((start + 1) * num_active - 1) // num_tiles  # the programs of its first and of its last tile
-        last = (end * num_active - 1) // num_tiles
+        first, last = programs_of(start, end, num_tiles, num_programs)
         if last > first:
             highest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
             weight = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -101,8 +99,8 @@ def _combine(
             for base in range(first, last + 1, PARTS):
                 program = base + tl.arange(0, PARTS)
                 exists = (program <= last)[:, None]
-                began_here = program * num_tiles // num_active <= start
-                part = ((group * num_programs + program) * 2 + began_here.to(tl.int64))[:, None] * ROWS + row[None, :]
+                begins = (program == first).to(tl.int64)
+                part = ((group * num_programs + program) * 2 + begins)[:, None] * ROWS + row[None, :]
                 peaks = tl.load(softmax_ptr + 2 * part, mask=exists, other=float("-inf"))
                 weights = tl.load(softmax_ptr + 2 * part + 1, mask=exists, other=0.0)
                 address = parts_ptr + (part * RANK)[:, :, None] + dims[None, None, :]

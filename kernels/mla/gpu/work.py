@@ -5,8 +5,9 @@
     shares    of the programs:         | p0      | p1      | p2      | p3      | p4      | p5       |
 
 A program walks its share. Where a share's end cuts an item, both programs leave their part of the softmax in a
-workspace, at most two a program (the item that its share begins in, and the one that it ends in), and `combine` adds
-the parts up in the order of the keys. Only shapes decide how much is launched; lengths are read on the device.
+workspace, at most two a program (the item that its share begins in, and the one that it ends in). The parts are added
+up in the order of the keys: by `combine`, or by the program that comes last with one, as `arrivals` tells it. Only
+shapes decide how much is launched; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class WorkList:
     items: Tensor  # [max_items, 4] int32: first token, how many, keys that the first of them sees, row of block_tables
     starts: Tensor  # [max_items + 1] int32: tiles before each item; an item of no tiles does not exist
     shares: Tensor  # [num_programs + 1, 2] int32: first tile of each program's share, and the item that it is of
+    # [groups, num_programs] int32: parts that are there of the item that goes on after the share; every layer leaves 0
+    arrivals: Tensor
 
     @property
     def max_items(self) -> int:
@@ -61,13 +64,18 @@ def deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, 
 
     With singles, item i is sequence i; else the items of sequence i begin at i + query_start[i] // queries, which
     leaves room for all without counting them.
+
+    Kernels launched after this one may read what it writes before they wait for the kernel before them: it is launched
+    the ordinary way, so that none starts before it has ended.
     """
     device, queries = batch.seq_lens.device, tiles.queries
-    num_programs = max(1, multiprocessors(device) // tiles.groups(num_heads))
+    groups = tiles.groups(num_heads)
+    num_programs = max(1, multiprocessors(device) // groups)
     max_items = num_seqs if singles else num_seqs + batch.num_tokens // queries
     items = torch.empty((max_items, 4), dtype=torch.int32, device=device)
     starts = torch.empty(max_items + 1, dtype=torch.int32, device=device)
     shares = torch.empty((num_programs + 1, 2), dtype=torch.int32, device=device)
+    arrivals = torch.empty((groups, num_programs), dtype=torch.int32, device=device)
     rows = batch.table_rows
     _deal[(1,)](
         batch.query_start,
@@ -76,9 +84,11 @@ def deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, 
         items,
         starts,
         shares,
+        arrivals,
         num_seqs,
         max_items,
         num_programs,
+        groups,
         max(num_seqs - 1, 0).bit_length(),
         max_items.bit_length(),
         HAS_TABLE_ROWS=rows is not None,
@@ -88,7 +98,7 @@ def deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, 
         BLOCK=1024,
         num_warps=8,
     )
-    return WorkList(items, starts, shares)
+    return WorkList(items, starts, shares, arrivals)
 
 
 @triton.jit
@@ -97,7 +107,16 @@ def num_active_programs(num_programs, num_tiles):
     return tl.maximum(tl.minimum(num_programs, num_tiles), 1)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_items", "num_programs", "seq_search_steps", "item_search_steps"])
+@triton.jit
+def programs_of(start, end, num_tiles, num_programs):
+    """Those with the first and the last of an item's tiles, which are `start` to `end` of the step's; int64."""
+    num_active = num_active_programs(num_programs, num_tiles).to(tl.int64)
+    return ((start + 1) * num_active - 1) // num_tiles, (end * num_active - 1) // num_tiles
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "max_items", "num_programs", "num_groups", "seq_search_steps", "item_search_steps"]
+)
 def _deal(
     query_start_ptr,
     seq_lens_ptr,
@@ -105,9 +124,11 @@ def _deal(
     items_ptr,
     starts_ptr,
     shares_ptr,
+    arrivals_ptr,
     num_seqs,
     max_items,
     num_programs,
+    num_groups,
     seq_search_steps,
     item_search_steps,
     HAS_TABLE_ROWS: tl.constexpr,
@@ -147,7 +168,6 @@ def _deal(
         tl.store(items_ptr + 4 * item + 3, table_row, mask=exists)
         tl.store(starts_ptr + item, total + tl.cumsum(tiles, 0) - tiles, mask=exists)
         total += tl.sum(tiles, 0)
-    tl.store(starts_ptr + max_items, total)
     tl.debug_barrier()  # the starts are read by other threads than wrote them
 
     num_active = num_active_programs(num_programs, total)
@@ -161,3 +181,8 @@ def _deal(
             item = tl.where((next_item < max_items) & (begin <= first_tile), next_item, item)
         tl.store(shares_ptr + 2 * program, first_tile, mask=program <= num_programs)
         tl.store(shares_ptr + 2 * program + 1, item, mask=program <= num_programs)
+        for group in range(0, num_groups):
+            tl.store(arrivals_ptr + group * num_programs + program, 0, mask=program < num_programs)
+    tl.debug_barrier()
+    # released: what all threads stored above can be seen when this program ends, by who does not wait
+    tl.atomic_xchg(starts_ptr + max_items, total, sem="release")
