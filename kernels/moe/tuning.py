@@ -12,15 +12,15 @@ from baton.kernels.tune import Problem
 from baton.kernels.tuned import Options
 
 from . import ExpertWeights, RoutingRule, route
-from .bench import LARGE, ROUTINGS, experts_of
+from .bench import LARGE, experts_of
 from .gpu import few, grouped_experts
 from .gpu.options import FewOptions, GroupedOptions, ProductOptions, Shape, tuning_key
 
-TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 1024, 4096, 16384)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 PRODUCTS = {  # by the rows of a tile: columns, depth, warps, stages
     16: ((128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4)),
     32: ((128, 128, 4, 3), (128, 128, 4, 4), (128, 64, 4, 5)),
-    64: ((128, 64, 4, 4), (256, 64, 4, 3), (256, 64, 8, 3)),
+    64: ((128, 64, 4, 4), (128, 128, 8, 3), (256, 64, 4, 3), (256, 64, 8, 3), (256, 64, 8, 4)),
     128: ((128, 64, 4, 3), (128, 64, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4)),
 }
 PRODUCTS_IN_8_BITS = {
@@ -31,6 +31,11 @@ PRODUCTS_IN_8_BITS = {
 }
 GATE_UP_FEW = ((4, 1024, 4), (4, 2048, 4), (8, 512, 4), (8, 1024, 8))  # columns, depth, warps
 DOWN_FEW = ((1, 256, 2), (2, 256, 4), (2, 256, 8), (4, 256, 8))
+
+
+ROUTINGS = 9  # that a measurement takes turns over
+TALLEST = 4  # times the height of a short tile
+FAVOURS = (0.0, 2.0, 4.0)  # how far some experts are ahead of others for all tokens, beside what tokens differ by
 
 
 def problems(device: torch.device) -> Iterator[Problem]:
@@ -44,8 +49,7 @@ def _problem(experts: ExpertWeights, top_k: int, num_tokens: int) -> Problem:
     device = experts.down.device
     shape = Shape(num_tokens, experts.num_experts, top_k, experts.hidden_size, experts.width, experts.in_8_bits)
     x = torch.randn(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
-    all_logits = torch.randn(ROUTINGS, num_tokens, shape.num_experts, device=device)
-    routings = [route(logits, RoutingRule(top_k)) for logits in all_logits]
+    routings = [route(logits, RoutingRule(top_k)) for logits in _logits(num_tokens, shape.num_experts, device)]
 
     def run_few(options: Options) -> Callable[[], object]:
         chosen = FewOptions(**options)
@@ -60,6 +64,13 @@ def _problem(experts: ExpertWeights, top_k: int, num_tokens: int) -> Problem:
     return Problem(tuning_key("grouped", shape), list(_grouped_candidates(shape)), run_grouped)
 
 
+def _logits(num_tokens: int, num_experts: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """[T, E] of each routing: by turns tokens choose on their own, many of them alike, nearly all of them alike."""
+    for _, favour in zip(range(ROUTINGS), itertools.cycle(FAVOURS), strict=False):
+        ahead = torch.randn(num_experts, device=device) * favour
+        yield torch.randn(num_tokens, num_experts, device=device) + ahead
+
+
 def _few_candidates() -> Iterator[Options]:
     names = FewOptions.__dataclass_fields__
     for gate_up, down in itertools.product(GATE_UP_FEW, DOWN_FEW):
@@ -67,10 +78,12 @@ def _few_candidates() -> Iterator[Options]:
 
 
 def _grouped_candidates(shape: Shape) -> Iterator[Options]:
-    """Tiles that hold from half to four times the rows that an expert has on average, where there are such."""
+    """Tiles that hold from half to four times the rows that an expert has on average, where there are such; taller ones
+    beside them for experts that have more."""
     rows = shape.num_tokens * shape.top_k / shape.num_experts
     products = PRODUCTS_IN_8_BITS if shape.in_8_bits else PRODUCTS
     heights = [height for height in products if rows / 2 <= height < max(32, 4 * rows)] or [max(products)]
-    for height in heights:
-        for gate_up, down in itertools.product(products[height], repeat=2):
-            yield GroupedOptions(height, ProductOptions(*gate_up), ProductOptions(*down)).flat()
+    for short in heights:
+        for tall in (height for height in products if short <= height <= TALLEST * short):
+            for gate_up, down in itertools.product(products[tall], repeat=2):
+                yield GroupedOptions(tall, short, ProductOptions(*gate_up), ProductOptions(*down)).flat()

@@ -111,11 +111,18 @@ def test_no_routing_makes_more_tiles_than_there_is_room_for(counts: list[int], b
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize(
-    ("block_rows", "num_tokens", "top_k", "hidden_size", "width", "padding"),
-    [(16, 1, 2, 32, 16, 0), (16, 13, 3, 48, 40, 4), (32, 40, 2, 64, 32, 0)],
+    ("block_rows", "short_rows", "num_tokens", "top_k", "hidden_size", "width", "padding"),
+    [
+        (16, 16, 1, 2, 32, 16, 0),
+        (16, 16, 13, 3, 48, 40, 4),
+        (32, 32, 40, 2, 64, 32, 0),
+        (32, 16, 40, 2, 64, 32, 0),
+        (16, 4, 13, 3, 48, 40, 4),
+    ],
 )
 def test_grouped_products_equal_the_loop_over_experts(
     block_rows: int,
+    short_rows: int,
     num_tokens: int,
     top_k: int,
     hidden_size: int,
@@ -127,7 +134,7 @@ def test_grouped_products_equal_the_loop_over_experts(
     case = mixture(num_tokens, 5, top_k, hidden_size, width, padding=padding, like_gpt_oss=like_gpt_oss)
     case = case.to(triton_device)
     product = ProductOptions(block_columns=32, block_depth=32, warps=4, stages=2)
-    result = gpu.grouped_experts(*case.inputs, GroupedOptions(block_rows, product, product))
+    result = gpu.grouped_experts(*case.inputs, GroupedOptions(block_rows, short_rows, product, product))
     assert_as_accurate(
         result, reference.fused_experts(*case.to(torch.float64).inputs), reference.fused_experts(*case.inputs)
     )
@@ -165,19 +172,19 @@ def test_few_tokens_equal_the_loop_over_experts(
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize("block_rows", [None, 16, 32])
+@pytest.mark.parametrize("rows", [None, (16, 16), (32, 32), (32, 2)])
 @pytest.mark.parametrize(("hidden_size", "width", "depth"), [(144, 272, 256), (256, 128, 64)])
 def test_experts_in_8_bits_equal_their_definition(
-    block_rows: int | None, hidden_size: int, width: int, depth: int, triton_device: torch.device
+    rows: tuple[int, int] | None, hidden_size: int, width: int, depth: int, triton_device: torch.device
 ) -> None:
     case = mixture(5, 4, 2, hidden_size, width, padding=1, like_gpt_oss=True)
     case = replace(case, experts=in_8_bits(case.experts)).to(triton_device)
-    if block_rows is None:
+    if rows is None:
         options = FewOptions(gate_up_columns=32, gate_up_depth=depth, down_columns=16, down_depth=depth)
         result = few.fused_experts(*case.inputs, options)
     else:
         product = ProductOptions(block_columns=64, block_depth=depth // 2, warps=4, stages=2)
-        result = gpu.grouped_experts(*case.inputs, GroupedOptions(block_rows, product, product))
+        result = gpu.grouped_experts(*case.inputs, GroupedOptions(*rows, product, product))
     exact = reference.fused_experts(*case.to(torch.float64).inputs)
     assert_as_accurate(result, exact, reference.fused_experts(*case.inputs), slack=4.0)
 
@@ -214,9 +221,12 @@ TILE_TYPES = {"order": "*i32", "table": "*i32", "count": "*i32"}
 
 
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
-@pytest.mark.parametrize(("block_rows", "columns", "warps"), [(16, 128, 4), (64, 256, 8), (128, 256, 8)])
+@pytest.mark.parametrize(
+    ("block_rows", "short_rows", "columns", "warps"),
+    [(16, 16, 128, 4), (64, 64, 256, 8), (64, 16, 256, 8), (128, 128, 256, 8)],
+)
 def test_grouped_products_compile_to_wide_loads_and_warp_groups(
-    shape: str, block_rows: int, columns: int, warps: int
+    shape: str, block_rows: int, short_rows: int, columns: int, warps: int
 ) -> None:
     hidden_size, width, top_k = SHAPES[shape]
     options = ProductOptions(block_columns=columns, block_depth=64, warps=warps, stages=4)
@@ -230,6 +240,7 @@ def test_grouped_products_compile_to_wide_loads_and_warp_groups(
             "DEPTH": hidden_size,
             "TOP_K": top_k,
             "BLOCK_ROWS": block_rows,
+            "SHORT_ROWS": short_rows,
             **upper(options),
         }
         | constants(GPT_OSS),
@@ -237,13 +248,16 @@ def test_grouped_products_compile_to_wide_loads_and_warp_groups(
     )
     down = compile_for_h200(
         grouped._down,
-        {"rows": f"tensordesc<bf16[{block_rows}, 64]>", "routing_weights": "*fp32", **common},
-        {"scale": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, **upper(options)},
+        {"rows": f"tensordesc<bf16[{block_rows}, 64]>", "few_rows": f"tensordesc<bf16[{short_rows}, 64]>"}
+        | {"routing_weights": "*fp32", **common},
+        {"scale": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, "SHORT_ROWS": short_rows}
+        | upper(options),
         **lower(options),
     )
     assert gate_up.widest_load_bytes == 16
     for compiled in (gate_up, down):
         assert compiled.wgmma == (block_rows >= 64)
+        assert ("mma.sync" in compiled.ptx) == (short_rows < 64)
         assert "cp.async.bulk.tensor" in compiled.ptx
 
 
@@ -310,18 +324,20 @@ def test_weights_in_8_bits_go_to_warp_groups_through_registers(shape: str, block
     assert chosen.block_rows == block_rows
     options = chosen.gate_up
     weight = f"tensordesc<fp8e4nv[{options.block_columns}, {options.block_depth}]>"
+    rows = f"tensordesc<bf16[{block_rows}, {options.block_depth}]>"
     common = {"weight": weight, "scale": "*fp32", "out": "*bf16", **TILE_TYPES}
     gate_up = compile_for_h200(
         grouped._gate_up,
         {"x": "*bf16", "x_stride": "i64:16", **common},
         {"bias": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, "BLOCK_ROWS": block_rows}
-        | {**upper(options), **constants(SILU)},
+        | {"SHORT_ROWS": chosen.short_rows, **upper(options), **constants(SILU)},
         **lower(options),
     )
     down = compile_for_h200(
         grouped._down,
-        {"rows": f"tensordesc<bf16[{block_rows}, {options.block_depth}]>", "routing_weights": "*fp32", **common},
-        {"bias": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, **upper(options)},
+        {"rows": rows, "few_rows": rows, "routing_weights": "*fp32", **common},
+        {"bias": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows}
+        | {"SHORT_ROWS": chosen.short_rows, **upper(options)},
         **lower(options),
     )
     for compiled in (gate_up, down):

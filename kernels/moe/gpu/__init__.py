@@ -55,6 +55,7 @@ def grouped_experts(
 ) -> Tensor:
     """`fused_experts` by way of tiles, for any number of tokens but none."""
     tiles = align(expert_ids, experts.num_experts, options.block_rows)
-    activations = grouped.gate_up(x, experts, tiles, expert_ids.shape[1], options.gate_up)
-    outputs = grouped.down(activations, experts, tiles, weights, options.down)
+    short_rows = options.short_rows
+    activations = grouped.gate_up(x, experts, tiles, short_rows, expert_ids.shape[1], options.gate_up)
+    outputs = grouped.down(activations, experts, tiles, short_rows, weights, options.down)
     return combine(outputs, expert_ids, add_to)

@@ -8,6 +8,9 @@ from L2 after that. In a grid that has room for the worst routing, programs with
 order comes through the tensor memory accelerator (descriptors), which fills up with zeros past the end of a row; blocks
 that reach over an expert's last column, or over its last row, read the next one's and do not store them.
 
+A kernel has its product twice, for whole tiles and for tiles of few rows: how many rows an expert gets is known on the
+device only, and a few rows multiplied as many would wait for the tensor cores instead of the memory.
+
 Weights in 8 bits are multiplied out in registers, which tensor cores read the left operand from: so the product is
 turned, weight times rows, and a tile may be as few rows as its short side is.
 """
@@ -30,7 +33,9 @@ from .options import ProductOptions
 from .tiles import Tiles
 
 
-def gate_up(x: Tensor, experts: ExpertWeights, tiles: Tiles, top_k: int, options: ProductOptions) -> Tensor:
+def gate_up(
+    x: Tensor, experts: ExpertWeights, tiles: Tiles, short_rows: int, top_k: int, options: ProductOptions
+) -> Tensor:
     """Of each row of `tiles.order`: x [T, H] -> [T * K, F]."""
     weight = experts.gate_up
     _, num_columns, depth = weight.shape
@@ -50,6 +55,7 @@ def gate_up(x: Tensor, experts: ExpertWeights, tiles: Tiles, top_k: int, options
         DEPTH=depth,
         TOP_K=top_k,
         BLOCK_ROWS=tiles.block_rows,
+        SHORT_ROWS=short_rows,
         **constants(experts.activation),
         **meta,
         **launch_options(),
@@ -58,7 +64,12 @@ def gate_up(x: Tensor, experts: ExpertWeights, tiles: Tiles, top_k: int, options
 
 
 def down(
-    rows: Tensor, experts: ExpertWeights, tiles: Tiles, routing_weights: Tensor, options: ProductOptions
+    rows: Tensor,
+    experts: ExpertWeights,
+    tiles: Tiles,
+    short_rows: int,
+    routing_weights: Tensor,
+    options: ProductOptions,
 ) -> Tensor:
     """Of rows [T * K, F] in the order of the tiles, by pair: the product times its routing weight, [T * K, H].
 
@@ -70,6 +81,7 @@ def down(
     meta = options.meta(rows.itemsize)
     _down[(tiles.most * cdiv(num_columns, options.block_columns),)](
         _blocks(rows, tiles.block_rows, meta["BLOCK_DEPTH"]),
+        _blocks(rows, short_rows, meta["BLOCK_DEPTH"]),
         _blocks(weight.view(-1, depth), meta["BLOCK_COLUMNS"], meta["BLOCK_DEPTH"]),
         experts.down_scale,
         experts.down_bias,
@@ -81,6 +93,7 @@ def down(
         COLUMNS=num_columns,
         DEPTH=depth,
         BLOCK_ROWS=tiles.block_rows,
+        SHORT_ROWS=short_rows,
         **meta,
         **launch_options(),
     )
@@ -106,6 +119,7 @@ def _gate_up(
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     SLOPE: tl.constexpr,
@@ -118,40 +132,74 @@ def _gate_up(
     let_next_start()
     wait_for_previous()
     if tile < tl.load(count):
-        expert, _, row, here = _rows_of(table, tile, BLOCK_ROWS)
-        pair = tl.load(order + row, mask=here, other=0)
-        k = tl.arange(0, BLOCK_DEPTH)
-        x_at = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
-        first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
-        NARROW: tl.constexpr = scale is not None
+        expert, first_row, end_row = _entry_of(table, tile)
+        given = (x, weight, scale, bias, out, order, x_stride, expert, first_row, end_row, column_block)
+        if SHORT_ROWS < BLOCK_ROWS and end_row - first_row <= SHORT_ROWS:
+            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, SHORT_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, SLOPE, LIMIT, SHIFT)
+        else:
+            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, SLOPE, LIMIT, SHIFT)
+
+
+@triton.jit
+def _gate_up_tile(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    order,
+    x_stride,
+    expert,
+    first_row,
+    end_row,
+    column_block,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Up to ROWS rows of one expert, from `first_row` to `end_row`, and a block of its columns."""
+    row = first_row + tl.arange(0, ROWS)
+    here = row < end_row
+    pair = tl.load(order + row, mask=here, other=0)
+    k = tl.arange(0, BLOCK_DEPTH)
+    x_at = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
+    first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
+    NARROW: tl.constexpr = scale is not None
+    if NARROW:
+        last = tl.minimum(column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), COLUMNS - 1)
+        scale_rows = gate_up_scales(scale, expert, last, COLUMNS, DEPTH)
+    sums = tl.zeros([BLOCK_COLUMNS, ROWS] if NARROW else [ROWS, BLOCK_COLUMNS], tl.float32)
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        if DEPTH % BLOCK_DEPTH == 0:
+            x_block = tl.load(x_at + start)
+        else:
+            x_block = tl.load(x_at + start, mask=(k < DEPTH - start)[None, :], other=0.0)
+        weight_block = weight.load([first_column, start])
         if NARROW:
-            last = tl.minimum(column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), COLUMNS - 1)
-            scale_rows = gate_up_scales(scale, expert, last, COLUMNS, DEPTH)
-        sums = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS] if NARROW else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-        for start in range(0, DEPTH, BLOCK_DEPTH):
-            if DEPTH % BLOCK_DEPTH == 0:
-                x_block = tl.load(x_at + start)
-            else:
-                x_block = tl.load(x_at + start, mask=(k < DEPTH - start)[None, :], other=0.0)
-            weight_block = weight.load([first_column, start])
-            if NARROW:
-                wide = widened(weight_block, scale_rows, start, x_block.dtype)
-                sums = tl.dot(wide, x_block.T, sums, input_precision="ieee")
-            else:
-                sums = tl.dot(x_block, weight_block.T, sums, input_precision="ieee")
-        products = sums.T if NARROW else sums
-        if bias is not None:
-            products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
-        gate, up = tl.split(tl.reshape(products, [BLOCK_ROWS, BLOCK_COLUMNS // 2, 2]))
-        activation = gated(gate, up, SLOPE, LIMIT, SHIFT)
-        column = column_block * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2)
-        to = out + row.to(tl.int64)[:, None] * (COLUMNS // 2) + column[None, :]
-        tl.store(to, activation.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS // 2)[None, :])
+            wide = widened(weight_block, scale_rows, start, x_block.dtype)
+            sums = tl.dot(wide, x_block.T, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(x_block, weight_block.T, sums, input_precision="ieee")
+    products = sums.T if NARROW else sums
+    if bias is not None:
+        products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
+    gate, up = tl.split(tl.reshape(products, [ROWS, BLOCK_COLUMNS // 2, 2]))
+    activation = gated(gate, up, SLOPE, LIMIT, SHIFT)
+    column = column_block * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2)
+    to = out + row.to(tl.int64)[:, None] * (COLUMNS // 2) + column[None, :]
+    tl.store(to, activation.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS // 2)[None, :])
 
 
 @triton.jit
 def _down(
-    rows,  # blocks of [T * K, DEPTH]
+    rows,  # blocks of BLOCK_ROWS of [T * K, DEPTH]
+    few_rows,  # blocks of SHORT_ROWS of them
     weight,  # blocks of [E * COLUMNS, DEPTH]
     scale,  # [E, blocks of COLUMNS, blocks of DEPTH] or None
     bias,  # [E, COLUMNS] or None
@@ -163,6 +211,7 @@ def _down(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
@@ -172,29 +221,58 @@ def _down(
     let_next_start()
     wait_for_previous()
     if tile < tl.load(count):
-        expert, first_row, row, here = _rows_of(table, tile, BLOCK_ROWS)
-        first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
-        NARROW: tl.constexpr = scale is not None
+        expert, first_row, end_row = _entry_of(table, tile)
+        given = (weight, scale, bias, out, routing_weights, order, expert, first_row, end_row, column_block)
+        if SHORT_ROWS < BLOCK_ROWS and end_row - first_row <= SHORT_ROWS:
+            _down_tile(few_rows, *given, COLUMNS, DEPTH, SHORT_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH)
+        else:
+            _down_tile(rows, *given, COLUMNS, DEPTH, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH)
+
+
+@triton.jit
+def _down_tile(
+    rows,  # blocks of ROWS of [T * K, DEPTH]
+    weight,
+    scale,
+    bias,
+    out,
+    routing_weights,
+    order,
+    expert,
+    first_row,
+    end_row,
+    column_block,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """As `_gate_up_tile`."""
+    first_column = expert * COLUMNS + column_block * BLOCK_COLUMNS
+    NARROW: tl.constexpr = scale is not None
+    if NARROW:
+        last = tl.minimum(column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), COLUMNS - 1)
+        scale_rows = down_scales(scale, expert, last, COLUMNS, DEPTH)
+    sums = tl.zeros([BLOCK_COLUMNS, ROWS] if NARROW else [ROWS, BLOCK_COLUMNS], tl.float32)
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        row_block = rows.load([first_row, start])
+        weight_block = weight.load([first_column, start])
         if NARROW:
-            last = tl.minimum(column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), COLUMNS - 1)
-            scale_rows = down_scales(scale, expert, last, COLUMNS, DEPTH)
-        sums = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS] if NARROW else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-        for start in range(0, DEPTH, BLOCK_DEPTH):
-            row_block = rows.load([first_row, start])
-            weight_block = weight.load([first_column, start])
-            if NARROW:
-                wide = widened(weight_block, scale_rows, start, row_block.dtype)
-                sums = tl.dot(wide, row_block.T, sums, input_precision="ieee")
-            else:
-                sums = tl.dot(row_block, weight_block.T, sums, input_precision="ieee")
-        products = sums.T if NARROW else sums
-        if bias is not None:
-            products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
-        pair = tl.load(order + row, mask=here, other=0)
-        products *= tl.load(routing_weights + pair, mask=here, other=0.0)[:, None]
-        column = column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        to = out + pair.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-        tl.store(to, products.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS)[None, :])
+            wide = widened(weight_block, scale_rows, start, row_block.dtype)
+            sums = tl.dot(wide, row_block.T, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(row_block, weight_block.T, sums, input_precision="ieee")
+    products = sums.T if NARROW else sums
+    if bias is not None:
+        products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
+    here = row < end_row
+    pair = tl.load(order + row, mask=here, other=0)
+    products *= tl.load(routing_weights + pair, mask=here, other=0.0)[:, None]
+    column = column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    to = out + pair.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    tl.store(to, products.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS)[None, :])
 
 
 @triton.jit
@@ -205,9 +283,7 @@ def _bias_of(bias, expert, column_block, COLUMNS: tl.constexpr, BLOCK_COLUMNS: t
 
 
 @triton.jit
-def _rows_of(table, tile, BLOCK_ROWS: tl.constexpr):
-    """The expert of a tile, its first row, all of its rows, and which of those it has."""
+def _entry_of(table, tile):
+    """The expert of a tile, its first row, and the row behind the expert's last."""
     entry = table + tile * 3
-    first_row = tl.load(entry + 1)
-    row = first_row + tl.arange(0, BLOCK_ROWS)
-    return tl.load(entry), first_row, row, row < tl.load(entry + 2)
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)

@@ -71,23 +71,28 @@ class ProductOptions:
 
 @dataclass(frozen=True)
 class GroupedOptions:
-    """Of both grouped products, which share their tiles."""
+    """Of both grouped products, which share their tiles.
+
+    A tile that holds `short_rows` rows at most is multiplied as if it were that high. Where tokens agree on few
+    experts, these have tall tiles; where they do not, nearly all tiles are short.
+    """
 
     block_rows: int
+    short_rows: int  # block_rows: all tiles are multiplied alike
     gate_up: ProductOptions
     down: ProductOptions
 
     def flat(self) -> dict[str, int]:
         parts = {"gate_up": asdict(self.gate_up), "down": asdict(self.down)}
         named = {f"{part}_{name}": value for part, options in parts.items() for name, value in options.items()}
-        return {"block_rows": self.block_rows, **named}
+        return {"block_rows": self.block_rows, "short_rows": self.short_rows, **named}
 
     @classmethod
     def from_flat(cls, flat: dict[str, int]) -> GroupedOptions:
         def part(name: str) -> ProductOptions:
             return ProductOptions(**{key.removeprefix(name): v for key, v in flat.items() if key.startswith(name)})
 
-        return cls(flat["block_rows"], part("gate_up_"), part("down_"))
+        return cls(flat["block_rows"], flat["short_rows"], part("gate_up_"), part("down_"))
 
 
 @functools.cache
@@ -113,9 +118,10 @@ def _default_grouped(shape: Shape) -> GroupedOptions:
     for block_rows in (16, 32):
         if rows_per_expert <= block_rows * 0.75:
             few_rows = ProductOptions(block_columns=128, block_depth=128, warps=4, stages=5 if shape.in_8_bits else 3)
-            return GroupedOptions(block_rows, few_rows, few_rows)
+            return GroupedOptions(block_rows, block_rows, few_rows, few_rows)
     if shape.in_8_bits:
-        wide = ProductOptions(block_columns=128, block_depth=128, warps=8, stages=3)
-        return GroupedOptions(128 if rows_per_expert > 48 else 64, wide, wide)
-    many_rows = ProductOptions(block_columns=256, block_depth=64, warps=8, stages=4)
-    return GroupedOptions(128 if rows_per_expert > 48 else 64, many_rows, many_rows)
+        many_rows = ProductOptions(block_columns=128, block_depth=128, warps=8, stages=3)
+    else:
+        many_rows = ProductOptions(block_columns=256, block_depth=64, warps=8, stages=4)
+    block_rows = 128 if rows_per_expert > 48 else 64
+    return GroupedOptions(block_rows, block_rows, many_rows, many_rows)
