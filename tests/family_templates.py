@@ -66,10 +66,48 @@ HARMONY = (
     "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+QWEN3_CODER = (
+    "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for tool in tools %}"
+    "{% set tool = tool.function if tool.function is defined else tool %}\n<function>\n<name>{{ tool.name }}</name>"
+    "{{ tool.parameters | tojson | safe }}</function>{% endfor %}</tools>\nReply in this form:\n\n"
+    "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if message.role == 'assistant' and message.tool_calls %}"
+    "<|im_start|>assistant\n{% if message.content is string and message.content | trim | length > 0 %}"
+    "{{ message.content | trim + '\n\n' }}{% endif %}{% for call in message.tool_calls %}"
+    "{% if call.function is defined %}{% set call = call.function %}{% endif %}"
+    "{{ '<tool_call>\n<function=' + call.name + '>\n' }}{% for key, value in call.arguments | items %}"
+    "{{ '<parameter=' + key + '>\n' }}"
+    "{% set value = value | tojson | safe if value is mapping or (value is sequence and value is not string) "
+    "else value | string %}{{ value }}{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}"
+    "{{ '\n' if not loop.last }}{% endfor %}<|im_end|>\n"
+    "{% elif message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
+    "<|im_end|>\n{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GLM45 = (
+    "[gMASK]<sop>{% if tools %}<|system|>\n# Tools\n<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "</tools>\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n...\n"
+    "</tool_call>{% endif %}"
+    "{% macro shown(content) %}{{ content }}{% endmacro %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ shown(m.content) }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>"
+    "{% if shown(m.content).strip() %}{{ '\n' + shown(m.content).strip() }}{% endif %}"
+    "{% for tc in m.tool_calls or [] %}{% if tc.function %}{% set tc = tc.function %}{% endif %}"
+    "{{ '\n<tool_call>' + tc.name + '\n' }}{% set _args = tc.arguments %}{% for k, v in _args.items() %}"
+    "<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>\n{% endfor %}</tool_call>"
+    "{% endfor %}"
+    "{% elif m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}<|system|>\n{{ shown(m.content) }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 FAMILIES = {
     "mistral-list": MISTRAL_LIST,
     "mistral-named": MISTRAL_NAMED,
     "deepseek3": DEEPSEEK3,
     "deepseek3.1": DEEPSEEK31,
     "harmony": HARMONY,
+    "qwen3-coder": QWEN3_CODER,
+    "glm4.5": GLM45,
 }

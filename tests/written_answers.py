@@ -10,7 +10,9 @@ from typing import Any
 from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, Words
 
 Call = tuple[str, dict[str, Any]]
-FUNCTIONS = ("look", "cut-2", "größe")
+TYPES = ("null", "boolean", "integer", "string", "array", "object")
+ARGUMENTS = {"properties": {f"{kind}_{at}": {"type": kind} for kind in TYPES for at in range(3)}}
+FUNCTIONS = dict.fromkeys(("look", "cut-2", "größe"), ARGUMENTS)
 
 
 def dumped(arguments: dict[str, Any]) -> str:
@@ -86,6 +88,44 @@ def pythonic(words: str, calls: Sequence[Call]) -> str:
     return f"[{', '.join(written(name, given) for name, given in calls)}]" if calls else words
 
 
+def text(value: Any) -> str:
+    """As it stands between tags."""
+    return value if isinstance(value, str) else dumped(value)
+
+
+def qwen3_coder(words: str, calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        parameters = "".join(f"<parameter={key}>\n{text(value)}\n</parameter>\n" for key, value in given.items())
+        written.append(f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
+    return "\n".join(filter(None, [words, *written]))
+
+
+def qwen3_coder_in_one_line(words: str, calls: Sequence[Call]) -> str:
+    """But for the values; and the outer tag before the call is forgotten."""
+    written = []
+    for name, given in calls:
+        parameters = "".join(f"<parameter={key}>\n{text(value)}\n</parameter>" for key, value in given.items())
+        written.append(f"<function={name}>{parameters}</function></tool_call>")
+    return words + "".join(written)
+
+
+def glm45(words: str, calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        lines = [f"<arg_key>{key}</arg_key>\n<arg_value>{text(value)}</arg_value>\n" for key, value in given.items()]
+        written.append(f"<tool_call>{name}\n{''.join(lines)}</tool_call>")
+    return "\n".join(filter(None, [words, *written]))
+
+
+def glm47(words: str, calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        pairs = [f"<arg_key>{key}</arg_key><arg_value>{text(value)}</arg_value>" for key, value in given.items()]
+        written.append(f"<tool_call>{name}{''.join(pairs)}</tool_call>")
+    return words + "".join(written)
+
+
 @dataclass(frozen=True)
 class Writer:
     form: str
@@ -93,7 +133,8 @@ class Writer:
     takes_one: bool = False  # call an answer
     takes_both: bool = True  # words and calls
     thinks: bool = False  # in the form itself
-    streams: bool = True  # arguments before their call is whole
+    streams: bool = True  # arguments before their call is whole, as JSON
+    takes_names: bool = False  # as keys of arguments, and nothing else; of a type that they say
 
 
 WRITERS = {
@@ -105,7 +146,11 @@ WRITERS = {
     "mistral-named with ids": Writer("mistral-named", mistral_named_with_ids),
     "deepseek3": Writer("deepseek3", deepseek3),
     "deepseek3.1": Writer("deepseek3.1", deepseek31),
-    "pythonic": Writer("pythonic", pythonic, takes_both=False, streams=False),
+    "pythonic": Writer("pythonic", pythonic, takes_both=False, streams=False, takes_names=True),
+    "qwen3-coder": Writer("qwen3-coder", qwen3_coder, streams=False, takes_names=True),
+    "qwen3-coder in one line": Writer("qwen3-coder", qwen3_coder_in_one_line, streams=False, takes_names=True),
+    "glm4.5": Writer("glm4.5", glm45, streams=False, takes_names=True),
+    "glm4.5 in one line": Writer("glm4.5", glm47, streams=False, takes_names=True),
     "harmony": Writer("harmony", harmony, takes_one=True, thinks=True),
     "harmony of 120b": Writer("harmony", harmony_of_120b, takes_one=True, thinks=True),
 }

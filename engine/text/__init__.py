@@ -1,6 +1,6 @@
 """Text and token ids. Imports no torch: a gateway stays light."""
 
-from .answers.calls import CallFormat, Grammar, Signature
+from .answers.calls import CallFormat, Grammar, GrammaticalFormat, Signature
 from .answers.parts import AnswerPart, AnswerReader, CallArguments, CallBegins, Thought, Words
 from .answers.reading import Reading
 from .answers.thoughts import Thoughts, behind_thoughts
@@ -21,6 +21,7 @@ __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
     "Grammar",
+    "GrammaticalFormat",
     "IncrementalDetokenizer",
     "InvalidMessages",
     "Reading",

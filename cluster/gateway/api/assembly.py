@@ -53,6 +53,11 @@ class Delta(msgspec.Struct, frozen=True):
     mark: Mark | None = None  # how far the choice is, where its stream is resumable
     timeline: TimelineTold | None = None  # with the last one, where it was asked for
 
+    @property
+    def says_all(self) -> bool:
+        """The model has ended its answer: none that a limit cuts has an end."""
+        return self.finish_reason not in (None, "length")
+
 
 class SequenceText:
     """The text of one sequence, piece by piece.

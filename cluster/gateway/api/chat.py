@@ -123,11 +123,8 @@ class ChatRenderer:
         return opening + before + self._chunk([choice], event_id)
 
     def end(self) -> bytes:
-        timelines = self._tally.timelines()
-        if not self._usage.at_end and timelines is UNSET:
-            return DONE
-        usage = self._tally.usage() if self._usage.at_end else UNSET
-        return sse(ChatChunk(self._id, self._job.created, self._model_id, [], usage, timelines)) + DONE
+        told = self._tally.at_end(self._usage)
+        return (sse(ChatChunk(self._id, self._job.created, self._model_id, [], *told)) if told else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
@@ -157,7 +154,7 @@ class ChatRenderer:
         return [self._as_delta(index, part) for part in self._read(index, delta)]
 
     def _read(self, index: int, delta: Delta) -> list[AnswerPart]:
-        return self._readers[index].push(delta.text, finished=delta.finish_reason is not None)
+        return self._readers[index].push(delta.text, finished=delta.says_all)
 
     def _as_delta(self, index: int, part: AnswerPart) -> ChatDelta:
         match part:

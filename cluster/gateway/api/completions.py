@@ -54,11 +54,8 @@ class CompletionRenderer:
         return sse(self._completion([self._choice(index, delta)], self._tally.in_chunk(self._usage)), event_id)
 
     def end(self) -> bytes:
-        timelines = self._tally.timelines()
-        if not self._usage.at_end and timelines is UNSET:
-            return DONE
-        usage = self._tally.usage() if self._usage.at_end else UNSET
-        return sse(self._completion([], usage, timelines)) + DONE
+        told = self._tally.at_end(self._usage)
+        return (sse(self._completion([], *told)) if told else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)

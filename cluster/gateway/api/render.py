@@ -89,6 +89,13 @@ class Tally:
             return self.usage()
         return None if options.at_end else UNSET
 
+    def at_end(self, options: UsageOptions) -> tuple[Usage | UnsetType, list[TimelineTold] | UnsetType] | None:
+        """What a stream's last chunk tells, which has no choices; None where nobody asked for one."""
+        timelines = self.timelines()
+        if not options.at_end and timelines is UNSET:
+            return None
+        return self.usage() if options.at_end else UNSET, timelines
+
 
 def sse(chunk: msgspec.Struct, event_id: bytes = b"") -> bytes:
     name = b"id: " + event_id + b"\n" if event_id else b""

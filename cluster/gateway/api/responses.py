@@ -181,8 +181,9 @@ class ResponsesRenderer:
             self._shares.push(run)
             events += self._write(self._reader.push(run.text))
         self._length += len(delta.text)
-        if delta.finish_reason is not None:
+        if delta.says_all:
             events += self._write(self._reader.push("", finished=True))
+        if delta.finish_reason is not None:
             events += self._finish("incomplete" if delta.finish_reason == "length" else "completed")
         return events
 

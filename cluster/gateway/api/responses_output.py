@@ -10,6 +10,7 @@ a call has no parts. Whether an answer is streamed or not, its items come from h
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -101,7 +102,7 @@ class Output:
         return [self._event("function_call_arguments.delta", delta=text)]
 
     def close(self, status: Status = "completed") -> list[Event]:
-        """The item that grows, where one does."""
+        """The item that grows, where one does. A call with all its arguments is complete in any case."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -118,7 +119,7 @@ class Output:
                 done = self._event("reasoning_text.done", content_index=0, text=text)
                 events = [done, self._event("content_part.done", content_index=0, part=thoughts)]
             case FunctionCall():
-                self.items[-1] = replace(item, status=status, arguments=text)
+                self.items[-1] = replace(item, status="completed" if _is_json(text) else status, arguments=text)
                 events = [self._event("function_call_arguments.done", arguments=text)]
         return [*events, ("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]})]
 
@@ -147,6 +148,14 @@ class Output:
     def _item_id(self, prefix: str) -> str:
         """The same whoever generates the answer."""
         return f"{prefix}_{digest(self._response_id, len(self.items))}"
+
+
+def _is_json(arguments: str) -> bool:
+    try:
+        json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _streamed(logprobs: Sequence[ChatTokenLogprob]) -> list[StreamedLogprob]:

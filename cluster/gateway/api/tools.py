@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from baton.engine.text import CallFormat, Grammar, Reading, Signature, Thoughts
+from baton.engine.text import CallFormat, Grammar, GrammaticalFormat, Reading, Signature, Thoughts
 
 from ..errors import bad_request
 from .messages import Function, ThisTool
@@ -30,14 +30,17 @@ class CallRules:
 
         None where the model is free.
         """
+        form = self.form
+        if not isinstance(form, GrammaticalFormat):
+            return None  # `call_rules` lets nothing be asked for
         functions = [self._signature(function) for function in self.functions]
         if self.must_call:
-            return self.form.calls(functions, at_most_one=self.at_most_one)
+            return form.calls(functions, at_most_one=self.at_most_one)
         if words is not None:
-            calls = self.form.calls(functions, at_most_one=self.at_most_one)
-            return {"type": "or", "elements": [calls, self.form.answer(words)]}
+            calls = form.calls(functions, at_most_one=self.at_most_one)
+            return {"type": "or", "elements": [calls, form.answer(words)]}
         if any(function.strict for function in self.functions):
-            return self.form.words_and_calls(functions, at_most_one=self.at_most_one)
+            return form.words_and_calls(functions, at_most_one=self.at_most_one)
         return None
 
     def _signature(self, function: Function) -> Signature:
@@ -48,8 +51,8 @@ class CallRules:
 def reading(form: CallFormat | None, calls: CallRules | None, thoughts: Thoughts) -> Reading:
     """Of the answers to one request; `form` is the model's."""
     if calls is not None:
-        names = frozenset(function.name for function in calls.functions)
-        return Reading(calls.form, names, calls.at_most_one, thoughts)
+        functions = {function.name: function.parameters or NO_ARGUMENTS for function in calls.functions}
+        return Reading(calls.form, functions, calls.at_most_one, thoughts)
     return Reading(form if form is not None and form.frames_answers else None, thoughts=thoughts)
 
 
@@ -72,7 +75,7 @@ def call_rules(request: ChatRequest, form: CallFormat | None, *, is_told: bool) 
             "chat_template.jinja that does into the model's folder, or set 'tool_choice' to 'none'."
         )
         raise bad_request("tools", message, "unsupported_parameter")
-    if not form.has_grammars:
+    if not isinstance(form, GrammaticalFormat):
         _check_free(request, form)
     chosen = request.tool_choice
     name = chosen.function.name if isinstance(chosen, ThisTool) else None

@@ -1,7 +1,8 @@
 """What an answer's text is: thoughts, words and calls of functions, in the forms that models write.
 
-reading ──> thoughts, call_reader or a form's own reader ──> parts
-forms        which form a chat template teaches: marked_calls, pythonic, harmony (calls has what they share)
-turns        calls of earlier turns, as templates take them
-marks, nesting, stepping   what readers are made of
+reading ──> thoughts, a form's reader ──> parts
+forms    which form a chat template teaches: marked_calls (call_reader), tagged_calls (tagged_reader), pythonic, harmony
+calls, written_calls   what forms have in common
+turns    calls of earlier turns, as templates take them
+marks, nesting, stepping, among_words, values   what readers are made of
 """

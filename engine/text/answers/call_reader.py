@@ -13,13 +13,19 @@ from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from .marks import undecided
+import regex
+
+from .among_words import AmongWords
+from .marks import BLANKS
 from .nesting import Nesting
-from .parts import AnswerPart, Words
-from .stepping import Step, SteppingReader
+from .parts import AnswerPart
+from .stepping import Step
+from .values import written
 
 if TYPE_CHECKING:
     from .marked_calls import MarkedCalls
+
+_NAMED = regex.compile(rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]*)(?P<end>"?)')
 
 
 class _State(Enum):
@@ -34,22 +40,20 @@ class _State(Enum):
     SILENT = auto()  # to the end: no more calls are allowed
 
 
-class CallReader(SteppingReader):
+class CallReader(AmongWords):
     """See `AnswerReader`."""
 
-    SILENT = _State.SILENT
+    OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
 
     def __init__(self, form: MarkedCalls, functions: Collection[str], *, at_most_one: bool) -> None:
         """With `at_most_one`, what follows the first call is left out."""
-        super().__init__(_State.OUTSIDE if form.begin else _State.START)
+        marks = (form.begin,) if form.begin else ()
+        super().__init__(_State.OUTSIDE if marks else _State.START, *marks)
         self._form = form
         self._functions = functions
         self._at_most_one = at_most_one
-        self._mark = form.begin  # that the head follows
-        self._is_behind_call = False  # and there have been no words since
         self._nesting = Nesting()
         self._object_at = 0  # in what is held
-        self._seen = 0  # characters of what is held that `_nesting` knows
 
     def _other_steps(self) -> Mapping[Enum, Step]:
         return {
@@ -62,18 +66,6 @@ class CallReader(SteppingReader):
             _State.BETWEEN: self._look_between,
             _State.TEXT: self._pass_on,
         }
-
-    def _look_for_call(self, finished: bool) -> list[AnswerPart]:
-        begin = self._form.begin
-        at = self._held.find(begin)
-        if at >= 0:
-            self._state, self._mark = _State.HEAD, begin
-            at = len(self._held[:at].rstrip())  # blanks before a call are the form's
-            return self._say(at)
-        if not finished:
-            return self._say(len(self._held) - undecided(self._held, begin))
-        is_forms = self._is_behind_call and not self._held.strip()  # blanks there belong to nobody
-        return self._say(0 if is_forms else len(self._held))
 
     def _look_at_start(self, finished: bool) -> list[AnswerPart]:
         rest = self._held.lstrip()
@@ -90,11 +82,11 @@ class CallReader(SteppingReader):
             begun = pattern.match(self._held, at) if self._form.object_key else None
             if begun is None:
                 return self._take_for_text()
-            self._state, self._nesting = _State.OBJECT, Nesting()
-            self._object_at = self._seen = begun.end() - 1
+            self._state, self._object_at = _State.OBJECT, begun.end() - 1
+            self._nesting = Nesting(begin=self._object_at)
             return []
         if found.partial:
-            return self._take_for_text() if finished else []
+            return [] if not finished and self._may_be_call(at) else self._take_for_text()
         name = _plain(found["name"])
         if name is None or name not in self._functions:
             return self._take_for_text()
@@ -102,12 +94,19 @@ class CallReader(SteppingReader):
         self._state, self._nesting = _State.ARGUMENTS, Nesting()
         return self._begin_call(name)
 
+    def _may_be_call(self, at: int) -> bool:
+        """By what there is of the head: where objects are answers, too, those that name nothing of ours are words."""
+        named = None if self._form.begin else _NAMED.match(self._held, at)
+        if named is None:
+            return True
+        if named["end"]:
+            return named["name"] in self._functions
+        return any(function.startswith(named["name"]) for function in self._functions)
+
     def _read_object(self, finished: bool) -> list[AnswerPart]:
-        end = self._nesting.end_in(self._held[self._seen :])
+        end = self._nesting.end_of(self._held)
         if end is None:
-            self._seen = len(self._held)
             return self._take_for_text() if finished else []
-        end += self._seen
         call = _object_in(self._held[self._object_at : end], self._form.object_key)
         if call is None or call[0] not in self._functions:
             return self._take_for_text()
@@ -119,20 +118,11 @@ class CallReader(SteppingReader):
             self._state = _State.TAIL
         return self._begin_call(name) + self._arguments(arguments)
 
-    def _behind_blanks(self) -> int:
-        """Where in what is held the mark before a call begins."""
-        return len(self._held) - len(self._held.lstrip())
-
-    def _begin_call(self, name: str) -> list[AnswerPart]:
-        self._is_behind_call = True
-        return super()._begin_call(name)
-
     def _take_for_text(self) -> list[AnswerPart]:
         if not self._form.begin:
             self._state = _State.TEXT
             return []
-        self._state = _State.OUTSIDE
-        return self._say(self._behind_blanks() + len(self._mark))
+        return super()._take_for_text()
 
     def _read_arguments(self, finished: bool) -> list[AnswerPart]:
         end = self._nesting.end_in(self._held)
@@ -167,13 +157,6 @@ class CallReader(SteppingReader):
     def _pass_on(self, finished: bool) -> list[AnswerPart]:
         return self._say(len(self._held))
 
-    def _say(self, length: int) -> list[AnswerPart]:
-        said = self._take(length)
-        if not said:
-            return []
-        self._is_behind_call = False
-        return [Words(said)]
-
 
 def _plain(name: str) -> str | None:
     """As the head has it, in quotes or without; None where they hold no string."""
@@ -194,4 +177,4 @@ def _object_in(text: str, key: str) -> tuple[str, str] | None:
     name, arguments = call.get("name"), call.get(key)
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, written(arguments)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .parts import AnswerReader
 
-Grammar = dict[
-    str, Any
-]  # a format of xgrammar's structural tags: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
+# A format of xgrammar's structural tags: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
+Grammar = dict[str, Any]
+Functions = Mapping[str, Mapping[str, Any]]  # that may be called, each with the JSON schema of its arguments
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class CallFormat(ABC):
     marks: ClassVar[tuple[str, ...]]  # what it is written with: those that are special tokens are text all the same
     takes_one: ClassVar[bool] = False  # one call an answer, and in a message that is sent back
     frames_answers: ClassVar[bool] = False  # answers without calls are written in it, too
-    has_grammars: ClassVar[bool] = True  # which say what `calls` and `words_and_calls` do
     introduction: ClassVar[str] = ""  # teaches it behind a list of functions, where a template does not tell of them
 
     @abstractmethod
@@ -46,16 +45,8 @@ class CallFormat(ABC):
         """By the words of a chat template."""
 
     @abstractmethod
-    def reader(self, functions: Collection[str], *, at_most_one: bool = False) -> AnswerReader:
+    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
         """For one answer. A call of another function is text."""
-
-    @abstractmethod
-    def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        """What an answer fits that is a call or several, and nothing else."""
-
-    @abstractmethod
-    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        """What an answer fits that may hold anything, but calls as they should be."""
 
     def answer(self, content: Grammar) -> Grammar:
         """What an answer fits that is `content`, and calls nothing."""
@@ -73,3 +64,15 @@ class CallFormat(ABC):
     def turn(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message as the templates that teach this form take it. Raises `InvalidMessages`."""
         return message
+
+
+class GrammaticalFormat(CallFormat):
+    """One of which a grammar can say what it allows."""
+
+    @abstractmethod
+    def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+        """What an answer fits that is a call or several, and nothing else."""
+
+    @abstractmethod
+    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+        """What an answer fits that may hold anything, but calls as they should be."""

@@ -6,6 +6,7 @@ from .calls import CallFormat
 from .harmony import Harmony
 from .marked_calls import DeepSeek3, DeepSeek31, Hermes, Llama3, MistralList, MistralNamed
 from .pythonic import Pythonic
+from .tagged_calls import Glm45, Qwen3Coder
 
 FORMATS: tuple[CallFormat, ...] = (
     Harmony(),
@@ -14,6 +15,8 @@ FORMATS: tuple[CallFormat, ...] = (
     DeepSeek3(),
     DeepSeek31(),
     Hermes(),
+    Qwen3Coder(),
+    Glm45(),
     Llama3(),
     Pythonic(),
 )

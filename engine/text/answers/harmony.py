@@ -17,8 +17,8 @@ from typing import Any
 import regex
 
 from ..errors import InvalidMessages
-from .calls import CallFormat, Grammar, Signature
-from .marks import begun
+from .calls import Functions, Grammar, GrammaticalFormat, Signature
+from .marks import BLANKS, begun, first_of
 from .nesting import Nesting
 from .parts import AnswerPart, AnswerReader, Thought, Words
 from .stepping import Step, SteppingReader
@@ -28,14 +28,14 @@ _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _BEHIND_BODY = (*_ENDS, _START)  # models leave an end out
 _NAMESPACE = "functions."
 _HEADER = regex.compile(
-    rf"\s*(?:(?:{regex.escape(_START)})?\s*assistant)?\s*(?:to=(?P<role_to>[^\s<]{{1,99}})\s*)?"
-    rf"{regex.escape(_CHANNEL)}\s*(?P<channel>\w{{1,32}})(?:\s+to=(?P<to>[^\s<]{{1,99}}))?"
-    rf"\s*(?:{regex.escape(_CONSTRAIN)})?\s*\w{{0,32}}\s*{regex.escape(_MESSAGE)}"
+    rf"{BLANKS}(?:(?:{regex.escape(_START)})?{BLANKS}assistant)?{BLANKS}(?:to=(?P<role_to>[^\s<]{{1,99}}){BLANKS})?"
+    rf"{regex.escape(_CHANNEL)}{BLANKS}(?P<channel>\w{{1,32}})(?:\s{{1,99}}+to=(?P<to>[^\s<]{{1,99}}))?"
+    rf"{BLANKS}(?:{regex.escape(_CONSTRAIN)})?{BLANKS}\w{{0,32}}{BLANKS}{regex.escape(_MESSAGE)}"
 )
 _BETWEEN_MESSAGES = "\n\n"  # of one kind, which have one field
 
 
-class Harmony(CallFormat):
+class Harmony(GrammaticalFormat):
     """See above."""
 
     name = "harmony"
@@ -46,7 +46,7 @@ class Harmony(CallFormat):
     def is_taught_by(self, template: str) -> bool:
         return all(words in template for words in (_CHANNEL, _MESSAGE, "<|call|>"))
 
-    def reader(self, functions: Collection[str], *, at_most_one: bool = False) -> AnswerReader:
+    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
         return HarmonyReader(functions)
 
     def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
@@ -121,10 +121,10 @@ class HarmonyReader(SteppingReader):
         return []
 
     def _read_body(self, finished: bool) -> list[AnswerPart]:
-        found = [(at, mark) for mark in _BEHIND_BODY if (at := self._held.find(mark)) >= 0]
-        if not found:
+        found = first_of(self._held, *_BEHIND_BODY)
+        if found is None:
             return self._say(len(self._held) - (0 if finished else begun(self._held, *_BEHIND_BODY)))
-        at, mark = min(found)
+        at, mark = found
         said = self._say(at)
         self._state = _State.HEADER
         if mark != _START:  # which begins the next header

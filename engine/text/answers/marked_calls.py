@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 import regex
 
 from .call_reader import CallReader
-from .calls import CallFormat, Grammar, Signature
+from .calls import Functions, Grammar, Signature
+from .marks import BLANKS
 from .parts import AnswerReader
 from .turns import with_short_ids
+from .written_calls import WrittenCalls
 
-# A head is looked at again with each piece of text, so its parts have an end.
 _QUOTED = r'(?P<name>"(?:[^"\\]|\\.){0,400}")'
 _BARE = r"(?P<name>[\w.-]{1,64})"
 
 
 def _object_head(key: str) -> str:
     r"""`{"name": NAME, KEY: {`"""
-    return rf'\s*\{{\s*"name"\s*:\s*{_QUOTED}\s*,\s*"{key}"\s*:\s*\{{'
+    return rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_QUOTED}{BLANKS},{BLANKS}"{key}"{BLANKS}:{BLANKS}\{{'
 
 
-class MarkedCalls(CallFormat):
+class MarkedCalls(WrittenCalls):
     """BEGIN call [MORE call ...] END, where a call is HEAD, arguments, and CLOSE.
 
     `head` is a pattern with a group `name`, which ends with the brace that opens the arguments; `lead` is one of what
-    stands between `begin` and the first head. What is read is more than what is written: `opening` (with `%s` for the
-    name) and `closing` are put around arguments where a grammar says what the model writes.
+    stands between `begin` and the first head.
     """
 
-    taught_by: ClassVar[tuple[str, ...]]  # a template that teaches it holds all of these, and none of `taught_not_by`
-    taught_not_by: ClassVar[tuple[str, ...]] = ()
     begin: ClassVar[str] = ""  # without it, one call is all that an answer holds
     lead: ClassVar[str] = ""
     head: ClassVar[str]
@@ -40,29 +38,9 @@ class MarkedCalls(CallFormat):
     more: ClassVar[str] = ""
     end: ClassVar[str] = ""
     object_key: ClassVar[str] = ""  # of the arguments, where a call is an object whose keys may come in another order
-    opening: ClassVar[str]
-    closing: ClassVar[str]
-    separator: ClassVar[str] = ""
 
-    def is_taught_by(self, template: str) -> bool:
-        unlike = any(words in template for words in self.taught_not_by)
-        return not unlike and all(words in template for words in self.taught_by)
-
-    def reader(self, functions: Collection[str], *, at_most_one: bool = False) -> AnswerReader:
+    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
         return CallReader(self, functions, at_most_one=at_most_one or self.takes_one)
-
-    def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        tags = {"tags": self._tags(functions), "stop_after_first": at_most_one or self.takes_one}
-        return {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **tags}
-
-    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        tags = {"tags": self._tags(functions), "stop_after_first": at_most_one or self.takes_one}
-        return {"type": "triggered_tags", "triggers": [self.trigger], **tags}
-
-    @property
-    def trigger(self) -> str:
-        """What every call begins with, and ordinary text does not."""
-        return self.opening.partition("%s")[0]
 
     @cached_property
     def first_head(self) -> regex.Pattern[str]:
@@ -77,17 +55,11 @@ class MarkedCalls(CallFormat):
     @cached_property
     def first_object(self) -> regex.Pattern[str]:
         """From `begin` into the first call."""
-        return regex.compile(regex.escape(self.begin) + self.lead + r"\s*\{")
+        return regex.compile(regex.escape(self.begin) + self.lead + BLANKS + r"\{")
 
     @cached_property
     def next_object(self) -> regex.Pattern[str]:
-        return regex.compile(regex.escape(self.more) + r"\s*\{")
-
-    def _tags(self, functions: Sequence[Signature]) -> list[Grammar]:
-        return [
-            {"type": "tag", "begin": self.opening % function.name, "content": function.grammar, "end": self.closing}
-            for function in functions
-        ]
+        return regex.compile(regex.escape(self.more) + BLANKS + r"\{")
 
 
 class Sectioned(MarkedCalls):
@@ -116,9 +88,10 @@ class Hermes(MarkedCalls):
 
     name = "hermes"
     taught_by = ("<tool_call>", "arguments")
-    taught_not_by = ("<function=", "<arg_key>")  # its XML variants
+    taught_not_by = ("<function=", "<arg_key>")  # other forms' tags
     begin, close = "<tool_call>", "</tool_call>"
     marks = (begin, close)
+    triggers = (begin,)
     object_key = "arguments"
     head = _object_head(object_key)
     opening, closing, separator = '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"
@@ -132,11 +105,8 @@ class Llama3(MarkedCalls):
     marks = ()
     takes_one = True
     head, close = _object_head("parameters"), "}"
+    triggers = ('{"name": ',)
     opening, closing = '{"name": "%s", "parameters": ', "}"
-
-    @property
-    def trigger(self) -> str:
-        return '{"name": '
 
 
 class MistralList(Sectioned):
@@ -145,7 +115,7 @@ class MistralList(Sectioned):
     name = "mistral-list"
     taught_by = ("[TOOL_CALLS]",)
     taught_not_by = ("[ARGS]",)
-    begin, lead, close, more, end = "[TOOL_CALLS]", r"\s*\[", "}", ",", "]"
+    begin, lead, close, more, end = "[TOOL_CALLS]", BLANKS + r"\[", "}", ",", "]"
     marks = (begin,)
     object_key = "arguments"
     head = _object_head(object_key)
@@ -162,8 +132,9 @@ class MistralNamed(MarkedCalls):
     name = "mistral-named"
     taught_by = ("[TOOL_CALLS]", "[ARGS]")
     begin = "[TOOL_CALLS]"
+    triggers = (begin,)
     marks = (begin, "[ARGS]", "[CALL_ID]")
-    head = rf"\s*{_BARE}\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?\{{"
+    head = rf"{BLANKS}{_BARE}{BLANKS}(?:\[CALL_ID\]{BLANKS}\w{{1,64}}+{BLANKS})?(?:\[ARGS\]{BLANKS})?\{{"
     opening, closing = "[TOOL_CALLS]%s[ARGS]", ""
 
     def turn(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +150,7 @@ class _DeepSeek(Sectioned):
 
     begin, close, more, end = _CALLS, _END_CALL, _CALL, _END_CALLS
     marks = (_CALLS, _END_CALLS, _CALL, _END_CALL, _SEP)
-    lead = rf"\s*{_CALL}"
+    lead = BLANKS + _CALL
 
 
 def _introduction(opening: str, closing: str, separator: str) -> str:
@@ -196,7 +167,7 @@ class DeepSeek3(_DeepSeek):
 
     name = "deepseek3"
     taught_by = (_CALL, "```json")
-    head = rf"\s*function\s*{_SEP}\s*{_BARE}\s*```json\s*\{{"
+    head = rf"{BLANKS}function{BLANKS}{_SEP}{BLANKS}{_BARE}{BLANKS}```json{BLANKS}\{{"
     opening, closing, separator = f"{_CALL}function{_SEP}%s\n```json\n", f"\n```{_END_CALL}", "\n"
     introduction = _introduction(opening, closing, separator)
 
@@ -207,6 +178,6 @@ class DeepSeek31(_DeepSeek):
     name = "deepseek3.1"
     taught_by = (_CALL,)
     taught_not_by = ("```json",)
-    head = rf"\s*{_BARE}\s*{_SEP}\s*\{{"
+    head = rf"{BLANKS}{_BARE}{BLANKS}{_SEP}{BLANKS}\{{"
     opening, closing, separator = f"{_CALL}%s{_SEP}", _END_CALL, ""
     introduction = _introduction(opening, closing, separator)

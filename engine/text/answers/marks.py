@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+# Between the parts of a mark. What may be one is looked at again with each piece of text, so all its parts have an end.
+BLANKS = r"\s{0,99}+"
 
-def undecided(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may belong to a `mark` that follows: blanks, and its beginning."""
-    return len(text) - len(text[: len(text) - begun(text, mark)].rstrip())
+
+def first_of(text: str, *marks: str) -> tuple[int, str] | None:
+    """The mark that comes first, and where."""
+    return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)
+
+
+def undecided(text: str, *marks: str) -> int:
+    """How many characters at the end of `text` may belong to a mark that follows: blanks, and its beginning."""
+    return len(text) - len(text[: len(text) - begun(text, *marks)].rstrip())
 
 
 def begun(text: str, *marks: str) -> int:

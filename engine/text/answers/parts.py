@@ -54,7 +54,9 @@ class AnswerReader(Protocol):
         ...
 
     def push(self, text: str, *, finished: bool = False) -> list[AnswerPart]:
-        """`finished`: nothing follows, and nothing is held back any more."""
+        """`finished`: the model has said all, and nothing is held back any more. Of an answer that was cut off, what is
+        still held back may be the beginning of a call, and is nobody's.
+        """
         ...
 
 

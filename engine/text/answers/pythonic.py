@@ -5,21 +5,23 @@ do where their template says so.
 from __future__ import annotations
 
 import ast
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from typing import Any
 
 import regex
 
-from .calls import CallFormat, Grammar, Signature
+from .calls import CallFormat, Functions
+from .marks import BLANKS
 from .nesting import Nesting
 from .parts import AnswerPart, AnswerReader, Words
 from .stepping import Step, SteppingReader
+from .values import written
 
-_FIRST = regex.compile(r"\s*\[\s*(?P<name>[\w.-]{1,64})\s*\(")
-_NEXT = regex.compile(r"\s*,\s*(?P<name>[\w.-]{1,64})\s*\(")
-_END = regex.compile(r"\s*\]\s*")
+_NAME = r"(?P<name>[\w.-]{1,64})"
+_FIRST = regex.compile(rf"{BLANKS}\[{BLANKS}{_NAME}{BLANKS}\(")
+_NEXT = regex.compile(rf"{BLANKS},{BLANKS}{_NAME}{BLANKS}\(")
+_END = regex.compile(rf"{BLANKS}\]\s*+")
 _QUOTES = "\"'"
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write as well
 
@@ -29,19 +31,12 @@ class Pythonic(CallFormat):
 
     name = "pythonic"
     marks = ()
-    has_grammars = False
 
     def is_taught_by(self, template: str) -> bool:
         return "func_name1(params_name1=params_value1" in template
 
-    def reader(self, functions: Collection[str], *, at_most_one: bool = False) -> AnswerReader:
+    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
         return PythonicReader(functions, at_most_one=at_most_one)
-
-    def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        raise NotImplementedError(self.name)
-
-    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        raise NotImplementedError(self.name)
 
 
 class _State(Enum):
@@ -63,7 +58,6 @@ class PythonicReader(SteppingReader):
         self._at_most_one = at_most_one
         self._name = ""
         self._arguments_at = 0  # in what is held
-        self._seen = 0  # characters of what is held that `_nesting` knows
         self._nesting = Nesting(_QUOTES)
 
     def _other_steps(self) -> Mapping[Enum, Step]:
@@ -80,19 +74,19 @@ class PythonicReader(SteppingReader):
             self._state = _State.END if self.num_calls else _State.TEXT
         elif found.partial:
             self._state = _State.TEXT if finished else _State.HEAD
+        elif found["name"] not in self._functions:
+            self._state = _State.TEXT
         else:
-            self._state, self._name, self._nesting = _State.ARGUMENTS, found["name"], Nesting(_QUOTES)
-            self._arguments_at = self._seen = found.end() - 1
+            self._state, self._name, self._arguments_at = _State.ARGUMENTS, found["name"], found.end() - 1
+            self._nesting = Nesting(_QUOTES, begin=self._arguments_at)
         return []
 
     def _read_arguments(self, finished: bool) -> list[AnswerPart]:
-        end = self._nesting.end_in(self._held[self._seen :])
+        end = self._nesting.end_of(self._held)
         if end is None:
-            self._seen = len(self._held)
             self._state = _State.TEXT if finished else _State.ARGUMENTS
             return []
-        end += self._seen
-        arguments = _as_json(self._held[self._arguments_at : end]) if self._name in self._functions else None
+        arguments = _as_json(self._held[self._arguments_at : end])
         if arguments is None:
             self._state = _State.TEXT
             return []
@@ -122,7 +116,7 @@ def _as_json(arguments: str) -> str | None:
         given = {keyword.arg: _value(keyword.value) for keyword in call.keywords if keyword.arg is not None}
         if len(given) < len(call.keywords):
             return None
-        return json.dumps(given, ensure_ascii=False, allow_nan=False)
+        return written(given)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import thoughts
-from .calls import CallFormat
+from .calls import CallFormat, Functions
 from .parts import AnswerPart, AnswerReader, PlainReader, Thought
 from .thoughts import ThoughtReader, Thoughts
 
@@ -15,7 +15,7 @@ class Reading:
     """The default: all of a text is words."""
 
     form: CallFormat | None = None
-    functions: frozenset[str] = frozenset()  # that may be called
+    functions: Functions = field(default_factory=dict)
     at_most_one: bool = False  # call
     thoughts: Thoughts = Thoughts.NONE  # between marks of their own, whatever the form
 

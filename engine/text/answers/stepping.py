@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import ClassVar
@@ -11,7 +12,7 @@ from .parts import AnswerPart, CallArguments, CallBegins
 Step = Callable[[bool], list[AnswerPart]]
 
 
-class SteppingReader:
+class SteppingReader(ABC):
     """An `AnswerReader` that does its state's step, and the next one's where the state has changed.
 
     A step takes all that is certain from what is held. It is told whether nothing follows.
@@ -34,8 +35,9 @@ class SteppingReader:
             if self._state is before:
                 return parts
 
+    @abstractmethod
     def _other_steps(self) -> Mapping[Enum, Step]:
-        raise NotImplementedError
+        """Of the states that are not `SILENT`."""
 
     def _begin_call(self, name: str) -> list[AnswerPart]:
         self.num_calls += 1

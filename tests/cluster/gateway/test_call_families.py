@@ -34,6 +34,8 @@ BEGUN = {  # a call of `look`
     "deepseek3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look",
     "deepseek3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>",
     "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look",
+    "qwen3-coder": "<tool_call>\n<function=look>\n",
+    "glm4.5": "<tool_call>look\n",
 }
 FINAL = {"harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"}
 

@@ -99,7 +99,8 @@ async def test_the_whole_answer_is_what_the_stream_ends_with(responses: Service)
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"), [("the dog sleeps", "message"), (f"{CUT}", "function_call"), ("<think>the dog", "reasoning")]
+    ("answer", "kind"),
+    [("the dog sleeps", "message"), (CUT.partition("}")[0], "function_call"), ("<think>the dog", "reasoning")],
 )
 async def test_an_answer_that_is_cut_off_is_incomplete(responses: Service, answer: str, kind: str) -> None:
     told = "cut fold " + HELLO
@@ -112,6 +113,18 @@ async def test_an_answer_that_is_cut_off_is_incomplete(responses: Service, answe
     assert (response["completed_at"], response["max_output_tokens"]) == (None, length)
     assert [(item["type"], item["status"]) for item in response["output"]] == [(kind, "incomplete")]
     assert whole(await ask(responses, tools=TOOLS, max_output_tokens=length))["status"] == "incomplete"
+
+
+async def test_a_call_before_the_one_that_is_cut_off_is_complete(responses: Service) -> None:
+    told = "cut fold " + HELLO
+    responses.script(told, f"{CUT}\n{FOLD}")
+    length = len(responses.tokenizer.encode(f'{CUT}\n<tool_call>\n{{"name": "fo'))
+    events = stream(await ask(responses, stream=True, tools=TOOLS, max_output_tokens=length))
+    response = events[-1]["response"]
+    assert (response["status"], response["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
+    assert [(item["type"], item["status"]) for item in response["output"]] == [("function_call", "completed")]
+    assert items_of(response) == [("function_call", ("cut", {"size": 1}))]
+    assert items_of(whole(await ask(responses, tools=TOOLS, max_output_tokens=length))) == items_of(response)
 
 
 @pytest.mark.parametrize(("answer", "before"), [("", []), ("<think>the dog</think>", [("reasoning", "the dog")])])

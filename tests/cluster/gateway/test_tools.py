@@ -135,6 +135,29 @@ async def test_a_call_that_the_limit_cuts_off_says_so(tools: Service) -> None:
     assert choice["finish_reason"] == "length"
 
 
+async def test_wherever_the_limit_cuts_a_call_its_beginning_is_no_words(tools: Service) -> None:
+    script(tools, TWO_CALLS)
+    length = len(tools.tokenizer.encode(TWO_CALLS))
+    whole_arguments, told = ['{"size": 1}', '{"size": 2}'], []
+    for max_tokens in range(1, length, 5):
+        asked = {"tools": TOOLS, "max_tokens": max_tokens}
+        (choice,) = (await tools.chat("hello", **asked)).json()["choices"]
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        assert "Well.".startswith(message["content"] or "")
+        assert all(full.startswith(call["arguments"]) for full, call in zip(whole_arguments, calls, strict=False))
+        *chunks, _ = events((await tools.chat("hello", stream=True, **asked)).text)
+        streamed = [chunk["choices"][0] for chunk in chunks]
+        deltas = [each["delta"] for each in streamed]
+        assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+        pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [piece["name"] for piece in pieces if "name" in piece] == [call["name"] for call in calls]
+        assert "".join(piece["arguments"] for piece in pieces) == "".join(call["arguments"] for call in calls)
+        assert choice["finish_reason"] == streamed[-1]["finish_reason"] == "length"
+        told.append(len(calls))
+    assert set(told) == {0, 1, 2}
+
+
 FORCED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "required": ({"tool_choice": "required"}, {"cut", "fold"}),
     "required, one": ({"tool_choice": "required", "parallel_tool_calls": False}, {"cut", "fold"}),

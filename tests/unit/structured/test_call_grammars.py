@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import xgrammar
-from written_answers import WRITERS, Writer
+from written_answers import WRITERS, Writer, joined
 
-from baton.engine.text import Grammar, Signature
+from baton.engine.text import CallArguments, CallBegins, Grammar, GrammaticalFormat, Signature
 from baton.engine.text.answers.forms import FORMATS
 
 SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
 FUNCTIONS = [Signature("look", SIZE), Signature("cut-2", SIZE)]
-FORMS = {form.name: form for form in FORMATS}
-NAMES = [
-    name for name in WRITERS if " " not in name and FORMS[WRITERS[name].form].has_grammars
-]  # variants are read, and not asked for
+FORMS = {form.name: form for form in FORMATS if isinstance(form, GrammaticalFormat)}
+NAMES = [name for name in WRITERS if " " not in name and WRITERS[name].form in FORMS]  # variants are not asked for
 Accepts = Callable[[Grammar, str], bool]
 
 
@@ -45,7 +43,7 @@ def writer(request: pytest.FixtureRequest) -> Writer:
 def test_calls_that_must_come_are_calls_and_nothing_else(accepts: Accepts, writer: Writer) -> None:
     grammar = FORMS[writer.form].calls(FUNCTIONS)
     assert accepts(grammar, writer.write("", [("look", {"size": 1})]))
-    assert not accepts(grammar, writer.write("", [("look", {"size": "1"})]))
+    assert not accepts(grammar, writer.write("", [("look", {"size": "one"})]))
     assert not accepts(grammar, writer.write("", [("unknown", {"size": 1})]))
     assert not accepts(grammar, writer.write("Well.", []))
     assert not accepts(grammar, "")
@@ -64,7 +62,7 @@ def test_among_words_calls_must_be_as_they_should(accepts: Accepts, writer: Writ
     words = "Well." if writer.takes_both else ""
     assert accepts(grammar, writer.write("Well.", []))
     assert accepts(grammar, writer.write(words, [("look", {"size": 1})]))
-    assert not accepts(grammar, writer.write(words, [("look", {"size": "1"})]))
+    assert not accepts(grammar, writer.write(words, [("look", {"size": "one"})]))
     assert not accepts(grammar, writer.write(words, [("unknown", {"size": 1})]))
 
 
@@ -78,7 +76,71 @@ def test_an_answer_may_be_words_that_fit_or_calls(accepts: Accepts, writer: Writ
     assert not accepts(grammar, writer.write('{"color": "blue"}', []))
     if writer.takes_both:
         assert not accepts(grammar, writer.write('{"color": "red"}', [("look", {"size": 1})]))
-    assert not accepts(grammar, writer.write("", [("look", {"size": "1"})]))
+    assert not accepts(grammar, writer.write("", [("look", {"size": "one"})]))
+
+
+COLORED = Signature(
+    "paint",
+    {
+        "type": "object",
+        "properties": {
+            "words": {"type": "string"},
+            "color": {"enum": ["red", "green"]},
+            "sizes": {"type": "array", "items": {"type": "integer"}},
+            "title": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "is_wet": {"type": "boolean"},
+        },
+        "required": ["words"],
+    },
+)
+ANYTHING = Signature("paint", {"type": "object", "additionalProperties": True})
+TAGGED = [name for name in NAMES if name in ("qwen3-coder", "glm4.5")]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ({"words": 'a <b> & "c"\n</tool_call>\n{'}, True),
+        ({"words": "", "color": "green", "sizes": [1, 2], "title": "hello", "is_wet": True}, True),
+        ({"words": "5", "title": None}, True),
+        ({"words": "a", "color": "blue"}, False),
+        ({"words": "a", "sizes": ["1"]}, False),
+        ({"words": "a", "is_wet": "True"}, False),
+        ({"words": "a", "more": "b"}, False),
+        ({"color": "red"}, False),
+        ({}, False),
+    ],
+)
+def test_what_fits_between_tags_is_read_as_it_was_meant(
+    accepts: Accepts, name: str, given: dict[str, Any], fits: bool
+) -> None:
+    form, text = FORMS[name], WRITERS[name].write("", [("paint", given)])
+    assert accepts(form.calls([COLORED]), text) is fits
+    assert accepts(form.words_and_calls([COLORED]), text) is fits
+    assert accepts(form.calls([ANYTHING]), text)
+    begins, *told = joined(form.reader({"paint": COLORED.arguments}).push(text, finished=True))
+    assert begins == CallBegins(0, "paint")
+    assert fits is False or json.loads("".join(part.text for part in told if isinstance(part, CallArguments))) == given
+
+
+def test_a_call_of_qwen3_coder_without_its_outer_tags_must_fit_as_well(accepts: Accepts) -> None:
+    call = "<function=look>\n<parameter=size>\n{}\n</parameter>\n</function>"
+    grammar = FORMS["qwen3-coder"].words_and_calls(FUNCTIONS)
+    assert accepts(grammar, "Well.\n" + call.format("1"))
+    assert not accepts(grammar, "Well.\n" + call.format("one"))
+    assert not accepts(FORMS["qwen3-coder"].calls(FUNCTIONS), call.format("1"))
+
+
+def test_a_call_without_the_usual_blanks_must_fit_as_well(accepts: Accepts) -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"size": "one"}}</tool_call>'
+    assert not accepts(FORMS["hermes"].words_and_calls(FUNCTIONS), call)
+
+
+def test_glm_writes_lines_or_none(accepts: Accepts) -> None:
+    for grammar in (FORMS["glm4.5"].calls(FUNCTIONS), FORMS["glm4.5"].words_and_calls(FUNCTIONS)):
+        assert accepts(grammar, WRITERS["glm4.5 in one line"].write("", [("look", {"size": 1})]))
+        assert not accepts(grammar, WRITERS["glm4.5 in one line"].write("", [("look", {"size": "one"})]))
 
 
 def test_gpt_oss_may_think_first_and_writes_one_message_to_whom_it_may(accepts: Accepts) -> None:

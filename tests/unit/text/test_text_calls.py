@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_answers import FUNCTIONS, WRITERS, Call, Writer, dumped, joined, told
+from written_answers import FUNCTIONS, TYPES, WRITERS, Call, Writer, dumped, joined, told
 
 from baton.engine.text import AnswerPart, CallArguments, CallBegins, CallFormat, Reading, Thoughts, Words
 from baton.engine.text.answers.forms import FORMATS, call_format
@@ -26,7 +27,7 @@ def read(
     thoughts: Thoughts = Thoughts.NONE,
 ) -> list[AnswerPart]:
     """What a reader tells of text in pieces of these sizes; pieces of one kind put together."""
-    reader = Reading(FORMS[form], frozenset(FUNCTIONS), at_most_one, thoughts).reader()
+    reader = Reading(FORMS[form], FUNCTIONS, at_most_one, thoughts).reader()
     parts: list[AnswerPart] = []
     rest = text
     for size in sizes or []:
@@ -47,10 +48,16 @@ json_values = st.recursive(
     max_leaves=6,
 )
 some_calls = st.lists(
-    st.tuples(st.sampled_from(FUNCTIONS), st.dictionaries(st.text(max_size=5), json_values, max_size=3)), max_size=3
+    st.tuples(st.sampled_from(list(FUNCTIONS)), st.dictionaries(st.text(max_size=5), json_values, max_size=3)),
+    max_size=3,
 )
 some_words = st.text("abc äß,.!?\n<>|[]{}", max_size=20).map(str.strip).filter(lambda words: not words.startswith("{"))
+TYPE_OF: dict[type, str] = dict(zip((type(None), bool, int, str, list, dict), TYPES, strict=True))
 some_sizes = st.lists(st.integers(0, 9), max_size=80)
+
+
+def named(given: dict[str, Any]) -> dict[str, Any]:
+    return {f"{TYPE_OF[type(value)]}_{at}": value for at, value in enumerate(given.values())}
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
@@ -60,8 +67,8 @@ def test_what_a_model_writes_in_its_form_is_told_wherever_it_is_cut(
     writer: Writer, words: str, thought: str, calls: list[Call], sizes: list[int]
 ) -> None:
     calls = calls[:1] if writer.takes_one else calls
-    if writer.form == "pythonic":  # whose arguments have Python's names
-        calls = [(name, {f"x_{at}": value for at, value in enumerate(given.values())}) for name, given in calls]
+    if writer.takes_names:
+        calls = [(name, named(given)) for name, given in calls]
     words = words if writer.takes_both or not calls else ""
     if writer.thinks:
         assert read(writer.write(words, calls, thought), writer.form, sizes) == told(words, calls, thought)
@@ -88,10 +95,39 @@ def test_a_call_that_was_cut_off_has_the_arguments_so_far(writer: Writer) -> Non
     assert read(cut, writer.form) == [CallBegins(0, "look"), CallArguments(0, '{"at": "here')]
 
 
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("words", ["", "Well, 1 < 2."])
+def test_the_beginning_of_a_call_that_was_cut_off_is_no_words(writer: Writer, words: str) -> None:
+    words = words if writer.takes_both else ""
+    calls: list[Call] = [("look", {"string_0": "here", "integer_0": 15}), ("cut-2", {})][: 1 if writer.takes_one else 2]
+    text = writer.write(words, calls)
+    parts = told(words, calls)
+    arguments = [part.text for part in parts if isinstance(part, CallArguments)]
+    for length in range(len(text)):
+        so_far = joined(Reading(FORMS[writer.form], FUNCTIONS).reader().push(text[:length]))
+        assert words.startswith("".join(part.text for part in so_far if isinstance(part, Words)))
+        begun = [part for part in so_far if isinstance(part, CallBegins)]
+        assert begun == [part for part in parts if isinstance(part, CallBegins)][: len(begun)]
+        for part in so_far:
+            assert not isinstance(part, CallArguments) or arguments[part.index].startswith(part.text)
+
+
+CUT_WORDS = {
+    "llama3": ['{"name": "Ada", "par', '{"name": "lookup', '{"name": 5', '{"colors'],
+    "pythonic": ["[1, ", "[red, green", "[unknown(at=1, by="],
+    "hermes": ['<tool_call>{"name": "unknown", "arguments": {', "a <b>", '{"name": "look"'],
+}
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in CUT_WORDS.items() for text in texts])
+def test_words_that_were_cut_off_are_told_as_far_as_they_went(form: str, text: str) -> None:
+    assert joined(Reading(FORMS[form], FUNCTIONS).reader().push(text)) == [Words(text)]
+
+
 @pytest.mark.parametrize("writer", STREAMING.values(), ids=STREAMING)
 def test_arguments_are_told_as_they_come(writer: Writer) -> None:
     text = writer.write("", [("look", {"at": 1, "by": 2})])
-    reader = Reading(FORMS[writer.form], frozenset(FUNCTIONS)).reader()
+    reader = Reading(FORMS[writer.form], FUNCTIONS).reader()
     at = text.index(', "by"')
     assert joined(reader.push(text[:at])) == [CallBegins(0, "look"), CallArguments(0, '{"at": 1')]
     assert reader.push(text[at : at + 3]) == [CallArguments(0, ', "')]
@@ -120,6 +156,14 @@ PIECES = {
     "deepseek3": [*_DEEPSEEK, "function<｜tool▁sep｜>look\n```json\n{", "\n```"],
     "deepseek3.1": [*_DEEPSEEK, "look<｜tool▁sep｜>{"],
     "pythonic": ["[look(", "[look(a=1)", ", look(b='x')", "]", ")", ", ", "'", "1", "a=", "look(c=[1, {}])"],
+    "qwen3-coder": [
+        *("<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=string_0>", "</parameter>"),
+        *("\n<parameter=a>\n", "<parameter=integer_0>\n", "<parameter=look>", "<function=unknown>"),
+    ],
+    "glm4.5": [
+        *("<tool_call>", "</tool_call>", "<tool_call>look", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        *("<arg_key>string_0</arg_key>", "<arg_key>a</arg_key>\n<arg_value>", "<tool_call>unknown"),
+    ],
     "harmony": [
         *("<|channel|>", "analysis", "final", "commentary", " to=functions.look", "<|constrain|>json", "<|message|>"),
         *("<|end|>", "<|start|>assistant", "<|start|>", "<|call|>"),
@@ -220,6 +264,21 @@ NO_CALLS = {
         "[look(a='",
         "[",
     ],
+    "qwen3-coder": [
+        "<tool_call>",
+        "<tool_call>\n<function=look>",
+        "<tool_call>\n<function=look>\n{}\n</function>\n</tool_call>",
+        "<tool_call>\n<function=look>\n<parameter=\nx\n</parameter>\n</function>\n</tool_call>",
+        '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>',
+        "It is written `<function=look>`, and `<parameter=at>`.",
+    ],
+    "glm4.5": [
+        "<tool_call>look",
+        "<tool_call>look at it</tool_call>",
+        "<tool_call>look\n<arg_key>at",
+        "<tool_call>look\n<arg_value>1</arg_value></tool_call>",
+        '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    ],
     "harmony": [
         '{"color": "red"}',
         "plain words, as of a model that was taught otherwise",
@@ -245,6 +304,29 @@ def test_what_is_no_call_is_text(form: str, text: str) -> None:
 )
 def test_the_name_may_come_last(form: str, text: str) -> None:
     assert read(text, form) == [CallBegins(0, "look"), CallArguments(0, '{"at": "größe}"}'), Words(" and words")]
+
+
+BEGUN = {
+    "hermes": "<tool_call>",
+    "qwen3-coder": "<tool_call>\n<function=look>",
+    "glm4.5": "<tool_call>look<arg_key>at</arg_key>",
+    "llama3": "{",
+    "mistral-list": "[TOOL_CALLS] [",
+    "mistral-named": "[TOOL_CALLS]look",
+    "deepseek3": "<｜tool▁calls▁begin｜>",
+    "deepseek3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>",
+    "pythonic": "[look",
+    "harmony": "<|channel|>final",
+}
+
+
+@pytest.mark.parametrize(("form", "begun"), BEGUN.items())
+def test_what_goes_on_as_blanks_without_end_is_not_held_back(form: str, begun: str) -> None:
+    reader = Reading(FORMS[form], FUNCTIONS).reader()
+    assert reader.push(begun) == []
+    (said,) = joined([part for _ in range(500) for part in reader.push(" ")])
+    assert isinstance(said, Words)
+    assert said.text.startswith(begun)
 
 
 def test_words_may_stand_between_calls() -> None:
@@ -275,6 +357,7 @@ QWEN = (
     "<args-json-object>}\n</tool_call>"
 )
 QWEN_XML = "<tool_call>\n<function=example_function_name>\n<parameter=arguments>"
+GLM = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n</tool_call>"
 LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
 NEMO = '{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{{ "[TOOL_CALLS] [" }}'
 SMALL = '{% if tools %}{{ tools }}{% endif %}{{ "[TOOL_CALLS]" + call.name + "[ARGS]" + call.arguments }}'
@@ -288,7 +371,8 @@ OSS = "<|channel|>commentary json<|message|>{{ arguments | tojson }}<|call|>"
     [
         *[(QWEN, "hermes"), (LLAMA, "llama3"), (NEMO, "mistral-list"), (SMALL, "mistral-named")],
         ("Respond as [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
-        *[(V3, "deepseek3"), (V31, "deepseek3.1"), (OSS, "harmony"), (QWEN_XML, None), ("{{ messages }}", None)],
+        *[(V3, "deepseek3"), (V31, "deepseek3.1"), (OSS, "harmony"), (QWEN_XML, "qwen3-coder"), (GLM, "glm4.5")],
+        ("{{ messages }}", None),
     ],
 )
 def test_a_template_tells_how_its_model_writes_calls(template: str, form: str | None) -> None:
@@ -301,6 +385,17 @@ def test_what_python_and_json_call_otherwise_is_read_either_way() -> None:
     calls = [CallBegins(0, "look"), CallArguments(0, given), CallBegins(1, "cut-2"), CallArguments(1, "{}")]
     assert read(text, "pythonic") == calls
     assert read(text.replace("cut-2", "unknown"), "pythonic") == [*calls[:2], Words(", unknown()]")]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"at": "\\ud800"}, "name": "look"}</tool_call>'),
+        ("pythonic", "[look(at='\\ud800')]"),
+    ],
+)
+def test_what_no_text_can_hold_stays_an_escape(form: str, text: str) -> None:
+    assert read(text, form) == [CallBegins(0, "look"), CallArguments(0, '{"at": "\\ud800"}')]
 
 
 def test_samples_are_json() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from family_templates import FAMILIES
+from written_answers import WRITERS, joined, told
 
 from baton.engine.text import ChatTemplate, InvalidMessages
 
@@ -37,6 +38,8 @@ SHOWN = {
     "deepseek3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{WRITTEN}\n```<｜tool▁call▁end｜>",
     "deepseek3.1": f"<｜tool▁call▁begin｜>look<｜tool▁sep｜>{WRITTEN}<｜tool▁call▁end｜>",
     "harmony": f"to=functions.look<|channel|>commentary json<|message|>{WRITTEN}<|call|>",
+    "qwen3-coder": WRITERS["qwen3-coder"].write("", [("look", GIVEN)]),
+    "glm4.5": WRITERS["glm4.5"].write("", [("look", GIVEN)]),
 }
 
 
@@ -73,6 +76,23 @@ def test_what_gpt_oss_thought_before_a_call_is_shown() -> None:
     assert analysis not in render("harmony", chat())
     assert f"{analysis}hm<|end|>" in render("harmony", chat(reasoning_content="hm"))
     assert f"{analysis}hm\n\nwell<|end|>" in render("harmony", chat(reasoning_content="hm", content="well"))
+
+
+@pytest.mark.parametrize("family", ["qwen3-coder", "glm4.5"])
+def test_what_a_template_shows_of_a_call_is_read_as_that_call(family: str) -> None:
+    given = {"text": "a < b\n\n{c}", "sizes": [1, {"a": "größe"}], "all": True, "none": None, "count": 5}
+    types = {"text": "string", "sizes": "array", "all": "boolean", "none": "null", "count": "integer"}
+    schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
+    text = render(family, chat(content="Well.", tool_calls=[call("a", given), call("b", {})]))
+    shown = text[text.index("Well.") : text.rindex("</tool_call>") + len("</tool_call>")]
+    form = ChatTemplate({"default": FAMILIES[family]}).call_format
+    assert form is not None
+    parts = joined(form.reader({"look": schema}).push(shown, finished=True))
+    assert parts == told("Well.", [("look", given), ("look", {})])
+
+
+def test_a_message_of_calls_alone_shows_no_python_to_glm() -> None:
+    assert "None" not in render("glm4.5", chat())
 
 
 def test_gpt_oss_takes_one_call_a_message() -> None:

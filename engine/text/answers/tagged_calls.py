@@ -1,0 +1,96 @@
+"""Forms that put tags around calls and around each of their arguments. Text in them stands as it is; other values are
+JSON, and the function's schema says which is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import regex
+
+from .calls import Functions, Grammar, Signature
+from .marks import BLANKS
+from .parts import AnswerReader
+from .tagged_reader import TaggedReader
+from .written_calls import WrittenCalls
+
+_NAME = r"(?P<name>[\w.-]{1,64})"
+
+
+class TaggedCalls(WrittenCalls):
+    """FIRST, with the name, then KEY value VALUE_CLOSE of each argument, CLOSE, TAIL. All but the values are patterns
+    here, and what models forget of them need not be there. KEY goes up to the value.
+    """
+
+    first: ClassVar[str]
+    key: ClassVar[str]
+    value_close: ClassVar[str]
+    forgotten_close: ClassVar[str] = "(?P<known_key>(?!))"  # a group `known_key` must be one that the function has
+    close: ClassVar[str]
+    tail: ClassVar[str] = ""  # no pattern; may be there
+    style: ClassVar[str]  # what xgrammar calls the form of arguments
+
+    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
+        return TaggedReader(self, functions, at_most_one=at_most_one)
+
+    @cached_property
+    def head(self) -> regex.Pattern[str]:
+        """From the mark to the first argument's value, or behind a call without arguments."""
+        return regex.compile(rf"{self.first}{BLANKS}(?:{self.key}|{self.close})")
+
+    @cached_property
+    def value_end(self) -> regex.Pattern[str]:
+        """From a value's end to the next one, or behind the call."""
+        return regex.compile(rf"{self.value_close}{BLANKS}(?:{self.key}|{self.close})|{self.forgotten_close}")
+
+    def _arguments(self, function: Signature) -> Grammar:
+        return {**function.grammar, "style": self.style}
+
+
+class Qwen3Coder(TaggedCalls):
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each of them in a line:
+    Qwen3-Coder, Qwen3.5, Nemotron 3. In long answers they forget to close values.
+    """
+
+    name = "qwen3-coder"
+    taught_by = ("<tool_call>", "<function=", "<parameter=")
+    triggers = ("<tool_call>", "<function=")  # Qwen3-Coder forgets the first
+    marks = ("<tool_call>", "</tool_call>")
+    first = rf"(?:<tool_call>{BLANKS})?<function={_NAME}>"
+    key = r"<parameter=(?P<key>[^<>\n]{1,200})>(?:\n|(?=[^\n]))"
+    value_close = r"\n?</parameter>"
+    forgotten_close = rf"\n?</function>{BLANKS}</tool_call>|\n<parameter=(?P<known_key>[^<>\n]{{1,200}})>\n"
+    close = "</function>|</tool_call>"
+    tail = "</tool_call>"
+    style = "qwen_xml"
+    opening, closing, separator = "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>", "\n"
+
+    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+        """A call without its outer tags is read, so it must fit, too."""
+        opening = self.opening.removeprefix("<tool_call>\n")
+        bare = [self._tag(function, opening, "</function>") for function in functions]
+        grammar = super().words_and_calls(functions, at_most_one=at_most_one)
+        return {**grammar, "tags": [*grammar["tags"], *bare]}
+
+
+class Glm45(TaggedCalls):
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`, in lines up to GLM-4.6, in one
+    from GLM-4.7 on.
+    """
+
+    name = "glm4.5"
+    taught_by = ("<tool_call>", "<arg_key>", "<arg_value>")
+    triggers = ("<tool_call>",)
+    marks = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    first = rf"<tool_call>{BLANKS}{_NAME}"
+    key = rf"<arg_key>(?P<key>[^<>\n]{{1,200}})</arg_key>{BLANKS}(?:<arg_value>|(?=[^<\s]))"  # GLM-4.7 forgets the last
+    value_close = "</arg_value>"
+    close = "</tool_call>"
+    style = "glm_xml"
+    opening, closing, separator = "<tool_call>%s", "</tool_call>", "\n"
+
+    def turn(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Its templates write what is no text as Python does, and a message of calls alone has no text."""
+        return {**message, "content": message["content"] or ""}

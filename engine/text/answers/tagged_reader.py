@@ -1,0 +1,136 @@
+"""Calls whose arguments have a tag each, told from words, in text that arrives in pieces: their JSON is written here.
+
+        a mark       name, first key                  end, no key             tail, or none
+OUTSIDE ──────> HEAD ───────────────> VALUE ──────────────────────────> TAIL ───────────────> OUTSIDE
+                 │                      ^ └── end, next key ──┐          ^
+                 │                      └─────────────────────┘          │
+                 ├── name, and no key ───────────────────────────────────┘
+                 └── reads otherwise, or no such function: it was text ─────────────────────> OUTSIDE
+
+A value may hold what looks like its end: it ends where another key follows, or the end of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+from .among_words import AmongWords
+from .calls import Functions
+from .parts import AnswerPart
+from .stepping import Step
+from .values import TEXT, TYPES, argument_names, argument_types, typed, written
+
+if TYPE_CHECKING:
+    from .tagged_calls import TaggedCalls
+
+
+class _State(Enum):
+    OUTSIDE = auto()
+    HEAD = auto()
+    VALUE = auto()
+    TAIL = auto()
+    SILENT = auto()  # to the end: no more calls are allowed
+
+
+class TaggedReader(AmongWords):
+    """See `AnswerReader`. Text is told as it comes; a value that may be something else, when it is whole."""
+
+    OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
+
+    def __init__(self, form: TaggedCalls, functions: Functions, *, at_most_one: bool) -> None:
+        """With `at_most_one`, what follows the first call is left out."""
+        super().__init__(_State.OUTSIDE, *form.triggers)
+        self._form = form
+        self._functions = functions
+        self._at_most_one = at_most_one
+        self._parameters: Mapping[str, Any] = {}  # of the function
+        self._names: Collection[str] = ()  # of its arguments
+        self._has_keys = False
+        self._types = TYPES  # that the value may have
+        self._value = ""  # so far, where it is not told as it comes
+
+    def _other_steps(self) -> Mapping[Enum, Step]:
+        return {
+            _State.OUTSIDE: self._look_for_call,
+            _State.HEAD: self._read_head,
+            _State.VALUE: self._read_values,
+            _State.TAIL: self._skip_tail,
+        }
+
+    def _read_head(self, finished: bool) -> list[AnswerPart]:
+        found = self._form.head.match(self._held, self._behind_blanks(), partial=True)
+        if found is None or (found.partial and finished):
+            return self._take_for_text()
+        if found.partial:
+            return []
+        if found["name"] not in self._functions:
+            return self._take_for_text()
+        self._parameters, self._has_keys = self._functions[found["name"]], False
+        self._names = argument_names(self._parameters)
+        self._take(found.end())
+        return self._begin_call(found["name"]) + self._go_on(found["key"])
+
+    def _go_on(self, key: str | None) -> list[AnswerPart]:
+        """With the next argument, or without any."""
+        if key is None:
+            return self._end_call()
+        self._state, self._value = _State.VALUE, ""
+        self._types = argument_types(self._parameters, key)
+        before = ", " if self._has_keys else "{"
+        self._has_keys = True
+        return self._arguments(f"{before}{written(key)}: {self._quote}")
+
+    @property
+    def _quote(self) -> str:
+        """Around a value that is told as it comes."""
+        return '"' if self._types == TEXT else ""
+
+    def _read_values(self, finished: bool) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        while self._state is _State.VALUE:
+            found = self._find_end()
+            end = len(self._held) if found is None else found.start()
+            parts += self._grow(end)
+            if found is not None and not found.partial:
+                self._take(found.end() - end)
+                parts += self._end_value() + self._go_on(found["key"] or found["known_key"])
+            elif finished:  # what is held is the beginning of an end
+                self._held = ""
+                parts += self._end_value() + self._end_call()
+            else:
+                break
+        return parts
+
+    def _find_end(self) -> regex.Match[str] | None:
+        """Of the value, in what is held; or what may be its beginning."""
+        for found in self._form.value_end.finditer(self._held, overlapped=True, partial=True):
+            if found.partial or found["known_key"] is None or found["known_key"] in self._names:
+                return found
+        return None
+
+    def _grow(self, length: int) -> list[AnswerPart]:
+        """By what is held."""
+        text = self._take(length)
+        if self._quote:
+            return self._arguments(written(text)[1:-1])
+        self._value += text
+        return []
+
+    def _end_value(self) -> list[AnswerPart]:
+        return self._arguments(self._quote or typed(self._value, self._types))
+
+    def _end_call(self) -> list[AnswerPart]:
+        self._state = _State.SILENT if self._at_most_one else _State.TAIL
+        return self._arguments("}" if self._has_keys else "{}")
+
+    def _skip_tail(self, finished: bool) -> list[AnswerPart]:
+        tail, rest = self._form.tail, self._held.lstrip()
+        if tail and rest.startswith(tail):
+            self._state, self._held = _State.OUTSIDE, rest[len(tail) :]
+        elif finished or not tail.startswith(rest):
+            self._state = _State.OUTSIDE
+        return []

@@ -1,0 +1,110 @@
+"""The values of arguments: as JSON, and of what type one is that a model wrote as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+TYPES = frozenset(["null", "boolean", "number", "string", "array", "object"])  # of JSON
+TEXT = frozenset(["string"])
+_TYPE_OF: dict[type, str] = {
+    **{type(None): "null", bool: "boolean", int: "number", float: "number"},
+    **{str: "string", list: "array", dict: "object"},
+}
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}  # which templates show, so that models write them
+_MAX_DEPTH = 16  # of schemas in schemas
+
+
+def written(value: Any) -> str:
+    """As JSON. Raises `ValueError` for numbers that it does not have, `TypeError` for other kinds of values."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can say
+        return json.dumps(value)
+    return text
+
+
+def argument_names(parameters: Mapping[str, Any]) -> Collection[str]:
+    """That the schema of a function's arguments knows."""
+    match _meant(parameters, parameters):
+        case {"properties": dict(known)}:
+            return known.keys()
+    return ()
+
+
+def argument_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
+    """Of JSON's, those that the schema of a function's arguments allows this one; all, where it does not say."""
+    match _meant(parameters, parameters):
+        case {"properties": dict(known)} if name in known:
+            return _types(known[name], parameters, {})
+        case {"additionalProperties": dict(schema)}:
+            return _types(schema, parameters, {})
+    return TYPES
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """An argument that was written as `text`, as JSON: where it is no value of these types, a string."""
+    words = text.strip()
+    takes_text = "string" in types
+    try:
+        value = json.loads(words if takes_text else _PYTHONS.get(words, words), strict=False, parse_constant=_refuse)
+        if not isinstance(value, str) and (not takes_text or _TYPE_OF[type(value)] in types):
+            return written(value)
+    except (ValueError, RecursionError):
+        pass
+    return written(text)
+
+
+def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int = 0) -> frozenset[str]:
+    """Clients write schemas, and nobody has checked them: what says nothing that is understood allows all. Each part is
+    looked at once, however often it is referred to; `known` has those by their identity.
+    """
+    meant = _meant(schema, root)
+    if depth > _MAX_DEPTH:
+        return TYPES
+    if id(meant) not in known:
+        known[id(meant)] = TYPES  # where it refers to itself
+        known[id(meant)] = _types_meant(meant, root, known, depth + 1)
+    return known[id(meant)]
+
+
+def _types_meant(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int) -> frozenset[str]:
+    match schema:
+        case {"enum": list(values)}:
+            return frozenset(_TYPE_OF[type(value)] for value in values)
+        case {"const": value}:
+            return frozenset([_TYPE_OF[type(value)]])
+        case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
+            return frozenset().union(*(_types(choice, root, known, depth) for choice in choices))
+        case {"allOf": list(parts)}:
+            return TYPES.intersection(*(_types(part, root, known, depth) for part in parts))
+        case {"type": str(name)}:
+            return _named(name)
+        case {"type": list(names)}:
+            return frozenset().union(*(_named(name) for name in names))
+    return TYPES
+
+
+def _named(name: Any) -> frozenset[str]:
+    known = "number" if name == "integer" else name
+    return frozenset([known]) if isinstance(known, str) and known in TYPES else TYPES
+
+
+def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
+    """By a schema that may refer to another place, like `#/$defs/size`; None where there is none."""
+    for _ in range(_MAX_DEPTH):
+        match schema:
+            case {"$ref": str(place)}:
+                schema = root
+                for step in place.removeprefix("#").split("/")[1:]:
+                    name = step.replace("~1", "/").replace("~0", "~")
+                    schema = schema.get(name) if isinstance(schema, Mapping) else None
+            case _:
+                return schema
+    return None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"JSON has no {constant}")
