@@ -41,7 +41,7 @@ class Admission:
 
     def admit_filled(self, draft: StepDraft) -> None:
         filled = self._filling.filled
-        while (head := filled.head) is not None and head.may_draw and self._running.has_room and draft.budget:
+        while filled.head is not None and self._running.has_room and draft.budget:
             self._start(filled.take(), draft)
 
     def admit_waiting(self, draft: StepDraft) -> None:
@@ -65,7 +65,7 @@ class Admission:
         One that was preempted comes back only when all its drawn tokens are known. One that would run a single token is
         a decode, whose old KV is of earlier steps: where this very step computes some of it, the next one lets it in.
         """
-        known = self._fence.has_passed(request.last_step) and request.may_draw
+        known = self._fence.has_passed(request.last_step)
         if not known or self._memory.has_one_token_behind(draft.shared_blocks, request, draft.budget):
             return False
         return self._memory.reserve(request)

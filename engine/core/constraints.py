@@ -5,8 +5,9 @@
                       a step that draws takes the mask, its token makes the next one
 
 Compiling a grammar takes up to seconds, and a mask from microseconds to seconds: both happen in threads. A request
-without a mask sits steps out (`Request.horizon`), and nobody else waits for it longer than `PATIENCE_S`. So a token is
-drawn only when the one before it is known; other requests go on two steps at a time.
+without a mask sits steps out (`Request.horizon`), or stands aside in the queue where it was preempted, and nobody else
+waits for it longer than `PATIENCE_S`. So a token is drawn only when the one before it is known; other requests go on
+two steps at a time.
 """
 
 from __future__ import annotations
@@ -114,12 +115,6 @@ class Constraints:
             case error:
                 logger.error("the grammar of request %s failed", request.request_id, exc_info=error)
                 return EngineError(ErrorKind.INTERNAL, f"the grammar failed: {error!r}")
-
-
-def nothing_left() -> EngineError:
-    """The answer where a row had nothing to draw."""
-    reason = "what may follow is excluded by allowed_token_ids, bad_words or logit_bias: leave them out"
-    return EngineError(ErrorKind.INVALID, f"{ASKED_BY}: {reason}")
 
 
 def _open(source: GrammarSource, request: Request) -> tuple[Grammar, bytes]:

@@ -115,13 +115,15 @@ class LiveRequests(Mapping[str, Request]):
         return True
 
     def take_masks(self) -> None:
-        """Requests whose grammars are there wait for a row; those whose grammars failed are over."""
+        """Requests whose grammars let them draw wait for a row, or go on; those whose grammars failed are over."""
         for request, error in self._constraints.collect():
             if error is not None:
                 self.end(request, FinishReason.ERROR, error)
             elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
                 request.move_to(RequestStatus.WAITING)
                 self._waiting.push(request)
+            elif request.status is RequestStatus.PREEMPTED:
+                self._waiting.mask_known(request)
 
     # -------------------------------------------------------------------------------- ends
 

@@ -32,7 +32,8 @@ from .answers import first_or_last_token, last_words, next_token, on_offer
 from .blocks import BlockPool, BlockPoolCorrupted
 from .config import EngineCoreConfig
 from .connector import KVConnector
-from .constraints import Constraints, nothing_left
+from .constraints import Constraints
+from .exclusions import nothing_left
 from .fence import Fence, RowPool
 from .filling import Filling
 from .grammar import GrammarSource
@@ -196,7 +197,7 @@ class Scheduler:
             raise StepMismatch(f"no token was drawn for request {request.request_id}")
         if not request.could_draw(token_id):
             self.requests.leave(request, FinishReason.ERROR)
-            return last_words(request.message, FinishReason.ERROR, nothing_left())
+            return last_words(request.message, FinishReason.ERROR, nothing_left(constrained=request.is_constrained))
         request.token_ids.append(token_id)
         num_tokens = len(request.token_ids)
         if num_tokens >= request.next_registration:

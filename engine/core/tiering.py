@@ -95,7 +95,8 @@ class Tiering:
 
     @property
     def num_restoring(self) -> int:
-        return len(self._restores)
+        """Requests that wait for blocks."""
+        return len(self._copy_of)
 
     @property
     def any_lent(self) -> bool:
@@ -220,7 +221,10 @@ class Tiering:
 
     def _give_up_overdue(self) -> list[Restoration]:
         """A disk that hangs must not hold up everyone who waits behind one request."""
-        if not self._copy_of or self._clock() - min(each.since for each in self._restores.values()) < PATIENCE_S:
+        if not self._copy_of:
+            return []
+        since_s = min(self._restores[copy_id].since for copy_id in self._copy_of.values())
+        if self._clock() - since_s < PATIENCE_S:
             return []
         self._answers = False
         late = list(self._copy_of)

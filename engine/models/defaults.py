@@ -1,22 +1,21 @@
-"""What `transformers` assumes where a config.json leaves a key out and architectures disagree."""
+"""What `transformers` assumes where a config.json leaves a key out, and architectures disagree or a null says no."""
 
 from __future__ import annotations
 
 from typing import Any
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"use_sliding_window": False},
+    "LlamaForCausalLM": {},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_window_layers": 28},
     "Qwen3ForCausalLM": {
         "num_key_value_heads": 32,
         "head_dim": 128,
-        "use_sliding_window": False,
         "max_window_layers": 28,
     },
-    "DeepseekV2ForCausalLM": {"use_sliding_window": False},
-    "DeepseekV3ForCausalLM": {"use_sliding_window": False, "num_nextn_predict_layers": 1},
-    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "DeepseekV2ForCausalLM": {},
+    "DeepseekV3ForCausalLM": {"norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 1},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
     "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "GptOssForCausalLM": {
         "num_key_value_heads": 8,
@@ -33,6 +32,3 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         },
     },
 }
-
-# Kinds of layers in turns, of architectures that have several and a config that does not name them layer by layer.
-LAYERS_IN_TURNS = {"GptOssForCausalLM": ("sliding_attention", "full_attention")}

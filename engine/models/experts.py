@@ -126,7 +126,7 @@ def _read_deepseek_v3(keys: Keys, num_layers: int) -> ExpertsConfig:
         intermediate_size=width,
         shared_intermediate_size=width * keys.integer("n_shared_experts", 1, maximum=1024),
         scoring="sigmoid",
-        renormalize=keys.flag("norm_topk_prob", True),
+        renormalize=keys.flag("norm_topk_prob", False),
         scale=keys.number("routed_scaling_factor", 2.5),
         num_groups=num_groups,
         top_groups=keys.integer("topk_group", 4),

@@ -28,7 +28,7 @@ def read_latent(architecture: str, keys: Keys) -> LatentShape | None:
     """None for an architecture without latents. Raises `ModelError`."""
     if architecture not in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
         return None
-    if not keys.flag("rope_interleave", True):
+    if architecture == "DeepseekV3ForCausalLM" and not keys.flag("rope_interleave", False):  # V2 knows no other way
         raise UnsupportedModel("config.json: rope_interleave false is not supported: neighbouring dimensions turn")
     straight = keys.values.get("q_lora_rank", 1536) is None  # null says something else here than a key left out
     shape = LatentShape(

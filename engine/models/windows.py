@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from .defaults import LAYERS_IN_TURNS
+from dataclasses import dataclass
+
 from .errors import InvalidModelConfig, UnsupportedModel
 from .keys import Keys
 
-_KINDS = ("full_attention", "sliding_attention")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Which keys say of an architecture where its `sliding_window` counts. Others may be there and mean nothing."""
+
+    switched: bool = False  # nowhere, unless `use_sliding_window`
+    listed: bool = False  # where `layer_types` names the layer's kind, if that is given
+    from_layer: bool = False  # else from layer `max_window_layers` on
+    turns: tuple[str, ...] = (_SLIDING,)  # else these kinds in turns
+
+
+# An architecture that is not here has no windows.
+_RULES = {
+    "MistralForCausalLM": _Rule(listed=True),
+    "MixtralForCausalLM": _Rule(),
+    "Qwen2ForCausalLM": _Rule(switched=True, listed=True, from_layer=True),
+    "Qwen3ForCausalLM": _Rule(switched=True, listed=True, from_layer=True),
+    "Qwen3MoeForCausalLM": _Rule(switched=True),
+    "GptOssForCausalLM": _Rule(listed=True, turns=(_SLIDING, _FULL)),
+}
 
 
 def read_layer_windows(architecture: str, keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     """Of each layer: how many keys a query sees, itself included; None: all. Raises `ModelError`."""
-    if not keys.flag("use_sliding_window", True) or keys.values.get("sliding_window") is None:
+    rule = _RULES.get(architecture)
+    if rule is None or keys.values.get("sliding_window") is None:
+        return (None,) * num_layers
+    if rule.switched and not keys.flag("use_sliding_window", False):
         return (None,) * num_layers
     window = keys.integer("sliding_window")
-    kinds = _kinds(architecture, keys, num_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == _SLIDING else None for kind in _kinds(rule, keys, num_layers))
 
 
-def _kinds(architecture: str, keys: Keys, num_layers: int) -> list[str]:
-    """`layer_types` where given, else the architecture's turns; else layers from `max_window_layers` on slide."""
-    given, turns = keys.values.get("layer_types"), LAYERS_IN_TURNS.get(architecture)
-    first = keys.optional_integer("max_window_layers") or 0
+def _kinds(rule: _Rule, keys: Keys, num_layers: int) -> list[str]:
+    given = keys.values.get("layer_types") if rule.listed else None
+    first = (keys.optional_integer("max_window_layers") or 0) if rule.from_layer else 0
     if given is not None:
         return _checked(given, num_layers)
-    if turns is not None:
-        return [turns[layer % len(turns)] for layer in range(num_layers)]
-    return ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
+    return [_FULL if layer < first else rule.turns[layer % len(rule.turns)] for layer in range(num_layers)]
 
 
 def _checked(kinds: object, num_layers: int) -> list[str]:
     if not isinstance(kinds, list):
         raise InvalidModelConfig(f"config.json: 'layer_types' must be a list, not {kinds!r}")
-    unknown = sorted({str(kind) for kind in kinds if kind not in _KINDS})
+    unknown = sorted({str(kind) for kind in kinds if kind not in (_FULL, _SLIDING)})
     if unknown:
         raise UnsupportedModel(f"config.json: layer_types {', '.join(unknown)} are not supported")
     if len(kinds) != num_layers:

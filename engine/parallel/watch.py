@@ -15,7 +15,10 @@ from zmq.utils.monitor import recv_monitor_message
 from .errors import GroupFailed
 
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_NO_MEMBER = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | _NO_MEMBER
 
 
 class Watch:
@@ -24,7 +27,7 @@ class Watch:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], on_loss: Callable[[str], None]) -> None:
         """`on_loss` is called on a thread of this watch, with the name of who has gone."""
         self._monitors: dict[zmq.Socket[bytes], str] = {}
-        self._strangers: set[tuple[zmq.Socket[bytes], int]] = set()  # and their descriptors
+        self._refused: set[zmq.Socket[bytes]] = set()  # monitors that tell next how a stranger's connection ends
         self._on_loss = on_loss
         self._bell, self._ringer = inproc_pair(context)
         self._thread = threading.Thread(target=self._run, name="baton-group-watch", daemon=True)
@@ -80,15 +83,14 @@ class Watch:
         return message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _is_lost(self, monitor: zmq.Socket[bytes]) -> bool:
-        """A member is, and not somebody who has only knocked at the port: all members were there before `start`."""
-        message = recv_monitor_message(monitor)
-        descriptor = monitor, int(message["value"])
-        if message["event"] == zmq.EVENT_ACCEPTED:
-            self._strangers.add(descriptor)
-        if message["event"] != zmq.EVENT_DISCONNECTED:
+        """A member is, and not somebody who has only knocked at the port: that has never shaken hands."""
+        event = recv_monitor_message(monitor)["event"]
+        if event & _NO_MEMBER:
+            self._refused.add(monitor)
+        if event != zmq.EVENT_DISCONNECTED:
             return False
-        known = descriptor not in self._strangers
-        self._strangers.discard(descriptor)
+        known = monitor not in self._refused
+        self._refused.discard(monitor)
         return known
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -72,14 +72,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Reads all headers. Raises `WeightsError` for a file that is missing or broken, or a tensor in two files."""
+        """Reads all headers. Of a tensor in several files that counts which the index names.
+
+        Raises `WeightsError` for a file that is missing or broken, or a tensor in two files of which none is named.
+        """
+        index = _read_index(folder)
         entries: dict[str, TensorEntry] = {}
-        for file in _files(folder):
+        for file in _files(folder, index):
             for entry in _read_header(file):
-                if entry.name in entries:
-                    other = entries[entry.name].file.name
-                    raise WeightsError(f"{folder}: tensor {entry.name!r} is in {other} and again in {file.name}")
-                entries[entry.name] = entry
+                entries[entry.name] = _of_two(entries.get(entry.name), entry, index.get(entry.name))
         return cls(folder, entries)
 
     @property
@@ -121,18 +122,37 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
+def _of_two(known: TensorEntry | None, found: TensorEntry, home: Path | None) -> TensorEntry:
+    """The one that counts; `home` is the file in which the index says the tensor is."""
+    if known is None or home == found.file:
+        return found
+    if home == known.file:
+        return known
+    raise WeightsError(
+        f"{found.file.parent}: tensor {found.name!r} is in {known.file.name} and again in {found.file.name}"
+    )
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    """The file of each tensor; empty where there is no index."""
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        return {}
+    try:
+        files = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"{path} is not an index of safetensors files: {error}") from error
+    return {name: folder / file for name, file in files.items()}
+
+
+def _files(folder: Path, index: Mapping[str, Path]) -> list[Path]:
     """The safetensors files that belong together: those of the index, else the single file, else all of them."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
-        except msgspec.DecodeError as error:
-            raise WeightsError(f"{index} is not an index of safetensors files: {error}") from error
-        missing = [name for name in names if not (folder / name).is_file()]
+    if index:
+        named = sorted(set(index.values()))
+        missing = [file.name for file in named if not file.is_file()]
         if missing:
             raise WeightsError(f"{folder}: {INDEX_FILE} names files that are not there: {', '.join(missing)}")
-        return [folder / name for name in names]
+        return named
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     files = sorted(folder.glob("*.safetensors"))

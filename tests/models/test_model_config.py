@@ -133,6 +133,10 @@ def test_yarn_extends_the_positions_of_a_config_that_states_the_original_length(
         ),
         ({"sliding_window": 8, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, (None, None)),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, (None, None)),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+            (None, 4096),
+        ),
     ],
 )
 def test_windows_follow_the_rules_of_each_architecture(

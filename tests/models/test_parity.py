@@ -70,6 +70,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-yarn": ("deepseek_v3", {"rope": {**ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek_v3-one-group": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}),
     "deepseek_v3-raw-weights": ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    "deepseek_v3-null-is-false": ("deepseek_v3", {"norm_topk_prob": None}),
+    "deepseek_v2-stray-keys": ("deepseek_v2", {"rope_interleave": False}),
     "mixtral-unlimited": ("mixtral", {"sliding_window": None, "num_experts_per_tok": 1}),
     "gpt_oss-yarn": (
         "gpt_oss",
@@ -82,6 +84,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-raw-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "qwen3_moe-every-second": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    # Keys of others' windows, which these leave unread.
+    "llama-stray-keys": ("llama", {"use_sliding_window": True, "sliding_window": 20}),
+    "mistral-stray-keys": ("mistral", {"use_sliding_window": False, "max_window_layers": 2}),
+    "mixtral-stray-keys": ("mixtral", {"layer_types": ["full_attention"] * 3, "max_window_layers": 2}),
+    "gpt_oss-stray-keys": ("gpt_oss", {"use_sliding_window": False}),
+    "qwen3_moe-stray-keys": (
+        "qwen3_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 2,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
 }
 
 Pair = tuple[CausalLM, Any]

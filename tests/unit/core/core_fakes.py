@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from core_grammars import num_known
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import (
@@ -75,6 +76,7 @@ class Row:
     num_prompt: int
     blocks: list[int]
     seed: int
+    is_constrained: bool
     kv: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -115,7 +117,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.fail_at_launch: Exception | None = None
         self.fail_at_result: Exception | None = None
-        self.draws_0 = False  # as where a request excludes every token
+        self.draws_0 = False  # as where a request excludes every token (`FROM_NOTHING`)
         self._queue: deque[FakePendingStep] = deque()
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
@@ -147,16 +149,26 @@ class FakeRunner:
             assert start.row not in self.rows, "the row is taken"
             assert 0 <= start.row < self.config.max_num_seqs
             tokens = [*start.prompt_token_ids, *start.output_token_ids]
+            is_constrained = start.sampling.structured_outputs is not None
             self.rows[start.row] = Row(
-                start.request_id, tokens, len(start.prompt_token_ids), start.block_ids, start.seed
+                start.request_id, tokens, len(start.prompt_token_ids), start.block_ids, start.seed, is_constrained
             )
         for chunk in plan.chunks:
             row, start = self.rows[chunk.row], chunk.start
             if chunk.num_tokens == 1:
                 assert self.memory.read(row.blocks, start) == row.kv[:start], "a decode's old KV is of this step"
+        self._check_masks(plan)
         for chunk in plan.chunks:
             self._write(chunk)
         return StepResult(plan.step, [self._read_and_draw(chunk) for chunk in plan.chunks])
+
+    def _check_masks(self, plan: StepPlan) -> None:
+        """Exactly those with a grammar have one where they draw, and it knows all tokens before the one drawn."""
+        masks = {mask.row: mask.words for mask in plan.masks}
+        drawing = [chunk.row for chunk in plan.chunks if chunk.samples]
+        assert masks.keys() == {row for row in drawing if self.rows[row].is_constrained}
+        for row, words in masks.items():
+            assert num_known(words) == len(self.rows[row].tokens) - self.rows[row].num_prompt, "an old mask"
 
     def _write(self, chunk: Chunk) -> None:
         row = self.rows[chunk.row]

@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 from core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
+from core_grammars import LateThreads
 from core_tiers import FakeTiers
 
 from baton.engine.core.config import EngineCoreConfig
@@ -62,6 +63,7 @@ class Harness:
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(self.runner.memory, min_restored_tokens)
         self.core = EngineCore(engine_config, self.runner, self.connector, tiers=self.tiers, grammars=grammars)
+        self.threads = LateThreads()  # unused but for `think_late`
         self.asked: dict[tuple[str, int], EngineRequest] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
         self._expected: dict[tuple[str, int], tuple[list[int], FinishReason]] = {}
@@ -82,6 +84,10 @@ class Harness:
         self.unbegun[key] = first_token
         self.core.add(msgspec.structs.replace(asked, awaits_first_token=True))
 
+    def think_late(self) -> None:
+        """From now on grammars are opened, and masks made, when somebody says so, or nothing else is left to do."""
+        self.scheduler.constraints._openers = self.scheduler.constraints._maskers = self.threads  # type: ignore[assignment]
+
     def begin(self, request_id: str, generation: int = 0) -> None:
         self.core.begin(request_id, generation, self.unbegun.pop((request_id, generation)))
 
@@ -100,6 +106,8 @@ class Harness:
         for _ in range(10_000):
             if not self.core.has_work():
                 return
+            while self.threads.waiting:
+                self.threads.work()
             self.step()
         raise AssertionError("the engine goes round in circles")
 

@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import struct
-import threading
-from collections.abc import Sequence
-
 import pytest
+from core_grammars import FakeGrammars
 from core_harness import VOCAB_SIZE, Harness, config, request
 
 from baton.engine.core import constraints
-from baton.engine.core.grammar import GrammarRefused, GrammarStats
+from baton.engine.core.grammar import GrammarRefused
 from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason
 from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.core.step import RowStart, StepPlan
 
 ANY = StructuredOutputsParams(regex=".*")
 EOS = VOCAB_SIZE - 1
-
-
-class FakeGrammar:
-    """Allows every token, or all but number 0. Behind its masks stands how many tokens it knew when it made them."""
-
-    def __init__(self, source: FakeGrammars) -> None:
-        self._source = source
-        self.tokens: list[int] = []
-
-    def advance(self, token_ids: Sequence[int]) -> bytes:
-        assert self._source.may_advance.wait(30.0)
-        self.tokens += token_ids
-        if len(self.tokens) == self._source.refuse_at:
-            raise GrammarRefused("not this one")
-        return struct.pack("<qq", -1 if self._source.allows_0 else -2, len(self.tokens))
-
-
-class FakeGrammars:
-    """A `GrammarSource` whose threads wait until they may go on."""
-
-    def __init__(self) -> None:
-        self.may_open = threading.Event()
-        self.may_advance = threading.Event()
-        self.may_open.set()
-        self.may_advance.set()
-        self.fail: Exception | None = None
-        self.refuse_at: int | None = None
-        self.allows_0 = True
-        self.opened: list[FakeGrammar] = []
-
-    def open(self, asked: StructuredOutputsParams) -> FakeGrammar:
-        assert self.may_open.wait(30.0)
-        if self.fail is not None:
-            raise self.fail
-        self.opened.append(FakeGrammar(self))
-        return self.opened[-1]
-
-    def stats(self) -> GrammarStats:
-        return GrammarStats(num_compiled=len(self.opened))
 
 
 @pytest.fixture
@@ -72,7 +30,7 @@ def constrained(request_id: str, prompt: int, **changes: object) -> EngineReques
 
 
 class Watch:
-    """Follows the plans, and looks at the masks in them."""
+    """Follows the plans."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -93,16 +51,8 @@ class Watch:
 
     def _look(self, plan: StepPlan) -> None:
         self._rows.update((start.row, start) for start in plan.started_rows)
-        masks = {mask.row: struct.unpack("<qq", mask.words)[1] for mask in plan.masks}
         for chunk in plan.chunks:
-            row = self._rows[chunk.row]
-            self.planned.setdefault(row.request_id, []).append(plan.step)
-            asked = self.harness.asked[row.request_id, 0]
-            if asked.sampling.structured_outputs is None or not chunk.samples:
-                assert chunk.row not in masks
-            else:
-                assert masks.pop(chunk.row) == chunk.start + chunk.num_tokens - len(row.prompt_token_ids), "an old mask"
-        assert not masks, "masks of rows that do not draw"
+            self.planned.setdefault(self._rows[chunk.row].request_id, []).append(plan.step)
 
 
 SHAPES = {
@@ -168,6 +118,25 @@ def test_a_request_whose_mask_takes_long_sits_steps_out(grammars: FakeGrammars) 
     assert len(harness.answer("c").outputs) <= drawn + 1
     grammars.may_advance.set()
     harness.run()
+    harness.check_all_given_back()
+
+
+def test_nobody_waits_for_the_mask_of_a_request_that_gave_way(grammars: FakeGrammars) -> None:
+    harness = harness_with(grammars, num_blocks=8, depth=2)
+    harness.add(request("first", 8, max_tokens=22, ignore_eos=True), constrained("c", 8, max_tokens=12, seed=1))
+    while ("c", 0) not in harness.answers:
+        harness.step()
+    grammars.may_advance.clear()
+    while not harness.is_answered("first"):
+        harness.step()
+    assert harness.core.stats().num_preemptions == 1
+    harness.add(request("late", 3, max_tokens=2, ignore_eos=True))
+    harness.step(6)
+    assert harness.is_answered("late")
+    assert harness.core.stats().num_requests_waiting == 1
+    grammars.may_advance.set()
+    harness.run()
+    assert harness.answer("c").finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
     harness.check_all_given_back()
 
 
@@ -256,22 +225,23 @@ def test_what_takes_too_long_is_given_up(
     harness.check_all_given_back()
 
 
-def test_who_waits_behind_slow_grammars_is_not_told_that_its_own_is(
-    grammars: FakeGrammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constraints, "MOST_THREADS", 1)
-    monkeypatch.setattr(constraints, "MASK_LIMIT_S", 0.5)
+def test_who_waits_behind_slow_grammars_is_not_told_that_its_own_is(grammars: FakeGrammars) -> None:
     harness = harness_with(grammars)
+    harness.think_late()
+    now_s = 0.0
+    harness.scheduler.constraints._clock = lambda: now_s
     harness.add(constrained("first", 5, max_tokens=9), constrained("second", 6, max_tokens=9))
     while len(harness.answers) < 2:
-        grammars.may_advance.set()
+        while harness.threads.waiting:
+            harness.threads.work()
         harness.step()
-        if len(harness.scheduler.running) == 2:
-            grammars.may_advance.clear()
+    harness.threads.begin()
+    now_s += constraints.MASK_LIMIT_S
+    harness.step(2)
+    told = {request_id: harness.answer(request_id).last.error for request_id in ("first", "second")}
+    kinds = {request_id: None if error is None else error.kind for request_id, error in told.items()}
+    assert kinds == {"first": ErrorKind.INVALID, "second": ErrorKind.OVERLOADED}
     harness.run()
-    kinds = [output.error.kind for answer in harness.answers.values() for output in answer.outputs if output.error]
-    assert sorted(kinds) == [ErrorKind.INVALID, ErrorKind.OVERLOADED]
-    grammars.may_advance.set()
     harness.check_all_given_back()
 
 

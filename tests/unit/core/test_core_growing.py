@@ -94,6 +94,20 @@ def test_a_prompt_that_is_preempted_asks_its_blocks_back_and_is_offered_anew() -
     engine.run_to_the_end()
 
 
+def test_a_prompt_on_offer_does_not_give_way_to_a_priority_since_its_blocks_would_not_be_free() -> None:
+    engine = prefill(num_blocks=14)
+    engine.add(request("plain", [4] * 20, max_tokens=20, priority=1, ignore_eos=True))
+    engine.step(4)
+    engine.add(request("a", LONG, keep_kv=True, max_tokens=8, priority=1))
+    engine.step()
+    engine.add(request("urgent", [9] * 14, max_tokens=1))
+    engine.step()
+    assert engine.core.stats().num_preemptions == 1
+    assert not engine.connector.offers[engine.only_offer()].withdrawn
+    engine.run_to_the_end()
+    assert len({output.kv_source.ticket for output in engine.answer("a").outputs if output.kv_source}) == 1
+
+
 def test_a_prompt_that_is_aborted_in_mid_growth_keeps_its_blocks_until_the_reader_let_go() -> None:
     engine = prefill()
     engine.add(request("a", LONG, keep_kv=True, max_tokens=8))

@@ -7,6 +7,7 @@ from core_fakes import expected_answer
 from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.queue import SPARE_ENTRIES
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import StepPlan
 
@@ -68,6 +69,18 @@ class TestOneRule:
         engine.run_to_the_end()
         started = [start.request_id for plan in engine.runner.plans for start in plan.started_rows]
         assert started == ["urgent", "early", "late"]
+
+    def test_those_that_ended_behind_others_in_the_queue_do_not_pile_up(self) -> None:
+        engine = Harness(config(max_num_seqs=1))
+        engine.add(request("runs", 3, max_tokens=50), request("next", 3, max_tokens=2))
+        engine.step()
+        for number in range(3 * SPARE_ENTRIES):
+            engine.add(request(f"r{number}", 3, priority=1))
+            engine.core.abort(f"r{number}")
+        engine.add(request("last", 3, priority=2, max_tokens=2))
+        assert len(engine.scheduler.waiting._heap) <= SPARE_ENTRIES + 4
+        engine.run_to_the_end()
+        assert len(engine.answer("last").token_ids) == 2
 
     def test_a_row_knows_all_that_the_device_needs(self) -> None:
         engine = Harness(config(eos_token_ids=[5]))
@@ -187,6 +200,16 @@ class TestPrefixCache:
         engine.add(*(request(name, list(range(9)), max_tokens=2) for name in "ab"))
         engine.run_to_the_end()
         assert shapes(engine) == [[(0, 0, 9)], [(0, 9, 1), (1, 8, 1)], [(1, 9, 1)]]
+
+    def test_a_single_token_waits_for_a_prefix_that_goes_on_being_read(self) -> None:
+        engine = Harness(config(depth=2, max_num_batched_tokens=10))
+        prompt = request("a", 18).prompt_token_ids
+        engine.add(request("a", prompt, max_tokens=4))
+        engine.step()
+        engine.add(request("b", [*prompt[:16], 5], max_tokens=2))
+        engine.step(2)
+        assert shapes(engine) == [[(0, 0, 10)], [(0, 10, 8)], [(0, 18, 1), (1, 16, 1)]]
+        engine.run_to_the_end()
 
     def test_a_single_token_waits_for_no_step_that_computes_what_others_read(self) -> None:
         engine = Harness(config())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from core_fakes import expected_answer, ticket_for
+from core_fakes import expected_answer, kv_of, ticket_for
 from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.messages import KVSource
@@ -365,6 +365,37 @@ class TestUp:
         engine.run()
         assert engine.tiers.restores, "they have answered"
         assert engine.core.stats().tiers.answers
+        engine.run_to_the_end()
+
+    def test_a_restore_that_hangs_takes_no_time_from_later_ones(self) -> None:
+        engine = with_tiers(num_blocks=32)
+        fill_tiers(engine)
+        assert engine.tiers is not None
+        other = [(token + 1) % 50 for token in PROMPT]
+        kv = kv_of(other)
+        kept = block_hashes(other, BLOCK_SIZE)
+        engine.tiers.keep({name: kv[4 * number : 4 * number + 4] for number, name in enumerate(kept)})
+        now = 100.0
+        engine.scheduler.tiering._clock = lambda: now
+        engine.add(request("hangs", PROMPT, max_tokens=2))
+        engine.run()
+        (hung,) = engine.tiers.restores
+        now += PATIENCE_S + 1
+        engine.step()
+        engine.add(request("another", 9, max_tokens=2))
+        engine.run()
+        engine.tiers.finish_store(min(engine.tiers.stores))  # the tiers answer again, but for the one that hangs
+        engine.step()
+        engine.add(request("later", other, max_tokens=2))
+        engine.run()
+        now += PATIENCE_S - 1
+        engine.step()
+        assert engine.core.stats().num_requests_waiting_for_kv == 1
+        engine.tiers.finish_restore(max(engine.tiers.restores))
+        engine.step()
+        engine.run()
+        assert engine.answer("later").outputs[0].num_cached_tokens == 20
+        assert list(engine.tiers.restores) == [hung]
         engine.run_to_the_end()
 
     def test_new_prompts_that_were_nowhere_are_counted_as_misses_and_used_prefixes_are_touched(self) -> None:

@@ -67,6 +67,16 @@ def test_bad_words_are_banned_as_sequences_not_as_tokens(llm: LLM) -> None:
     assert (first, second) not in itertools.pairwise(kept)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+@pytest.mark.parametrize("also", [{"bad_words_token_ids": [[5, 5]]}, {"stop_token_ids": [5], "min_tokens": 1}])
+def test_where_nothing_is_left_to_draw_the_request_ends_with_the_reason(
+    llm: LLM, also: dict[str, Any], temperature: float
+) -> None:
+    with pytest.raises(InvalidPrompt, match=r"allowed_token_ids: .* exclude every token that is left"):
+        complete(llm, allowed_token_ids=[5], temperature=temperature, **also)
+    assert complete(llm, allowed_token_ids=[5], max_tokens=1, temperature=temperature).token_ids == [5]
+
+
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_penalties_make_the_output_repeat_itself_less(llm: LLM, penalty: str) -> None:
     narrow = {"allowed_token_ids": list(range(60, 72)), "ignore_eos": True, "max_tokens": 60}

@@ -216,6 +216,30 @@ def test_whoever_knocks_at_a_leaders_port_ends_no_group() -> None:
         assert groups[0].closed.wait(10.0)
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_whoever_knocked_before_the_follower_came_ends_no_group_either(
+    monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    key = ClusterKey.generate()
+    sides = {"secure_server": key.secure_server, "secure_client": key.secure_client} if encrypted else {}
+    strangers = []
+
+    def connect_late(socket: zmq.Socket[bytes], address: str, member: Member) -> None:
+        strangers.append(create_connection(("127.0.0.1", int(address.rpartition(":")[2]))))
+        time.sleep(0.2)
+        connect(socket, address, member)
+
+    monkeypatch.setattr(plans, "connect", connect_late)
+    with ends(follower=FAR, **sides) as (sender, (receiver,), groups):
+        strangers[0].close()
+        time.sleep(0.5)
+        sender.send(PLANS[0])
+        assert receiver.receive() == PLANS[0]
+        assert not any(group.closed.is_set() for group in groups)
+        receiver.close()  # a member that goes is still missed
+        assert groups[0].closed.wait(10.0)
+
+
 def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rendezvous = Rendezvous()

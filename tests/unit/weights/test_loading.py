@@ -209,14 +209,18 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_tensor_in_two_files_is_named_with_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", [0, -1])
+def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path: Path, home: int) -> None:
     folder = write_checkpoint(tmp_path, "llama", shards=3)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    name, home = next(iter(index.items()))
-    other = next(file for file in sorted(set(index.values())) if file != home)
-    tensors = load_file(folder / other)
-    tensors[name] = load_file(folder / home)[name]
-    save_file(tensors, folder / other)
+    expected = logits(load(folder))
+    index_file = folder / "model.safetensors.index.json"
+    homes = json.loads(index_file.read_text())["weight_map"]
+    files = sorted(folder.glob("*.safetensors"))
+    name = next(name for name, file in homes.items() if file == files[home].name)
+    other = load_file(files[-1 - home])
+    save_file({**other, name: load_file(files[home])[name] + 0.5}, files[-1 - home])
+    assert torch.equal(logits(load(folder)), expected)
+    index_file.unlink()
     with pytest.raises(WeightsError, match=rf"{name}.*again in"):
         load(folder)
 
