@@ -58,7 +58,8 @@ def parse_cpus(text: str) -> set[int]:
     cpus: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    if not cpus or not 0 <= min(cpus) <= max(cpus) < MAX_CPUS:
-        raise ValueError(f"no CPU from 0 to {MAX_CPUS - 1} is named")
+        named = range(int(first), int(last or first) + 1)
+        if not named or not 0 <= named[0] <= named[-1] < MAX_CPUS:
+            raise ValueError(f"{part.strip()} is no CPU, or CPUs, from 0 to {MAX_CPUS - 1}")
+        cpus.update(named)
     return cpus

@@ -227,10 +227,8 @@ class TransferConnector(GrowingConnector):
 
     def _make_crew(self) -> Crew:
         reader = RankReader(0, self._region, self._open_transport(), buffered=self._buffered)
-        if self._crew_socket is None:
-            return Crew(reader)
         try:
-            return self._crew_socket.gather(reader, time.monotonic)
+            return Crew(reader) if self._crew_socket is None else self._crew_socket.gather(reader, time.monotonic)
         except TransportError:
             reader.close()
             raise

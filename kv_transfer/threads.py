@@ -54,10 +54,10 @@ class ChannelThread(OwnerThread):
         """As above. Where it fails the channel is closed; a thread that takes too long is a `TransportError`."""
         try:
             super().open(timeout_s)
-        except TimeoutError:
-            self._closing.set()  # it is stuck inside the transport, and leaves by itself when it comes back
-            raise TransportError(f"the transport did not start within {timeout_s:g} s") from None
-        except Exception:
+        except Exception as error:
+            if isinstance(error, TimeoutError) and not self._ready.done():
+                self._closing.set()  # it is stuck inside the transport, and leaves by itself when it comes back
+                raise TransportError(f"the transport did not start within {timeout_s:g} s") from None
             self.close()
             raise
 

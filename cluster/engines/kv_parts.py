@@ -1,6 +1,6 @@
 """What one rank opens for its KV blocks: hand-offs to peers and tiers, with the doors of those that join it there.
 
-    rank 0 of a tensor-parallel group   open_doors ── connect, open_tiers ── close
+    rank 0 of a tensor-parallel group   open_doors ── connect, open_tiers ── close, or give_up
     the others                          follow: joins them at those doors
 
 Imports of torch and NIXL are late: only an engine's own process loads them.
@@ -55,8 +55,9 @@ class KVParts:
         sockets = (self._crew, self._copies, self._tier_ranks)
         return Doors(*("" if socket is None else socket.address for socket in sockets))
 
-    def close_doors(self) -> None:
-        """Where the engine could not be built; otherwise what was opened behind them closes them."""
+    def give_up(self) -> None:
+        """Where the engine could not be built: what was opened has threads at its doors, and comes first."""
+        self.close()
         for socket in (self._crew, self._copies, self._tier_ranks):
             if socket is not None:
                 socket.close()

@@ -2,9 +2,8 @@
 
     directory ── snapshots ──> GatewayKeeper (Serve, one replica) ── starts, replaces, ends ──> GatewayActor, one a post
 
-A post is a place where a gateway belongs: a node, or a rank on its node. Gateways outlive their keeper: when it dies
-they go on, and its successor finds them by their names. They end with the application, or when their post has long been
-empty.
+Gateways outlive their keeper: when it dies they go on, and its successor finds them by their names. They end with the
+application, or when their post has long been empty.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import enum
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +23,12 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord, LoadBalancing, Reach
+from baton.cluster.contracts import DirectorySnapshot, GatewayRecord
 from baton.cluster.membership.contact import DirectoryWatch, presence
 from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.spec import load_spec
 
+from .posts import Ports, Post, posts_for
 from .server import GatewayLaunch, GatewayServer, digest
 
 logger = logging.getLogger(__name__)
@@ -39,60 +38,6 @@ START_S = 60.0  # for a gateway to start: a machine that has no room for it must
 KILLED_S = 5.0  # for Ray to end a process that does not answer
 SILENT_S = 10.0  # a gateway that is not listed for so long hangs, since one that dies is known at once
 EMPTY_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
-
-
-@dataclass(frozen=True)
-class Post:
-    """A place where a gateway belongs."""
-
-    reach: Reach
-    node_id: str
-    node_ip: str
-
-    @property
-    def name(self) -> str:
-        rank = f"-rank-{self.reach.rank}" if self.reach.mode is LoadBalancing.EXTERNAL else ""
-        return f"{self.node_id}{rank}"
-
-
-def posts_for(mode: LoadBalancing, engines: Iterable[EngineRecord]) -> dict[str, Post]:
-    """Where gateways belong, by name, in the order of the ranks that they are for."""
-    posts: dict[str, Post] = {}
-    for engine in engines:
-        if engine.role.writes_answers:
-            external = mode is LoadBalancing.EXTERNAL
-            reach = Reach(mode=mode, rank=engine.rank) if external else Reach(mode=mode, node_id=engine.node_id)
-            post = Post(reach, engine.node_id, engine.node_ip)
-            posts.setdefault(post.name, post)
-    return posts
-
-
-class Ports:
-    """Gateways of one machine listen at `first`, `first + 1`, ...; those of different machines at the same ports."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-        self._taken: dict[str, dict[int, str]] = defaultdict(dict)  # by machine: port to post
-
-    def of(self, post: Post) -> int:
-        """The post's port: the one that it had, else the lowest that none of its machine has."""
-        taken = self._taken[post.node_ip]
-        port = next((port for port, name in taken.items() if name == post.name), None)
-        if port is None:
-            port = self._first
-            while port in taken:
-                port += 1
-            taken[port] = post.name
-        return port
-
-    def hold(self, post: Post, port: int) -> None:
-        """A gateway of an earlier keeper listens there."""
-        self._taken[post.node_ip][port] = post.name
-
-    def free(self, post: Post) -> None:
-        taken = self._taken[post.node_ip]
-        for port in [port for port, name in taken.items() if name == post.name]:
-            del taken[port]
 
 
 class GatewayActor:

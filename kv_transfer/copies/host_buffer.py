@@ -8,7 +8,8 @@ grows as its blocks are copied, so nobody waits for the copies and nothing is re
 are filled after its receive was committed; a read that was given up can write into places only, so the blocks come back
 at once and the places are kept until it is over.
 
-Where too few places are free an offer is refused, which the ticket says, and a receive waits for others to end.
+Where too few places are free an offer is refused, which the ticket says, and a receive waits for others to end, for as
+long as a promise lasts.
 """
 
 from __future__ import annotations
@@ -104,7 +105,13 @@ class HostBuffer(GrowingConnector):
         self._events: list[ConnectorEvent] = []
         self._offers = StagedOffers(self._inner, self._places, self._copier, self._names, tell=self._events.append)
         self._receives = StagedReceives(
-            self._inner, self._places, self._copier, self._names, tell=self._events.append, wake=wake
+            self._inner,
+            self._places,
+            self._copier,
+            self._names,
+            patience_s=settings.lease_s,
+            tell=self._events.append,
+            wake=wake,
         )
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:

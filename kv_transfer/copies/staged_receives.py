@@ -1,7 +1,7 @@
 """The reader's side of hand-offs by way of the host: places are read into, and copied to the blocks once that counts.
 
 receive ──> waits for places ──> reads into them ──Received──> copies ──> told
-                  │ cancel              │ failed: told at once; places are free when nothing writes them any more
+                  │ cancel, too long    │ failed: told at once; places are free when nothing writes them any more
                   └─────────────────────┴──> the blocks have not been touched
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -31,6 +32,7 @@ from .names import Names
 class _Receive:
     arguments: tuple[str, int, bytes, int]  # request id, generation, ticket, first block
     blocks: list[int]
+    asked_at: float
     places: list[int] = dataclasses.field(default_factory=list)  # none while it waits for them
     cancelled: bool = False
 
@@ -45,9 +47,14 @@ class StagedReceives:
         copier: Copier,
         names: Names,
         *,
+        patience_s: float,
         tell: Callable[[ConnectorEvent], None],
         wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`patience_s`: for places. What a holder promises should last no longer."""
+        self._patience_s = patience_s
+        self._clock = clock
         self._inner = inner
         self._places = places
         self._copier = copier
@@ -63,13 +70,13 @@ class StagedReceives:
         own = self._names.new()
         if len(blocks) > self._places.num_blocks:
             self.num_refused += 1
-            self._fail(
+            self.failed(
                 own,
                 f"the prompt needs {len(blocks)} places of this engine's host buffer, which has"
                 f" {self._places.num_blocks}: raise transfer.buffer_bytes",
             )
             return own
-        self._receives[own] = _Receive(arguments, blocks)
+        self._receives[own] = _Receive(arguments, blocks, self._clock())
         self._waiting.append(own)
         self.begin()
         return own
@@ -82,17 +89,30 @@ class StagedReceives:
         if own in self._waiting:
             self._waiting.remove(own)
             del self._receives[own]
-            self._fail(own, "cancelled")
+            self.failed(own, "cancelled")
         elif (inner := self._names.inner_of(own)) is not None:  # otherwise it is being copied
             self._inner.cancel(inner)
 
     def begin(self) -> None:
         """Those that wait, in their order, as far as there are places."""
+        self._give_up_waiting()
         while self._waiting and len(self._receives[self._waiting[0]].blocks) <= self._places.num_free:
             own = self._waiting.popleft()
             receive = self._receives[own]
             receive.places = self._places.allocate(len(receive.blocks))
             self._names.pair(own, self._inner.receive(*receive.arguments, receive.places))
+
+    def _give_up_waiting(self) -> None:
+        """Others may keep their places for long, where a read does not end."""
+        while self._waiting and self._clock() - self._receives[self._waiting[0]].asked_at >= self._patience_s:
+            own = self._waiting.popleft()
+            del self._receives[own]
+            self.num_refused += 1
+            self.failed(
+                own,
+                f"no places of this engine's host buffer came free within {self._patience_s:g} s:"
+                " raise transfer.buffer_bytes",
+            )
 
     def received(self, own: TransferId, event: Received) -> None:
         """Committed: the holder may let go, and the places are ours."""
@@ -104,7 +124,10 @@ class StagedReceives:
         self._copier.up(pairs, lambda: self._copied(own, receive, event))
 
     def failed(self, own: TransferId, reason: str) -> None:
-        self._fail(own, reason)
+        """The blocks have not been touched."""
+        self._tell(ReceiveFailed(own, reason))
+        self._tell(BlocksReleased(own))
+        self._wake()  # it may have been refused on the spot: nobody else says that there is news
 
     def released(self, own: TransferId) -> None:
         """No read writes into the places any more."""
@@ -112,13 +135,7 @@ class StagedReceives:
 
     def _copied(self, own: TransferId, receive: _Receive, event: Received) -> None:
         if receive.cancelled:
-            self._fail(own, "cancelled")
+            self.failed(own, "cancelled")
         else:
             self._tell(msgspec.structs.replace(event, transfer_id=own))
         self.released(own)
-
-    def _fail(self, own: TransferId, reason: str) -> None:
-        """The blocks have not been touched."""
-        self._tell(ReceiveFailed(own, reason))
-        self._tell(BlocksReleased(own))
-        self._wake()  # it may have been refused on the spot: nobody else says that there is news

@@ -58,6 +58,7 @@ class ClusterKey:
         socket.curve_secretkey = self._secret
         socket.curve_publickey = self._public
         socket.zap_domain = domain.encode()
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise libzmq lets everyone in where nobody answers
 
     def secure_client(self, socket: zmq.Socket[Any]) -> None:
         """`socket` proves that it holds this key, and talks to servers that hold it only."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 
-from .channel import Route
+from .channel import MAX_MESSAGE_BYTES, Route
 from .virtual import VirtualClock
 
 
@@ -46,13 +46,22 @@ class FakeNetwork:
         return next(self._numbers)
 
     def carry(self, sender: FakeChannel, to_address: str, route: Route, data: bytes) -> None:
-        """Delivers to whoever is bound to the address on arrival."""
+        """Delivers to whoever is bound to the address on arrival. What is too long ends the connection, as ZMQ does."""
         self.num_sent += 1
+        if len(data) > MAX_MESSAGE_BYTES:
+            self._cut(sender, to_address, route)
+            return
         for _ in range(self._copies()):
             delay = self.rng.uniform(*self.faults.delay_s)
             self.clock.after(delay, lambda: self._deliver(sender, to_address, route, data))
         if self.rng.random() < self.faults.junk:
             self._deliver(sender, to_address, route, self.rng.randbytes(self.rng.randrange(40)))
+
+    def _cut(self, sender: FakeChannel, to_address: str, route: Route) -> None:
+        if isinstance(route, bytes):
+            sender.break_link(int(route.split(b" ")[0]))
+        elif (opener := self._channels.get(to_address)) is not None:
+            opener.break_link(route)
 
     def _deliver(self, sender: FakeChannel, to_address: str, route: Route, data: bytes) -> None:
         target = self._channels.get(to_address)
@@ -107,6 +116,10 @@ class FakeChannel:
     def break_all(self) -> None:
         """Every connection that it opened breaks, and is there again at once."""
         self._broken += self._links
+
+    def break_link(self, number: int) -> None:
+        """The same to one."""
+        self._broken.append(number)
 
     def arrive(self, route: Route, data: bytes) -> None:
         self._inbox.append((route, data))

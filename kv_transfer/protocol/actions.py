@@ -6,7 +6,7 @@ import msgspec
 
 from baton.engine.core.connector import ConnectorEvent, TransferId
 
-from .messages import EngineKey, FromHolder, FromReader
+from .messages import Digests, EngineKey, FromHolder, FromReader
 
 
 class SendToReader(msgspec.Struct, frozen=True):
@@ -43,10 +43,10 @@ class StopRead(msgspec.Struct, frozen=True):
 
 
 class Verify(msgspec.Struct, frozen=True):
-    """Compare what was read with the holder's digests. Ends in `matched` or `corrupt`."""
+    """Compare some of what was read with the holder's digests. Ends in `matched` or `corrupt`."""
 
     receive: TransferId
-    digests: tuple[bytes, ...]  # by rank of the holder
+    digests: Digests
 
 
 Action = SendToReader | SendToHolder | Emit | Read | StopRead | Verify

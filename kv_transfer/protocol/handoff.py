@@ -12,14 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from baton.engine.core.connector import (
-    BlocksReleased,
-    ConnectorEvent,
-    OfferEnded,
-    OfferOutcome,
-    ReceiveFailed,
-    TransferId,
-)
+from baton.engine.core.connector import BlocksReleased, ConnectorEvent, ReceiveFailed, TransferId
 
 from ..errors import MalformedMessage, TransportError
 from ..network.channel import Channel, Route
@@ -29,9 +22,11 @@ from ..ranks.pulls import PullEvent, PullOutcome, Pulls
 from ..settings import PeerInfo, TransferSettings
 from ..transports import PeerHandle
 from .deeds import Deeds
+from .greetings import Greetings
 from .leases import LeaseTable
 from .mail import Mail
 from .messages import (
+    DIGEST_BLOCKS,
     Abort,
     AskDigests,
     Claim,
@@ -60,8 +55,6 @@ from .stats import TransferStats
 
 logger = logging.getLogger(__name__)
 
-SERVE_AFTER_HELLO_S = 2.0  # a peer that greets reads a little at once
-
 
 class Handoff:
     """Offers, receives and peers of one engine. One thread calls it; `emit` gets events in their order.
@@ -77,21 +70,23 @@ class Handoff:
         settings: TransferSettings,
         clock: Callable[[], float],
         emit: Callable[[ConnectorEvent], None],
+        *,
+        digest_blocks: int = DIGEST_BLOCKS,
     ) -> None:
-        self.me = me
-        self.leases = LeaseTable(me, settings.lease_s)
+        """`digest_blocks`: so many are digested at a time."""
+        self.leases = LeaseTable(me, settings.lease_s, digest_blocks)
         self.receives = ReceiveTable(me, settings.patience, settings.digest)
         self._pairing = Pairing.of(me, crew, settings.digest)
         self._channel = channel
         self._mail = Mail(channel)
         self._crew = crew
         self._clock = clock
-        self._emit = emit
+        self._greetings = Greetings(self._pairing, crew, self._mail)
         self._peers = Peers(self._pairing, channel, crew, settings.retry_s)
         self._pulls = Pulls(crew, settings.batch_bytes, settings.reads_in_flight)
-        self._proofs = Proofs(crew, verifies=settings.digest is DigestMode.VERIFY)
-        self._deeds = Deeds(self._mail, self._peers, self._pulls, self._proofs, self.receives, clock, self._pass_on)
-        self._serve_until = 0.0
+        verifies = settings.digest is DigestMode.VERIFY
+        self._proofs = Proofs(crew, verifies=verifies, digest_blocks=digest_blocks)
+        self._deeds = Deeds(self._mail, self._peers, self._pulls, self._proofs, self.receives, clock, emit)
         self._stale_greetings = 0
 
     # ------------------------------------------------------------------ the engine's calls
@@ -168,9 +163,10 @@ class Handoff:
             self._on_proof(found)
         self._deeds.perform(self.leases.expire(now))
         self._deeds.perform(self.receives.tick(now))
-        for peer in self._peers.poll(now, self._uses):  # behind whatever ends a use of a memory
+        # Behind whatever ends a use of a memory.
+        for peer in self._peers.poll(now, self._uses, self._pulls.given_up):
             self._deeds.perform(self.receives.peer_ready(peer, now))
-        self._peers.forget_idle(self.receives.waits_for)
+        self._peers.forget_idle(self.receives.waits_for, self._uses)
         if self._serving(now):
             self._crew.progress()
         return self._pause(now)
@@ -208,7 +204,7 @@ class Handoff:
     def _on_message(self, route: Route, message: Message, now: float) -> None:
         match message:
             case Hello():
-                self._on_hello(route, message, now)
+                self._greetings.answer(route, message, now)
             case Welcome():
                 self._stale_greetings += not self._peers.on_welcome(route, message, now)
             case Unwelcome():
@@ -218,14 +214,6 @@ class Handoff:
                 self._deeds.perform(self.leases.on_message(message, now))
             case Granted() | Grown() | Refused() | Withdrawn() | Digests():
                 self._deeds.perform(self.receives.on_message(message, now))
-
-    def _on_hello(self, route: Route, hello: Hello, now: float) -> None:
-        reason = self._pairing.objection(hello)
-        if reason:
-            self._mail.send(route, Unwelcome(hello.to, hello.sender, reason))
-            return
-        self._serve_until = max(self._serve_until, now + SERVE_AFTER_HELLO_S)
-        self._mail.send(route, Welcome(self.me, hello.sender, self._crew.metadata()))
 
     def _on_unwelcome(self, route: Route, message: Unwelcome) -> None:
         peer = self._peers.on_unwelcome(route, message)
@@ -267,17 +255,12 @@ class Handoff:
             case Digested():
                 self.leases.know_digests(found.offer, found.by_rank)
             case Compared(receive, ""):
-                self._deeds.perform(self.receives.matched(receive))
+                self._deeds.perform(self.receives.matched(receive, self._clock()))
             case Compared(receive, objection):
                 logger.error("receive %d is corrupt: %s", receive, objection)
                 self._deeds.perform(self.receives.corrupt(receive, objection))
 
     # ------------------------------------------------------------------ helpers
-
-    def _pass_on(self, event: ConnectorEvent) -> None:
-        if isinstance(event, OfferEnded) and event.outcome is not OfferOutcome.FINISHED:
-            self._serve_until = self._clock() + self.leases.lease_s  # who gave up may still read, and waits for the end
-        self._emit(event)
 
     def _digest_if_complete(self, offer: TransferId) -> None:
         lease = self.leases.get(offer)
@@ -294,7 +277,7 @@ class Handoff:
         self._deeds.tell(BlocksReleased(receive))
 
     def _serving(self, now: float) -> bool:
-        return now < self._serve_until or self.leases.any_granted
+        return self._greetings.any_lately(now) or self.leases.any_granted
 
     def _pause(self, now: float) -> float:
         soon = pause_s(
@@ -302,7 +285,7 @@ class Handoff:
             self._deeds.read_started_at if self._pulls.any_busy else None,
             self.receives.claimed_at,
             device=self._crew.device,
-            warming=self._peers.any_warming,
+            warming_since=now if self._proofs.any_digesting else self._peers.warming_since,
             serving=self._serving(now),
         )
         if soon is not None:

@@ -23,6 +23,8 @@ from baton.engine.core.connector import OfferEnded, OfferOutcome, TransferId
 
 from .actions import Action, Emit, SendToReader
 from .messages import (
+    DIGEST_BLOCKS,
+    MAX_DIGESTS_BYTES,
     Abort,
     AskDigests,
     Claim,
@@ -154,9 +156,11 @@ class LeaseTable:
     Ending twice is a no-op; a message with another epoch, generation or reader changes nothing.
     """
 
-    def __init__(self, engine: EngineKey, lease_s: float) -> None:
+    def __init__(self, engine: EngineKey, lease_s: float, digest_blocks: int = DIGEST_BLOCKS) -> None:
+        """`digest_blocks`: digests of so many are told at a time."""
         self.engine = engine
         self.lease_s = lease_s
+        self._digest_blocks = digest_blocks
         self.outcomes: collections.Counter[OfferOutcome] = collections.Counter()
         self.stale_messages = 0
         self._leases: dict[TransferId, Lease] = {}
@@ -246,9 +250,21 @@ class LeaseTable:
                 return Granted(lease.key, reader, message.number, self.lease_s, lease.num_ready)
             case Answer.GROWN, _:
                 return Grown(lease.key, reader, lease.num_ready)
-            case Answer.DIGESTS, _:
-                return None if lease.digests is None else Digests(lease.key, reader, lease.digests)
+            case Answer.DIGESTS, AskDigests():
+                return self._digests_of(lease, reader, message.first)
         return Withdrawn(lease.key, reader)
+
+    def _digests_of(self, lease: Lease, reader: ReaderKey, first: int) -> Digests | None:
+        """As many as one message takes. None: they are not known yet, or it has no such block."""
+        if lease.digests is None or first >= lease.num_blocks:
+            return None
+        sizes = [len(digests) // lease.num_blocks for digests in lease.digests]  # of one block, by rank
+        most = max(1, min(self._digest_blocks, MAX_DIGESTS_BYTES // max(1, sum(sizes))))
+        count = min(most, lease.num_blocks - first)
+        told = (
+            digests[first * size : (first + count) * size] for digests, size in zip(lease.digests, sizes, strict=True)
+        )
+        return Digests(lease.key, reader, first, count, tuple(told))
 
     def _why_refused(self, lease: Lease | None, asked: LeaseKey) -> str:
         if lease is not None:

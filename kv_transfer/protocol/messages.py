@@ -9,7 +9,7 @@
       Renew ------------------------------->        I am not done
         <------------------------------ Granted
       AskDigests -------------------------->        I have read it all: what should it be? (only to verify)
-        <------------------------------ Digests
+        <------------------------------ Digests     of so many blocks; the next ones are asked for when these match
         <---------------------------- Withdrawn     please give up
       Finish | Abort ---------------------->        I need it no longer
 
@@ -37,7 +37,8 @@ MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
 MAX_METADATA_BYTES = 1 << 20
 MAX_REASON_CHARS = 4096
 MAX_LEASE_S = 86400.0
-MAX_DIGESTS_BYTES = 1 << 28  # of one rank's share of a prompt
+MAX_DIGESTS_BYTES = 1 << 20  # of one message, whose channel takes four times as much
+DIGEST_BLOCKS = 1024  # of one message, or order within a group, at most: a rank that digests long is heard in between
 
 Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -144,12 +145,16 @@ class Grown(LeaseMessage, frozen=True, tag=10):
 
 
 class AskDigests(LeaseMessage, frozen=True, tag=11):
-    """What do the offer's blocks hold? Asked again until the answer comes."""
+    """What do the offer's blocks hold, from block `first` of them on? Asked again until the answer comes."""
+
+    first: Id
 
 
 class Digests(LeaseMessage, frozen=True, tag=12):
-    """By rank of the holder: digests of that rank's heads of all the offer's blocks; see `digests.py`."""
+    """Of `count` of the offer's blocks from `first` on: for each rank of the holder, of its heads; see `digests.py`."""
 
+    first: Id
+    count: Count
     by_rank: tuple[Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)], ...]
 
 

@@ -4,6 +4,9 @@ connect, Hello ──> GREETING ──Welcome──> WARMING ──memory answer
                       ^  │                  │                          │
                       │  └─Unwelcome─> REFUSED                         │
                       └───── the transport or the connection broke ────┘
+
+Some lanes need the CPU of who is read, and that knows of a reader by its grants only. So whoever reads without one is
+heard again and again: a peer is greeted until it is READY, and while a read of it runs that was given up.
 """
 
 from __future__ import annotations
@@ -11,19 +14,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 
 from ..errors import TransferError, TransportError
 from ..network.channel import Channel, Route
 from ..ranks.crew import Crew
 from ..settings import PeerInfo
 from ..transports import PeerHandle, PeerState
+from .greetings import SERVE_AFTER_HELLO_S
 from .messages import EngineKey, Unwelcome, Welcome, encode
 from .pairing import Pairing
 
 logger = logging.getLogger(__name__)
 
 MAX_GREET_PAUSE_S = 10.0
+HELP_EVERY_S = SERVE_AFTER_HELLO_S / 2
 
 
 class PeerStatus(enum.Enum):
@@ -31,6 +36,9 @@ class PeerStatus(enum.Enum):
     WARMING = enum.auto()
     READY = enum.auto()
     REFUSED = enum.auto()
+
+
+_UNREADY = (PeerStatus.GREETING, PeerStatus.WARMING)
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,8 +51,9 @@ class Peer:
     greet_pause_s: float
     status: PeerStatus = PeerStatus.GREETING
     memory: PeerHandle | None = None
+    warming_since: float = 0.0
     refusal: str = ""
-    is_cut_off: bool = False  # it was connected, and has not answered a greeting since its connection broke
+    is_cut_off: bool = False  # it was connected, its connection broke, and nothing has begun anew
 
 
 class Peers:
@@ -67,13 +76,15 @@ class Peers:
         return sum(peer.status is PeerStatus.READY for peer in self._peers.values())
 
     @property
-    def any_warming(self) -> bool:
-        return any(peer.status is PeerStatus.WARMING for peer in self._peers.values())
+    def warming_since(self) -> float | None:
+        """The youngest."""
+        warming = (peer.warming_since for peer in self._peers.values() if peer.status is PeerStatus.WARMING)
+        return max(warming, default=None)
 
     @property
     def next_greeting(self) -> float | None:
-        waiting = (peer.greet_at for peer in self._peers.values() if self._may_be_greeted(peer))
-        return min(waiting, default=None)
+        """But for peers that are greeted for a read's sake: reads are looked at sooner."""
+        return min((peer.greet_at for peer in self._peers.values() if peer.status in _UNREADY), default=None)
 
     def changed(self, live: Collection[PeerInfo], now: float) -> list[EngineKey]:
         """Connects to those that are new. Returns those that left; they are forgotten."""
@@ -98,10 +109,12 @@ class Peers:
             self._peers[key] = peer
         return peer
 
-    def forget_idle(self, in_use: Callable[[EngineKey], bool]) -> None:
-        """Drops peers that only a ticket named, once no receive needs them."""
-        for peer in [peer for peer in self._peers.values() if not peer.listed and not in_use(peer.key)]:
-            self._forget(peer.key)
+    def forget_idle(self, waited_for: Callable[[EngineKey], bool], reads: Callable[[PeerHandle], bool]) -> None:
+        """Drops peers that only a ticket named, once no receive and no read needs them."""
+        for peer in [peer for peer in self._peers.values() if not peer.listed]:
+            is_read = peer.key in self._retired.values() or (peer.memory is not None and reads(peer.memory))
+            if not is_read and not waited_for(peer.key):
+                self._forget(peer.key)
 
     def broke(self, key: EngineKey, now: float) -> PeerHandle | None:
         """A read of it failed. If the endpoint did, it does not recover: begin anew. The memory that was lost so."""
@@ -127,6 +140,8 @@ class Peers:
         peer = self._answering(route, message)
         if peer is None:
             return False
+        if not self._may_be_connected(peer):  # it was to serve us
+            return True
         peer.is_cut_off = False
         try:
             peer.memory = self._crew.add_peer(message.metadata)
@@ -134,30 +149,34 @@ class Peers:
             logger.warning("cannot reach the memory of %s: %s", peer.key.engine_id, error)
             self._again_later(peer, now)
         else:
-            peer.status = PeerStatus.WARMING
+            peer.status, peer.warming_since = PeerStatus.WARMING, now
         return True
 
     def on_unwelcome(self, route: Route, message: Unwelcome) -> Peer | None:
         """The peer that will not have us; None if it was not asked."""
         peer = self._answering(route, message)
-        if peer is not None:
-            logger.warning("%s at %s refuses to pair: %s", peer.key.engine_id, peer.address, message.reason)
-            peer.status, peer.refusal = PeerStatus.REFUSED, message.reason
+        if peer is None or peer.status not in _UNREADY:
+            return None
+        logger.warning("%s at %s refuses to pair: %s", peer.key.engine_id, peer.address, message.reason)
+        self._retire(peer)
+        peer.status, peer.refusal = PeerStatus.REFUSED, message.reason
         return peer
 
-    def poll(self, now: float, reads: Callable[[PeerHandle], bool]) -> list[EngineKey]:
-        """Warms, lets go of memories that have no `reads` left, greets. Returns the peers that became ready."""
+    def poll(self, now: float, reads: Callable[[PeerHandle], bool], given_up: Container[PeerHandle]) -> list[EngineKey]:
+        """Warms, lets go of memories that have no `reads` left, greets. Returns the peers that became ready.
+
+        `given_up`: reads of these memories run, for which their peers promise nothing any more.
+        """
         warming = [peer for peer in self._peers.values() if peer.status is PeerStatus.WARMING]
         ready = [peer.key for peer in warming if self._warm(peer, now)]
         for memory in [memory for memory in self._retired if not reads(memory)]:
-            del self._retired[memory]
-            self._crew.remove_peer(memory)
+            self._let_go(memory, now)
         for peer in self._peers.values():
-            if self._may_be_greeted(peer) and now >= peer.greet_at:
+            if now >= peer.greet_at and (peer.status in _UNREADY or peer.memory in given_up):
                 self._greet(peer, now)
         return ready
 
-    def _may_be_greeted(self, peer: Peer) -> bool:
+    def _may_be_connected(self, peer: Peer) -> bool:
         """Not while reads of its last memory run: the transport knows both by the same name, and drops both at once."""
         return peer.status is PeerStatus.GREETING and peer.key not in self._retired.values()
 
@@ -173,14 +192,17 @@ class Peers:
 
     def _answering(self, route: Route, message: Welcome | Unwelcome) -> Peer | None:
         peer = self._peers.get(message.sender)
-        expected = peer is not None and peer.route == route and self._may_be_greeted(peer)
-        return peer if expected and message.to == self._me.key else None
+        expected = peer is not None and peer.route == route and message.to == self._me.key
+        return peer if expected else None
 
     def _greet(self, peer: Peer, now: float) -> None:
         self._channel.send(peer.route, encode(self._me.hello(peer.key)))
         self._again_later(peer, now)
 
     def _again_later(self, peer: Peer, now: float) -> None:
+        if peer.status not in _UNREADY or peer.key in self._retired.values():  # for the sake of a read
+            peer.greet_at = now + HELP_EVERY_S
+            return
         peer.greet_at = now + peer.greet_pause_s
         peer.greet_pause_s = min(2 * peer.greet_pause_s, MAX_GREET_PAUSE_S)
 
@@ -192,10 +214,17 @@ class Peers:
             logger.info("connected to %s at %s", peer.key.engine_id, peer.address)
             return True
         if state is PeerState.BROKEN:
-            self._retire(peer)
             peer.status = PeerStatus.GREETING
             self._again_later(peer, now)
+            self._retire(peer)
         return False
+
+    def _let_go(self, memory: PeerHandle, now: float) -> None:
+        """The peer may be connected anew: at once, where that has not been tried in vain."""
+        peer = self._peers.get(self._retired.pop(memory))
+        self._crew.remove_peer(memory)
+        if peer is not None and peer.status is PeerStatus.GREETING and peer.greet_pause_s == self._retry_s:
+            peer.greet_at = min(peer.greet_at, now)
 
     def _forget(self, key: EngineKey) -> None:
         peer = self._peers.pop(key)

@@ -6,7 +6,7 @@ import dataclasses
 
 from baton.engine.core.connector import TransferId
 
-from .messages import ReaderKey, Ticket
+from .messages import Claim, Digests, ReaderKey, Renew, Ticket
 from .receive_table import ReceiveState
 
 
@@ -29,6 +29,7 @@ class Receive:
     block_ids: list[int]  # ours, of the same number
     deadline: float  # without progress it fails here
     num_ready: int  # of the ticket's blocks, leading ones that may be read
+    num_unproven: int  # of our blocks, the last ones; none where nobody wants to know
     state: ReceiveState = ReceiveState.RESERVED
     sent_at: dict[int, float] = dataclasses.field(default_factory=dict)  # unanswered claims and renewals by number
     last_number: int = 0
@@ -37,8 +38,7 @@ class Receive:
     num_ordered: int | None = None  # of our blocks, that a transfer was told to fill; None: no pull has begun
     first_claim_at: float | None = None
     read_finished_at: float | None = None
-    digests: tuple[bytes, ...] | None = None  # what the holder says it should be
-    proven: bool = False  # it is, or nobody wants to know
+    digests: Digests | None = None  # what the holder says it should be, while that is compared
     writable: bool = False  # a transfer may write into the blocks
 
     @property
@@ -58,14 +58,49 @@ class Receive:
         """When something is to be done about it, if nothing happens."""
         return min(self.deadline, self.ask_at) if self.state is ReceiveState.PULLING else self.deadline
 
+    def claim(self, now: float, retry_s: float) -> Claim | Renew:
+        """What is sent now, and unless it is answered again `retry_s` later."""
+        self.last_number += 1
+        self.sent_at[self.last_number] = now
+        self.ask_at = now + retry_s
+        if self.first_claim_at is None:
+            self.first_claim_at = now
+        kind = Claim if self.granted_until is None else Renew
+        return kind(self.ticket.lease, self.key, self.last_number)
+
+    def ask_soon(self, now: float, retry_s: float) -> None:
+        """Where more is to come: what the holder tells may be lost."""
+        if self.grows or self.lacks_digests:
+            self.ask_at = min(self.ask_at, now + retry_s)
+
+    def order(self) -> range | None:
+        """Which of our blocks a transfer is to fill now. The first time also where none is ready: its pull begins."""
+        ordered, ready = self.num_ordered, max(0, self.num_ready - self.first_block)
+        if ordered is not None and ordered >= ready:
+            return None
+        self.num_ordered = ready
+        return range(ordered or 0, ready)
+
+    @property
+    def all_is_read(self) -> bool:
+        return self.read_finished_at is not None and not self.grows
+
     @property
     def all_is_there(self) -> bool:
-        has_read = self.read_finished_at is not None and not self.grows
-        return has_read and self.granted_until is not None and self.proven
+        return self.all_is_read and self.granted_until is not None and not self.num_unproven
 
     @property
     def lacks_digests(self) -> bool:
-        return self.read_finished_at is not None and not self.grows and self.digests is None and not self.proven
+        return self.all_is_read and self.digests is None and self.num_unproven > 0
+
+    @property
+    def first_unproven(self) -> int:
+        """Of the ticket's blocks, whose last ones are ours."""
+        return self.ticket.num_blocks - self.num_unproven
+
+    def lacks(self, digests: Digests) -> bool:
+        """They are what was asked for."""
+        return self.lacks_digests and digests.first == self.first_unproven and digests.count <= self.num_unproven
 
     def what_took_too_long(self, connect_s: float) -> str:
         holder = f"{self.ticket.lease.holder.engine_id} at {self.ticket.kv_address}"

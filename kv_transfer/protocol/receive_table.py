@@ -57,7 +57,7 @@ class Say(enum.Enum):
 
     ASK = "Claim or Renew"
     READ = "read what is written"
-    ASK_DIGESTS = "AskDigests"  # where digests are to be verified and all is read
+    ASK_DIGESTS = "AskDigests"  # of what is not proven, where digests are to be verified and all is read
     VERIFY = "compare"
     RECEIVED = "tell Received"
     FAILED = "tell ReceiveFailed"
@@ -116,7 +116,7 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_PULLING, _E.WITHDRAWN): _fails(ReceiveOutcome.WITHDRAWN, *_BY_ITSELF),
     (_PULLING, _E.READ_FINISHED): _stays(_PULLING, Say.ASK_DIGESTS),
     (_PULLING, _E.READ_FAILED): _fails(ReceiveOutcome.FAILED, *_BY_ITSELF),
-    (_PULLING, _E.MATCHED): _stays(_PULLING),
+    (_PULLING, _E.MATCHED): _stays(_PULLING, Say.ASK_DIGESTS),
     (_PULLING, _E.CORRUPT): _fails(ReceiveOutcome.CORRUPT, *_BY_ITSELF),
     (_PULLING, _E.COMPLETE): ReceiveRow(_COMMITTED, (Say.RECEIVED, Say.FINISH), ReceiveOutcome.RECEIVED),
     (_PULLING, _E.TOO_LATE): _fails(ReceiveOutcome.EXPIRED, *_BY_ITSELF),

@@ -25,7 +25,6 @@ from .actions import Action, Emit, Read, SendToHolder, StopRead, Verify
 from .messages import (
     Abort,
     AskDigests,
-    Claim,
     DigestMode,
     Digests,
     EngineKey,
@@ -35,7 +34,6 @@ from .messages import (
     Grown,
     ReaderKey,
     Refused,
-    Renew,
     Ticket,
     Withdrawn,
 )
@@ -97,7 +95,7 @@ class ReceiveTable:
             list(block_ids),
             deadline=now + self.patience.connect_s,
             num_ready=min(ticket.num_ready, ticket.num_blocks),
-            proven=not self._verifies,
+            num_unproven=len(block_ids) if self._verifies else 0,
         )
 
     def cancel(self, receive: TransferId) -> list[Action]:
@@ -146,8 +144,7 @@ class ReceiveTable:
         known = self._receives[receive]
         known.writable = False
         known.read_finished_at = now
-        if known.lacks_digests:
-            known.ask_at = min(known.ask_at, now + self.patience.retry_s)
+        known.ask_soon(now, self.patience.retry_s)
         actions = self._on(known, ReceiveEvent.READ_FINISHED, now=now)
         return actions + self._commit_if_all_is_there(known)
 
@@ -160,10 +157,13 @@ class ReceiveTable:
         known.writable = False
         return self._on(known, ReceiveEvent.READ_RELEASED)
 
-    def matched(self, receive: TransferId) -> list[Action]:
-        """What was read is what the holder has."""
+    def matched(self, receive: TransferId, now: float) -> list[Action]:
+        """The blocks of `Verify` are what the holder has."""
         known = self._receives[receive]
-        known.proven = True
+        assert known.digests is not None, "they were compared"
+        known.num_unproven -= known.digests.count
+        known.digests = None
+        known.ask_soon(now, self.patience.retry_s)
         return self._on(known, ReceiveEvent.MATCHED) + self._commit_if_all_is_there(known)
 
     def corrupt(self, receive: TransferId, reason: str) -> list[Action]:
@@ -199,9 +199,9 @@ class ReceiveTable:
                     receive.grow(message.num_ready)
                 return ReceiveEvent.GROWN, ""
             case Digests():
-                if receive is None or not pulling or not receive.lacks_digests:
+                if receive is None or not pulling or not receive.lacks(message):
                     return ReceiveEvent.UNASKED, ""
-                receive.digests = message.by_rank
+                receive.digests = message
                 return ReceiveEvent.DIGESTS, ""
             case Granted():
                 if receive is None or not pulling:
@@ -218,8 +218,7 @@ class ReceiveTable:
         if receive.granted_until is None or until > receive.granted_until:
             receive.granted_until = receive.deadline = until
             receive.ask_at = max(now, sent_at + message.lease_s * self.patience.renew_at)
-        if receive.grows or receive.lacks_digests:  # what the holder tells by itself may be lost
-            receive.ask_at = min(receive.ask_at, now + self.patience.retry_s)
+        receive.ask_soon(now, self.patience.retry_s)
         return True
 
     def _commit_if_all_is_there(self, receive: Receive) -> list[Action]:
@@ -265,11 +264,13 @@ class ReceiveTable:
         lease, holder = receive.ticket.lease, receive.ticket.lease.holder
         match say:
             case Say.ASK:
-                return self._ask(receive, now)
+                return [SendToHolder(holder, receive.claim(now, self.patience.retry_s))]
             case Say.READ:
-                return self._read_what_is_ready(receive)
+                more = receive.order()
+                return [] if more is None else [Read(receive.id, more.start, more.stop)]
             case Say.ASK_DIGESTS:
-                return [SendToHolder(holder, AskDigests(lease, receive.key))] if receive.lacks_digests else []
+                asked = AskDigests(lease, receive.key, receive.first_unproven)
+                return [SendToHolder(holder, asked)] if receive.lacks_digests else []
             case Say.VERIFY:
                 return [] if receive.digests is None else [Verify(receive.id, receive.digests)]
             case Say.STOP:
@@ -284,21 +285,3 @@ class ReceiveTable:
                 return [Emit(ReceiveFailed(receive.id, reason))]
             case Say.RELEASED:
                 return [Emit(BlocksReleased(receive.id))]
-
-    def _ask(self, receive: Receive, now: float) -> list[Action]:
-        receive.last_number += 1
-        receive.sent_at[receive.last_number] = now
-        receive.ask_at = now + self.patience.retry_s
-        if receive.first_claim_at is None:
-            receive.first_claim_at = now
-        kind = Claim if receive.granted_until is None else Renew
-        lease = receive.ticket.lease
-        return [SendToHolder(lease.holder, kind(lease, receive.key, receive.last_number))]
-
-    def _read_what_is_ready(self, receive: Receive) -> list[Action]:
-        """The first time also where nothing is: the pull begins."""
-        ordered, ready = receive.num_ordered, max(0, receive.num_ready - receive.first_block)
-        if ordered is not None and ordered >= ready:
-            return []
-        receive.num_ordered = ready
-        return [Read(receive.id, ordered or 0, ready)]

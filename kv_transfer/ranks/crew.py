@@ -19,9 +19,10 @@ from baton.engine.core.layout import UnevenHeads
 
 from ..errors import MalformedMessage, RankLost, TransportError
 from ..network.channel import Channel, RankSocket
+from ..protocol.messages import MAX_METADATA_BYTES
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
 from .crew_messages import CheckHandle, CheckReport, Join, decode_report
-from .rank_reader import RankReader, group_metadata, worst
+from .rank_reader import RankMemory, RankReader, group_metadata, worst
 from .remote_rank import RemoteRank
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,13 @@ class Crew:
     """Reads blocks on all ranks of a group. One thread uses it; calls return at once.
 
     `others`, ranks 1, 2, ..., are reached over `channel`. Where there are none, no call raises `RankLost`; where there
-    are, any may, and the group is at its end.
+    are, any may, and the group is at its end. `metadata` are what a peer's `add_peer` needs to read our blocks.
+
+    Raises `TransportError` where these are more than a greeting takes.
     """
 
     def __init__(self, own: RankReader, others: Sequence[RemoteRank] = (), channel: Channel | None = None) -> None:
+        self.metadata = _told_in_a_greeting([own.memory, *(rank.memory for rank in others)])
         self.layout = own.region.layout
         self.device = own.region.device
         self.num_blocks = own.region.num_blocks
@@ -60,10 +64,6 @@ class Crew:
     @property
     def num_descriptors(self) -> int:
         return sum(rank.num_descriptors for rank in self._ranks)
-
-    def metadata(self) -> bytes:
-        """What a peer's `add_peer` needs to read our blocks."""
-        return group_metadata([self._own.memory, *(rank.memory for rank in self._others)])
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         """Begins to connect to another group.
@@ -183,6 +183,16 @@ def gather(
                 found[join.rank] = RemoteRank(join.rank, join.memory, route, channel, clock)
     _check_heads(own.rank, own.region.heads, own, size)
     return Crew(own, [found[rank] for rank in sorted(found)], channel)
+
+
+def _told_in_a_greeting(ranks: Sequence[RankMemory]) -> bytes:
+    metadata = group_metadata(ranks)
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise TransportError(
+            f"to reach the memory of {len(ranks)} ranks peers need {len(metadata)} bytes, and a greeting takes"
+            f" {MAX_METADATA_BYTES}: name fewer network devices (UCX_NET_DEVICES), or give fewer ranks"
+        )
+    return metadata
 
 
 def _join_in(data: bytes) -> Join | None:

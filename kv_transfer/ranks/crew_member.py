@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from baton.engine.core.layout import KVRegion
 
-from ..errors import TransferError
+from ..errors import RankLost, TransferError
 from ..network.channel import Channel, Route, join_ranks
 from ..network.curve import ClusterKey
 from ..pacing import POLL_IDLE_S, pause_s
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class Follower:
     """Carries out rank 0's orders with `reader`. No thread, no sleeping, no clock of its own.
 
-    `pump` raises what a transport does not survive; the connection to rank 0 is `leader`.
+    `pump` raises what a transport does not survive, and `RankLost`; the connection to rank 0 is `leader`.
     """
 
     def __init__(self, reader: RankReader, channel: Channel, leader: Route, clock: Callable[[], float]) -> None:
@@ -62,6 +62,7 @@ class Follower:
         self._running: set[ReadHandle] = set()
         self._releasing: dict[ReadHandle, tuple[ReadState, str]] = {}
         self._read_started_at = 0.0  # the youngest one
+        self._peer_added_at = 0.0  # the youngest one
         self._serve_until = 0.0
         region = reader.region
         self._tell(
@@ -93,13 +94,13 @@ class Follower:
             self._read_started_at if self._running or self._releasing else None,
             None,
             device=self._reader.region.device,
-            warming=PeerState.CONNECTING in self._peers.values(),
+            warming_since=self._peer_added_at if PeerState.CONNECTING in self._peers.values() else None,
             serving=serving,
         )
         return POLL_IDLE_S if pause is None else pause
 
     def bid_farewell(self, reason: str) -> None:
-        self._tell(Farewell(reason[:MAX_REASON_CHARS]))
+        self._channel.send(self._leader, encode(Farewell(reason[:MAX_REASON_CHARS])))  # if it still listens
 
     def _obey(self, order: Order) -> None:
         match order:
@@ -128,6 +129,7 @@ class Follower:
             self._tell(PeerReport(order.peer, PeerState.BROKEN, str(error)[:MAX_REASON_CHARS]))
         else:
             self._peers[order.peer] = PeerState.CONNECTING
+            self._peer_added_at = self._clock()
 
     def _report_peer(self, peer: PeerHandle) -> None:
         state = self._reader.peer_state(peer)
@@ -155,7 +157,9 @@ class Follower:
         return ReadReport(read, state, reason, released, self._reader.num_bytes, self._reader.num_descriptors)
 
     def _tell(self, report: Report) -> None:
-        self._channel.send(self._leader, encode(report))  # a broken connection is for rank 0 to notice
+        """A broken connection is for rank 0 to notice. Where reports pile up, one that was lost would be waited for."""
+        if not self._channel.send(self._leader, encode(report)):
+            raise RankLost("rank 0 takes no reports any more")
 
 
 class CrewMember:

@@ -25,15 +25,17 @@ import msgspec
 from msgspec import Meta
 
 from .. import codec
-from ..protocol.messages import MAX_BLOCKS, MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason
+from ..protocol.messages import MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason
 from ..transports import PeerState, ReadState
 from .rank_reader import MAX_RANKS, RankMemory
+
+MAX_ORDER_BLOCKS = 1 << 16  # of one order, in which two numbers a block take 1.2 MB at most
 
 CheckHandle = int
 
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
-Blocks = Annotated[list[Id], Meta(min_length=1, max_length=MAX_BLOCKS)]
-MaybeBlocks = Annotated[list[Id], Meta(max_length=MAX_BLOCKS)]
+Blocks = Annotated[list[Id], Meta(min_length=1, max_length=MAX_ORDER_BLOCKS)]
+MaybeBlocks = Annotated[list[Id], Meta(max_length=MAX_ORDER_BLOCKS)]
 Digest = Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)]
 
 

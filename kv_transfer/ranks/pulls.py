@@ -15,6 +15,7 @@ from baton.engine.core.connector import TransferId
 
 from ..transports import PeerHandle, ReadHandle, ReadState
 from .crew import Crew
+from .crew_messages import MAX_ORDER_BLOCKS
 
 
 class PullOutcome(enum.Enum):
@@ -58,7 +59,7 @@ class Pulls:
 
     def __init__(self, crew: Crew, batch_bytes: int, reads_in_flight: int) -> None:
         self._crew = crew
-        self._batch_blocks = max(1, batch_bytes // crew.block_bytes)
+        self._batch_blocks = max(1, min(batch_bytes // crew.block_bytes, MAX_ORDER_BLOCKS))
         self._reads_in_flight = reads_in_flight
         self._pulls: dict[TransferId, _Pull] = {}
         self.num_early = 0  # blocks that came while others of the same receive were not named yet
@@ -79,6 +80,11 @@ class Pulls:
 
     def uses(self, peer: PeerHandle) -> bool:
         return bool(self.of(peer))
+
+    @property
+    def given_up(self) -> set[PeerHandle]:
+        """Of whose memory something is left of a pull that was stopped or failed."""
+        return {pull.peer for pull in self._pulls.values() if pull.ended_early}
 
     def start(self, receive: TransferId, peer: PeerHandle, num_blocks: int) -> None:
         """Of `num_blocks` in all, none of which may be read yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -40,8 +41,13 @@ _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metad
 class FakeFabric:
     """All memories by agent name. `on_write(agent, offset, num_bytes)` sees every byte that lands anywhere."""
 
-    def __init__(self, clock: VirtualClock, rng: random.Random, faults: TransportFaults | None = None) -> None:
+    def __init__(
+        self, clock: VirtualClock, rng: random.Random, faults: TransportFaults | None = None, *, helped: bool = False
+    ) -> None:
+        """`helped`: connections and reads end only when whoever is read makes progress, as over TCP."""
         self.clock = clock
+        self._helped = helped
+        self._waiting: dict[str, list[Callable[[], None]]] = {}  # for an agent's help
         self.rng = rng
         self.faults = faults or TransportFaults()
         self.on_write: Callable[[str, int, int], None] = lambda agent, offset, num_bytes: None
@@ -54,6 +60,18 @@ class FakeFabric:
     def kill(self, name: str) -> None:
         """The process is gone: nobody reads its memory, and nothing lands in it."""
         self._memories.pop(name, None)
+        self.help(name)
+
+    def with_help_of(self, name: str, action: Callable[[], None]) -> None:
+        """When it makes progress next, or is gone."""
+        if self._helped and name in self._memories:
+            self._waiting.setdefault(name, []).append(action)
+        else:
+            action()
+
+    def help(self, name: str) -> None:
+        for action in self._waiting.pop(name, []):
+            action()
 
     def memory(self, name: str) -> bytearray | None:
         return self._memories.get(name)
@@ -100,7 +118,8 @@ class FakeTransport:
         self._peers[peer] = (name, PeerState.CONNECTING)
         broken = self._fabric.rng.random() < self._fabric.faults.break_peer
         state = PeerState.BROKEN if broken else PeerState.CONNECTED
-        self._after(self._fabric.faults.connect_s, lambda: self._connected(peer, state))
+        connected = functools.partial(self._fabric.with_help_of, name, lambda: self._connected(peer, state))
+        self._after(self._fabric.faults.connect_s, connected)
         return peer
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
@@ -121,7 +140,7 @@ class FakeTransport:
         if rng.random() < faults.fail:
             self._after(seconds, lambda: self._fail_half_way(read))
         else:
-            self._after(seconds, lambda: self._finish(read))
+            self._after(seconds, lambda: self._fabric.with_help_of(source, lambda: self._finish(read)))
         return handle
 
     def poll(self, read: ReadHandle) -> ReadState:
@@ -136,7 +155,7 @@ class FakeTransport:
         return True
 
     def progress(self) -> None:
-        """Memory in one process needs no help."""
+        self._fabric.help(self._agent)
 
     def close(self) -> None:
         self._fabric.kill(self._agent)

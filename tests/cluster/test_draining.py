@@ -73,6 +73,37 @@ async def connect(gateway: tuple[ZmqEngineClient, ListedSource], record: EngineR
     return client
 
 
+class Forgetful:
+    """Engines of which two pulses are lost with a link, and the answer to `hand_over`."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.num_requests = num_requests
+        self.num_asked = 0
+        self.has_handed_over = False
+
+    async def pulses(self) -> list[EnginePulse]:
+        self.num_asked += 1
+        if self.num_asked in (1, 3):
+            await asyncio.Event().wait()
+        return [EnginePulse(0.0, self.num_requests, 0, 0)]
+
+    async def hand_over(self) -> None:
+        self.has_handed_over, self.num_requests = True, 0
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("num_requests", [0, 3])
+async def test_an_answer_that_is_lost_with_a_link_holds_no_drain_up(
+    num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "ANSWER_S", 0.01)
+    monkeypatch.setattr(draining, "QUIET_S", 0.03)
+    engines = Forgetful(num_requests)
+    async with asyncio.timeout(20.0):
+        await drain(engines, 0.2)
+    assert engines.has_handed_over == (num_requests > 0)
+
+
 async def test_a_drain_waits_for_what_runs_to_its_last_token(
     engine: CountingEngine, gateway: tuple[ZmqEngineClient, ListedSource]
 ) -> None:

@@ -10,7 +10,8 @@ import pytest
 from fakes import make_gateway, make_record
 
 from baton.cluster.contracts import EngineRecord, LoadBalancing, Reach, Role
-from baton.cluster.ingress.keeper import EMPTY_S, SILENT_S, Action, Gateway, Ports, Post, posts_for, what_to_do
+from baton.cluster.ingress.keeper import EMPTY_S, SILENT_S, Action, Gateway, what_to_do
+from baton.cluster.ingress.posts import Ports, Post, posts_for
 
 ENGINES = [
     make_record(rank=0, role=Role.PREFILL, node="a"),

@@ -147,7 +147,7 @@ class Engine:
         self.ranks = [Rank(world, self.key, rank, size) for rank in range(size)]
         crew = gather(self.ranks[0].reader, size, self.wire, clock=world.clock, wait=lambda _: world.clock.advance(0.1))
         settings = msgspec.structs.replace(SETTINGS, batch_bytes=2 * crew.block_bytes, digest=world.digest)
-        self.handoff = Handoff(self.key, self.channel, crew, settings, world.clock, self.on_event)
+        self.handoff = Handoff(self.key, self.channel, crew, settings, world.clock, self.on_event, digest_blocks=2)
 
     @property
     def info(self) -> PeerInfo:

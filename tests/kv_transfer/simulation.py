@@ -21,7 +21,7 @@ class World:
     """A gateway, prefill engines P0, P1 and decode engines D0, D1.
 
     `sizes`: the ranks of each. Messages between the ranks of one engine take their time, but none is lost. Reads are
-    corrupt now and then where digests would find it.
+    corrupt now and then where digests would find it. In every second world they need the holder's help.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class World:
                 refuse=0.03,
                 break_peer=0.1,
             ),
+            helped=self.rng.random() < 0.5,
         )
         self.fabric.on_write = self._on_write
         self.grants: set[tuple[LeaseKey, ReaderKey]] = set()
@@ -160,7 +161,7 @@ class World:
                 self.engines[decode].receive(offering, 1)
                 self.pass_time(1.0)
                 self.engines[prefill].write(offering.key.offer, 2)
-                self.pass_time(3.0)
+                self.pass_time(5.0)
                 require(offering.received, f"a hand-off from {prefill} to {decode} fails though nothing is wrong")
 
     def _on_write(self, agent: str, offset: int, num_bytes: int) -> None:

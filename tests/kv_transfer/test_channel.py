@@ -12,7 +12,7 @@ from silent_proxy import SilentProxy
 
 from baton.kv_transfer.errors import TransportError
 from baton.kv_transfer.network import channel as channels_of_zmq
-from baton.kv_transfer.network.channel import Route, ZmqChannel
+from baton.kv_transfer.network.channel import MAX_MESSAGE_BYTES, Route, ZmqChannel
 from baton.kv_transfer.network.curve import ClusterKey
 
 KEY = ClusterKey.generate()
@@ -82,6 +82,24 @@ def test_a_connection_whose_other_end_ended_is_lost_and_no_other(channels: list[
     assert reader.lost() == []
     holder.close()
     assert lost_routes(reader) == [links[0]]
+
+
+def test_a_message_that_is_too_long_costs_the_connection_it_comes_over_and_no_other(channels: list[ZmqChannel]) -> None:
+    """So none may be: `test_message_sizes.py`."""
+    long = MAX_MESSAGE_BYTES - 64  # CURVE takes some bytes itself
+    reader, holder, other = (ZmqChannel("127.0.0.1", KEY) for _ in range(3))
+    channels += [reader, holder, other]
+    links = [reader.connect(peer.address) for peer in (holder, other)]
+    for link, peer in zip(links, (holder, other), strict=True):
+        reader.send(link, b"what should it be?")
+        route, _ = next_message(peer)
+        peer.send(route, bytes(long))
+        assert next_message(reader) == (link, bytes(long))
+    reader.send(links[0], b"and the next?")
+    route, _ = next_message(holder)
+    holder.send(route, bytes(MAX_MESSAGE_BYTES + 1))
+    assert lost_routes(reader) == [links[0]]
+    assert reader.receive() == []
 
 
 def test_a_connection_over_which_nothing_comes_is_lost_and_comes_back(

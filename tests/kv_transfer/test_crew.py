@@ -19,6 +19,7 @@ from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadD
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.network.fake_channel import FakeChannel, FakeNetwork
 from baton.kv_transfer.network.virtual import VirtualClock
+from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
 from baton.kv_transfer.ranks.crew import Crew, CrewSocket, gather
 from baton.kv_transfer.ranks.crew_member import CrewMember, Follower
 from baton.kv_transfer.ranks.crew_messages import (
@@ -194,6 +195,32 @@ def test_a_rank_that_ends_or_makes_no_sense_is_lost(message: bytes, complaint: s
     group.member_wire.send(group.followers[0]._leader, message)
     with pytest.raises(RankLost, match=complaint):
         group.pass_time(crew, 0.5)
+
+
+def test_a_rank_whose_reports_are_not_taken_any_more_ends_rather_than_lose_one(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = group.together()
+    crew.add_peer(group.a_peer())
+    assert group.member_wire is not None
+    monkeypatch.setattr(group.member_wire, "send", lambda route, data: False)
+    with pytest.raises(RankLost, match="rank 0 takes no reports any more"):
+        group.pass_time(crew, 1.0)
+
+
+def test_peers_are_not_told_more_than_a_greeting_takes(group: Group) -> None:
+    group.join(RankReader(1, group.reader(1, range(2, 4)).region, _Wordy()))
+    with pytest.raises(TransportError, match=r"memory of 2 ranks peers need 10\d\d\d\d\d bytes, .*UCX_NET_DEVICES"):
+        group.gather()
+
+
+class _Wordy:
+    """A transport of a machine with very many devices."""
+
+    name = "fake"
+
+    def metadata(self) -> bytes:
+        return bytes(MAX_METADATA_BYTES)
 
 
 def test_a_rank_that_owes_an_answer_and_falls_silent_is_lost(group: Group) -> None:

@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from baton.kv_transfer.errors import InvalidClusterKey
+from baton.kv_transfer.network import curve
 from baton.kv_transfer.network.curve import ClusterKey
 
 SILENCE_MS = 400  # long enough for a handshake on a busy machine, short enough for a test
@@ -67,14 +68,35 @@ def test_a_client_with_another_clusters_key_is_not_heard(context: zmq.Context) -
         assert not server.poll(SILENCE_MS)
 
 
+def a_stranger_with(key: ClusterKey, context: zmq.Context, address: str) -> zmq.Socket:
+    """Who knows the public key only."""
+    client = context.socket(zmq.DEALER)
+    client.curve_serverkey = zmq.curve_public(key.to_bytes())
+    client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+    client.connect(address)
+    return client
+
+
 def test_knowing_the_public_key_is_not_enough(context: zmq.Context) -> None:
     """Without the ZAP handler libzmq would let this client in."""
     key = ClusterKey.generate()
     server, address = server_of(context, key)
-    with server, context.socket(zmq.DEALER) as client:
-        client.curve_serverkey = zmq.curve_public(key.to_bytes())
-        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
-        client.connect(address)
+    with server, a_stranger_with(key, context, address) as client:
+        client.send(b"claim")
+        assert not server.poll(SILENCE_MS)
+
+
+def test_where_nobody_answers_for_a_key_any_more_nobody_new_comes_in(
+    context: zmq.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        def admit(self, domain: str, public: bytes) -> None:
+            """Nobody hears it."""
+
+    monkeypatch.setattr(curve, "_gatekeeper_of", lambda context: Ended())
+    key = ClusterKey.generate()
+    server, address = server_of(context, key)
+    with server, a_stranger_with(key, context, address) as client:
         client.send(b"claim")
         assert not server.poll(SILENCE_MS)
 

@@ -21,7 +21,16 @@ from baton.kv_transfer.network.fake_channel import FakeNetwork
 from baton.kv_transfer.network.virtual import VirtualClock
 from baton.kv_transfer.pacing import POLL_SERVING_S
 from baton.kv_transfer.protocol.handoff import Handoff
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.protocol.messages import (
+    TICKET_VERSION,
+    DigestMode,
+    EngineKey,
+    Hello,
+    LeaseKey,
+    Ticket,
+    encode,
+    runs_of,
+)
 from baton.kv_transfer.protocol.peers import MAX_GREET_PAUSE_S
 from baton.kv_transfer.ranks.crew import Crew
 from baton.kv_transfer.ranks.rank_reader import RankReader
@@ -38,27 +47,32 @@ class Engines:
     def __init__(
         self,
         holder_layout: KVLayout = OURS,
+        reader_layout: KVLayout = OURS,
         transport: str = "fake",
         settings: TransferSettings = SETTINGS,
         reader_settings: TransferSettings = SETTINGS,
+        num_blocks: int = 4,
+        *,
+        helped: bool = False,
     ) -> None:
-        """What the holder is like, and how the reader reads."""
+        """What the holder is like, and how the reader reads. `helped`: only with the holder's help, as over TCP."""
+        self.num_blocks = num_blocks
         self.clock = VirtualClock()
         self.network = FakeNetwork(self.clock, random.Random(0))
-        self.fabric = FakeFabric(self.clock, random.Random(0))
+        self.fabric = FakeFabric(self.clock, random.Random(0), helped=helped)
         self.events: list[ConnectorEvent] = []
         self.transports: dict[str, FakeTransport] = {}
         self.holder = self.engine("holder", holder_layout, transport, settings)
-        self.reader = self.engine("reader", OURS, "fake", reader_settings)
+        self.reader = self.engine("reader", reader_layout, "fake", reader_settings)
         self.reader_channel = self.network.bound("tcp://reader")
 
     def engine(self, name: str, layout: KVLayout, transport_name: str, settings: TransferSettings) -> Handoff:
-        size, memory = layout.block_bytes, bytearray(4 * layout.block_bytes)
+        size, memory = layout.block_bytes, bytearray(self.num_blocks * layout.block_bytes)
         transport = self.fabric.attach(name, memory)
         transport.name = transport_name
         self.transports[name] = transport
         channel = self.network.bind(f"tcp://{name}")
-        region = KVRegion(0, 4, "cpu", layout, 0, layout.num_kv_heads)
+        region = KVRegion(0, self.num_blocks, "cpu", layout, 0, layout.num_kv_heads)
         crew = Crew(RankReader(0, region, transport, lambda block: memory[block * size : (block + 1) * size]))
         return Handoff(EngineKey(name, 1), channel, crew, settings, self.clock, self.events.append)
 
@@ -255,6 +269,24 @@ def test_a_read_of_a_peer_that_is_cut_off_fails_at_once_and_its_blocks_come_back
     assert engines.reader.stats().peers_ready == 1, "it was greeted again"
 
 
+def test_a_prompt_of_a_million_tokens_is_proven_whatever_one_message_takes() -> None:
+    """The network ends a connection over which a longer message comes, as the real one does."""
+    proving = msgspec.structs.replace(SETTINGS, digest=DigestMode.VERIFY)
+    layout = KVLayout(model="long", num_layers=1, num_kv_heads=8, head_dim=1, dtype="bfloat16")
+    num_blocks = 2**20 // layout.block_size
+    engines = Engines(layout, layout, settings=proving, reader_settings=proving, num_blocks=num_blocks)
+    holder, blocks = EngineKey("holder", 1), list(range(num_blocks))
+    key = LeaseKey(holder, "request", 0, 1)
+    ticket = Ticket(
+        *(TICKET_VERSION, key, "tcp://holder", layout.fingerprint, "fake", 2**20, 30.0, DigestMode.VERIFY, num_blocks),
+        runs_of(blocks),
+    )
+    engines.holder.offer(key, blocks, num_blocks)
+    engines.reader.receive(2, ticket.encode(), 0, blocks)
+    engines.pass_time(300)
+    assert [type(event) for event in engines.events] == [Received, OfferEnded]
+
+
 def test_a_peer_that_left_the_cluster_is_forgotten_and_what_is_read_of_it_fails_at_once() -> None:
     engines = Engines(OURS)
     engines.fabric.faults.read_s = (5.0, 5.0)
@@ -336,6 +368,73 @@ def test_a_holder_serves_on_for_a_reader_that_gave_up_in_mid_read() -> None:
     assert OfferEnded(1, OfferOutcome.WITHDRAWN) in engines.events
     assert engines.holder.pump() == POLL_SERVING_S
     engines.pass_time(400)
+    assert engines.holder.pump() > POLL_SERVING_S
+
+
+def test_a_read_that_was_given_up_has_the_holders_help_for_as_long_as_it_takes() -> None:
+    """Also of a holder that nobody but a ticket has named. Then both sleep."""
+    engines = Engines(helped=True)
+    engines.fabric.faults.read_s = (3 * SETTINGS.lease_s, 3 * SETTINGS.lease_s)
+    engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], 1)
+    engines.receive(EngineKey("holder", 1))
+    engines.pass_time(15)
+    engines.reader.cancel(1)
+    engines.pass_time(20)
+    assert engines.reader.stats().blocks_quarantined == 1
+    engines.pass_time(1000)
+    assert engines.reader.stats().blocks_quarantined == 0
+    assert engines.events[-1] == BlocksReleased(1)
+    assert min(engines.reader.pump(), engines.holder.pump()) > POLL_SERVING_S
+
+
+def test_a_peer_is_connected_though_its_help_came_while_nobody_looked() -> None:
+    engines = Engines(helped=True)
+    engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
+    for engine in (engines.reader, engines.holder):
+        engine.pump()
+    for _ in range(50):
+        engines.clock.advance(0.1)
+        engines.holder.pump()
+    assert engines.holder.pump() > POLL_SERVING_S, "it has no reason to help any more"
+    engines.pass_time()
+    assert engines.reader.stats().peers_ready == 1
+
+
+def test_greetings_that_waited_for_a_connection_are_answered_once() -> None:
+    engines = Engines()
+    link = engines.reader_channel.connect("tcp://holder")
+    hello = Hello(EngineKey("reader", 1), EngineKey("holder", 1), OURS.fingerprint, "fake", DigestMode.OFF)
+    for _ in range(1000):
+        engines.reader_channel.send(link, encode(hello))
+    engines.clock.advance(0.1)
+    engines.network.num_sent = 0
+    engines.holder.pump()
+    assert engines.network.num_sent == 1
+    engines.reader_channel.send(link, encode(hello))
+    engines.clock.advance(0.1)
+    engines.holder.pump()
+    assert engines.network.num_sent == 3, "a later one, and its answer"
+
+
+def test_a_peer_that_was_replaced_while_it_was_connected_is_refused_and_let_go() -> None:
+    """Another process answers at its address: what is asked of it there fails with its word, not with the time."""
+    engines = Engines(helped=True)
+    engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
+    for engine in (engines.reader, engines.holder, engines.reader):
+        engine.pump()
+    engines.receive(EngineKey("holder", 1))
+    engines.holder = engines.engine("holder", THEIRS, "fake", SETTINGS)
+    engines.pass_time(10)
+    failed, released = engines.events
+    assert failed.reason.startswith("holder refuses to pair: its KV layout is")
+    assert released == BlocksReleased(1)
+    assert engines.reader.pump() > POLL_SERVING_S
+
+
+def test_an_offer_that_nobody_claimed_keeps_nobody_awake() -> None:
+    engines = Engines()
+    engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], 1)
+    engines.holder.withdraw(1)
     assert engines.holder.pump() > POLL_SERVING_S
 
 

@@ -25,6 +25,7 @@ from baton.kv_transfer.protocol.receives import ReceiveTable
 from baton.kv_transfer.ranks import rank_reader
 from baton.kv_transfer.ranks.crew import Crew
 from baton.kv_transfer.ranks.crew_member import Follower
+from baton.kv_transfer.ranks.pulls import Pulls
 from baton.kv_transfer.ranks.rank_reader import RankReader
 from baton.kv_transfer.transports.fake import TransportFaults
 
@@ -323,13 +324,13 @@ def forget_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Receive, "grows", False)
-    grow = ReceiveTable._read_what_is_ready
+    order = Receive.order
 
-    def all_at_once(self, receive):
-        receive.num_ready = receive.ticket.num_blocks
-        return grow(self, receive)
+    def all_at_once(self):
+        self.num_ready = self.ticket.num_blocks
+        return order(self)
 
-    monkeypatch.setattr(ReceiveTable, "_read_what_is_ready", all_at_once)
+    monkeypatch.setattr(Receive, "order", all_at_once)
 
 
 def promise_more_than_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +340,10 @@ def promise_more_than_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_to_tell_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseTable, "advance", lambda self, offer, num_ready, now: [])
+
+
+def ask_nobody_for_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pulls, "given_up", ())
 
 
 BUGS = [
@@ -358,6 +363,7 @@ BUGS = [
     read_what_is_not_written_yet,
     promise_more_than_is_written,
     forget_to_tell_the_growth,
+    ask_nobody_for_help,
 ]
 
 
@@ -426,12 +432,25 @@ def commit_before_the_digests_came(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def believing(self, receive, *values):
         start(self, receive, *values)
-        self[receive].proven = True
+        self[receive].num_unproven = 0
 
     monkeypatch.setattr(ReceiveTable, "start", believing)
 
 
-@pytest.mark.parametrize("plant", [compare_no_digests, commit_before_the_digests_came], ids=lambda bug: bug.__name__)
+def commit_when_some_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    matched = ReceiveTable.matched
+
+    def believing(self, receive, now):
+        self[receive].num_unproven = self[receive].digests.count
+        return matched(self, receive, now)
+
+    monkeypatch.setattr(ReceiveTable, "matched", believing)
+
+
+DIGEST_BUGS = [compare_no_digests, commit_before_the_digests_came, commit_when_some_are_proven]
+
+
+@pytest.mark.parametrize("plant", DIGEST_BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_planted_in_the_comparison_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation):

@@ -114,14 +114,14 @@ LEASE_EVENTS: dict[LeaseEvent, list[Callable[[LeaseTable], list[Action]]]] = {
         lambda it: it.on_message(Claim(LEASE, READER, 5), now=2.0),
         lambda it: it.on_message(Renew(LEASE, READER, 5), now=2.0),
     ],
-    LeaseEvent.ASK_DIGESTS: [lambda it: it.on_message(AskDigests(LEASE, READER), now=2.0)],
+    LeaseEvent.ASK_DIGESTS: [lambda it: it.on_message(AskDigests(LEASE, READER, 0), now=2.0)],
     LeaseEvent.FINISH: [lambda it: it.on_message(Finish(LEASE, READER), now=2.0)],
     LeaseEvent.EARLY_FINISH: [lambda it: it.on_message(Finish(LEASE, READER), now=2.0)],
     LeaseEvent.ABORT: [lambda it: it.on_message(Abort(LEASE, READER), now=2.0)],
     LeaseEvent.STRANGER_ASKS: [
         lambda it: it.on_message(Claim(LEASE, STRANGER, 5), now=2.0),
         lambda it: it.on_message(Renew(LEASE, STRANGER, 5), now=2.0),
-        lambda it: it.on_message(AskDigests(LEASE, STRANGER), now=2.0),
+        lambda it: it.on_message(AskDigests(LEASE, STRANGER, 0), now=2.0),
     ],
     LeaseEvent.STRANGER_ENDS: [
         lambda it: it.on_message(Finish(LEASE, STRANGER), now=2.0),
@@ -217,12 +217,12 @@ unasked_grant = grant(77)
 
 
 def digests_come(it: ReceiveTable) -> list[Action]:
-    return it.on_message(Digests(LEASE, READER, DIGESTS), now=2.5)
+    return it.on_message(Digests(LEASE, READER, 0, 3, DIGESTS), now=2.5)
 
 
 def compared(it: ReceiveTable, *, match: bool) -> list[Action]:
     digests_come(it)
-    return it.matched(1) if match else it.corrupt(1, "block 20")
+    return it.matched(1, now=2.6) if match else it.corrupt(1, "block 20")
 
 
 def late(it: ReceiveTable) -> list[Action]:

@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from buffer_station import BY_HOST, LAYOUT, PATIENCE_S, PLACES, Inner, Station, wait_until
 from checkpoints import write_checkpoint
 from engine_process import EngineProcess
 from group_engines import GroupEngine
 
 from baton.engine.core.connector import (
     BlocksReleased,
-    ConnectorEvent,
-    Offer,
     OfferEnded,
     OfferOutcome,
     Received,
     ReceiveFailed,
-    TransferId,
 )
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
-from baton.kv_transfer.connector import TransferSettings, TransferStats
+from baton.kv_transfer.connector import TransferSettings
 from baton.kv_transfer.copies import host_buffer
 from baton.kv_transfer.copies.copier import Copier
 from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector
 from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.protocol.messages import DigestMode, Ticket
 
 pytestmark = pytest.mark.timeout(120)
 
-LAYOUT = KVLayout(model="small", num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16")  # 4 KB a block
-PLACES = 8
-BY_HOST = TransferSettings(buffer="host", buffer_bytes=PLACES * LAYOUT.block_bytes)
 PROVEN = msgspec.structs.replace(BY_HOST, digest=DigestMode.VERIFY)
 DIRECT = TransferSettings(buffer="device")
-PATIENCE_S = 40.0
 
 
 @pytest.fixture(
@@ -104,100 +95,6 @@ class TestBetweenProcesses:
         assert prefill.events(1, PATIENCE_S) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
-class Inner:
-    """What `HostBuffer` is built on, where the test decides what happens."""
-
-    offers_early = True
-    address = "tcp://here"
-
-    def __init__(self, region: KVRegion, **arguments: Any) -> None:
-        self.region = region
-        self.ids = itertools.count(1)
-        self.events: list[ConnectorEvent] = []
-        self.offered: dict[TransferId, list[int]] = {}
-        self.ready: dict[TransferId, int] = {}
-        self.received: dict[TransferId, list[int]] = {}
-        self.cancelled: list[TransferId] = []
-
-    def offer_growing(self, request_id: str, generation: int, block_ids: Any, num_tokens: int) -> Offer:
-        transfer_id = next(self.ids)
-        self.offered[transfer_id] = list(block_ids)
-        lease = LeaseKey(EngineKey("holder", 1), request_id, generation, transfer_id)
-        ticket = Ticket(
-            version=TICKET_VERSION,
-            lease=lease,
-            kv_address=self.address,
-            fingerprint="f",
-            transport="t",
-            num_tokens=num_tokens,
-            lease_s=1.0,
-            digest=DigestMode.OFF,
-            num_ready=0,
-            runs=runs_of(block_ids),
-        )
-        return Offer(transfer_id, ticket.encode())
-
-    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
-        self.ready[transfer_id] = num_ready
-
-    def withdraw(self, transfer_id: TransferId) -> None:
-        self.events.append(OfferEnded(transfer_id, OfferOutcome.WITHDRAWN))
-
-    def receive(self, *arguments: Any) -> TransferId:
-        transfer_id = next(self.ids)
-        self.received[transfer_id] = list(arguments[-1])
-        return transfer_id
-
-    def cancel(self, transfer_id: TransferId) -> None:
-        self.cancelled.append(transfer_id)
-
-    def poll(self) -> list[ConnectorEvent]:
-        events, self.events = self.events, []
-        return events
-
-    def stats(self) -> TransferStats:
-        return TransferStats()
-
-    def close(self) -> None:
-        pass
-
-
-class Station:
-    """A `HostBuffer` of eight places over sixteen blocks, on an `Inner`."""
-
-    def __init__(self) -> None:
-        self.blocks = np.arange(16, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, axis=1)
-        region = KVRegion(self.blocks.ctypes.data, 16, "cpu", LAYOUT, 0, 2)
-        self.woken = threading.Event()
-        self.buffer = HostBuffer(region, settings=BY_HOST, engine_id="holder", wake=self.woken.set)
-        self.inner: Inner = self.buffer._inner  # type: ignore[assignment]
-
-    def place(self, number: int) -> np.ndarray:
-        size = LAYOUT.block_bytes
-        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.inner.region.address + number * size))
-
-    def events(self, count: int) -> list[ConnectorEvent]:
-        found: list[ConnectorEvent] = []
-
-        def came() -> bool:
-            found.extend(self.buffer.poll())
-            return len(found) >= count
-
-        wait_until(came)
-        return found
-
-    @property
-    def places_used(self) -> int:
-        return self.buffer.stats().buffer_blocks
-
-
 @pytest.fixture
 def station(monkeypatch: pytest.MonkeyPatch) -> Iterator[Station]:
     monkeypatch.setattr(host_buffer, "TransferConnector", Inner)
@@ -239,6 +136,28 @@ class TestPlaces:
         station.inner.events.append(Received(inner_id))
         assert station.events(1) == [Received(second)]
         assert station.places_used == 0
+
+    def test_a_receive_waits_for_room_no_longer_than_a_promise_lasts(
+        self, station: Station, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The holder has the blocks no longer, and somebody else may compute the prompt."""
+        now = time.monotonic()
+        monkeypatch.setattr(station.buffer._receives, "_clock", lambda: now)
+        station.buffer.receive("a", 0, b"", 0, range(6))
+        waiting = [station.buffer.receive(name, 0, b"", 0, range(8, 12)) for name in "bc"]
+        now += BY_HOST.lease_s - 1.0
+        station.buffer.receive("d", 0, b"", 0, range(12, 16))
+        assert station.buffer.poll() == []
+        now += 1.0
+        events = station.events(4)
+        assert [event.transfer_id for event in events] == [waiting[0], waiting[0], waiting[1], waiting[1]]
+        assert "within 30 s: raise transfer.buffer_bytes" in events[0].reason
+        assert events[1] == BlocksReleased(waiting[0])
+        assert station.buffer.stats().buffer_refusals == 2
+        (inner_id,) = station.inner.received
+        station.inner.events.append(Received(inner_id))
+        station.events(1)
+        assert len(station.inner.received) == 2, "the one that has not waited for long"
 
     def test_a_receive_that_is_larger_than_the_buffer_fails_by_name(self, station: Station) -> None:
         transfer = station.buffer.receive("a", 0, b"", 0, range(9))

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import OfferEnded, OfferOutcome
+from baton.kv_transfer.digests import DIGEST_BYTES
+from baton.kv_transfer.network.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.protocol.actions import Emit, SendToReader
 from baton.kv_transfer.protocol.leases import LeaseTable
 from baton.kv_transfer.protocol.messages import (
@@ -22,6 +24,7 @@ from baton.kv_transfer.protocol.messages import (
     Refused,
     Renew,
     Withdrawn,
+    encode,
 )
 
 HOLDER = EngineKey("prefill", 1)
@@ -164,6 +167,29 @@ def test_an_offer_that_was_asked_back_grows_no_more_and_lives_no_longer(growing:
 
 def test_digests_are_told_to_the_reader_once_they_are_known(table: LeaseTable) -> None:
     table.on_message(Claim(LEASE, READER, 1), now=1.0)
-    assert table.on_message(AskDigests(LEASE, READER), now=2.0) == []
-    table.know_digests(1, (b"12345678",))
-    assert table.on_message(AskDigests(LEASE, READER), now=3.0) == to_reader(Digests(LEASE, READER, (b"12345678",)))
+    assert table.on_message(AskDigests(LEASE, READER, 0), now=2.0) == []
+    of_a_block = (b"12345678", b"abcdefghABCDEFGH")
+    table.know_digests(1, tuple(3 * digests for digests in of_a_block))
+    told = Digests(LEASE, READER, 0, 3, tuple(3 * digests for digests in of_a_block))
+    assert table.on_message(AskDigests(LEASE, READER, 0), now=3.0) == to_reader(told)
+    assert table.on_message(AskDigests(LEASE, READER, 2), now=3.0) == to_reader(
+        Digests(LEASE, READER, 2, 1, of_a_block)
+    )
+    assert table.on_message(AskDigests(LEASE, READER, 3), now=3.0) == [], "it has no such block"
+
+
+@pytest.mark.parametrize(("num_heads", "num_ranks"), [(8, 1), (1, 8), (128, 1), (8, 64), (128, 1024)])
+def test_digests_of_a_million_tokens_are_told_in_messages_that_a_channel_takes(num_heads: int, num_ranks: int) -> None:
+    num_blocks = 2**20 // 16
+    table = LeaseTable(HOLDER, lease_s=10.0)
+    table.offer(LEASE, num_blocks, now=0.0)
+    table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    of_a_rank = bytes(num_blocks * DIGEST_BYTES * max(1, num_heads // num_ranks))
+    table.know_digests(1, (of_a_rank,) * num_ranks)
+    known = 0
+    while known < num_blocks:
+        (action,) = table.on_message(AskDigests(LEASE, READER, known), now=2.0)
+        assert action.message.first == known
+        assert len(encode(action.message)) < MAX_MESSAGE_BYTES
+        known += action.message.count
+    assert known == num_blocks

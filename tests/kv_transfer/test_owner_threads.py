@@ -45,9 +45,14 @@ def test_what_opening_raises_is_raised_where_it_was_asked_for() -> None:
         OwnerThread("mine", no_memory).open(10.0)
 
 
-def test_a_channel_whose_thread_could_not_begin_is_closed(channel: ZmqChannel) -> None:
-    thread = ChannelThread("mine", channel, no_memory)
-    with pytest.raises(MemoryError):
+def no_answer(ready: Ready) -> None:
+    raise TimeoutError("a device does not answer")
+
+
+@pytest.mark.parametrize("work", [no_memory, no_answer])
+def test_a_channel_whose_thread_could_not_begin_is_closed(work: Callable[[Ready], None], channel: ZmqChannel) -> None:
+    thread = ChannelThread("mine", channel, work)
+    with pytest.raises((MemoryError, TimeoutError), match=r"no memory|does not answer"):
         thread.open(10.0)
     assert not thread.is_alive()
     assert channel._context.closed

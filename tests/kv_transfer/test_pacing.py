@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from baton.kv_transfer.pacing import POLL_GRANT_FOR_S, POLL_READS_S, POLL_SERVING_S, pause_s, sleep_precisely
+from baton.kv_transfer.pacing import (
+    POLL_GRANT_FOR_S,
+    POLL_LONG_WARMING_S,
+    POLL_READS_S,
+    POLL_SERVING_S,
+    POLL_WARMING_S,
+    pause_s,
+    sleep_precisely,
+)
 
-IDLE = {"device": "cpu", "warming": False, "serving": False}
+IDLE = {"device": "cpu", "warming_since": None, "serving": False}
 
 
 def test_a_young_read_is_looked_at_at_once_and_an_old_one_every_100_us() -> None:
@@ -20,7 +28,7 @@ def test_a_young_read_is_looked_at_at_once_and_an_old_one_every_100_us() -> None
 
 def test_a_read_of_a_gpus_memory_waits_a_hundredth_of_its_time_and_one_that_is_slow_does_not_burn_a_core() -> None:
     def of_gpu(age_s: float) -> float | None:
-        return pause_s(100.0 + age_s, 100.0, None, device="cuda:0", warming=False, serving=False)
+        return pause_s(100.0 + age_s, 100.0, None, device="cuda:0", warming_since=None, serving=False)
 
     assert of_gpu(7e-4) == pytest.approx(7e-6)
     assert of_gpu(5.0) == POLL_READS_S
@@ -29,10 +37,20 @@ def test_a_read_of_a_gpus_memory_waits_a_hundredth_of_its_time_and_one_that_is_s
 @pytest.mark.parametrize("serving", [False, True])
 def test_a_grant_is_looked_for_without_pause_but_not_for_long(serving: bool) -> None:
     def after(seconds: float) -> float | None:
-        return pause_s(100.0 + seconds, None, 100.0, device="cpu", warming=False, serving=serving)
+        return pause_s(100.0 + seconds, None, 100.0, device="cpu", warming_since=None, serving=serving)
 
     assert after(0.0) == after(POLL_GRANT_FOR_S / 2) == 0.0
     assert after(2 * POLL_GRANT_FOR_S) == (POLL_SERVING_S if serving else None)
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_peer_that_takes_long_to_connect_costs_no_core(serving: bool) -> None:
+    def after(seconds: float) -> float | None:
+        return pause_s(100.0 + seconds, None, None, device="cpu", warming_since=100.0, serving=serving)
+
+    assert after(0.0) == after(0.005) == POLL_WARMING_S
+    assert after(0.05) == pytest.approx(5e-4)
+    assert after(600.0) == (POLL_SERVING_S if serving else POLL_LONG_WARMING_S)
 
 
 def test_no_pause_is_negative_though_the_read_began_after_the_round_did() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.network.virtual import VirtualClock
+from baton.kv_transfer.ranks import pulls
 from baton.kv_transfer.ranks.crew import Crew
 from baton.kv_transfer.ranks.pulls import PullEvent, PullOutcome, Pulls
 from baton.kv_transfer.ranks.rank_reader import RankReader
@@ -26,7 +27,7 @@ class Reader:
         self.faults = TransportFaults(read_s=(READ_S, READ_S))
         fabric = FakeFabric(self.clock, random.Random(0), self.faults)
         holder, self.crew = (self._crew(fabric, name) for name in ("holder", "reader"))
-        self.peer = self.crew.add_peer(holder.metadata())
+        self.peer = self.crew.add_peer(holder.metadata)
         self.clock.advance(1.0)
         self.pulls = Pulls(self.crew, LAYOUT.block_bytes, reads_in_flight=2)
 
@@ -61,6 +62,17 @@ def test_what_has_ended_makes_room_for_the_next_batches_in_the_same_look(reader:
     reader.clock.advance(READ_S)
     assert reader.pulls.poll() == []
     assert reader.num_begun == 4
+
+
+def test_an_order_names_no_more_blocks_than_a_message_takes(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MAX_ORDER_BLOCKS", 3)
+    reader.pulls = Pulls(reader.crew, 1 << 40, reads_in_flight=9)
+    reader.start(8)
+    asked = []
+    read = reader.crew.read
+    monkeypatch.setattr(reader.crew, "read", lambda *blocks: asked.append(blocks[1:]) or read(*blocks))
+    reader.pulls.poll()
+    assert [len(blocks) for _, blocks in asked] == [3, 3, 2]
 
 
 def test_it_is_finished_with_the_last_batch(reader: Reader) -> None:

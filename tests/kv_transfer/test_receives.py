@@ -267,17 +267,49 @@ def verifying() -> ReceiveTable:
     table.start(1, TICKET, first_block=1, block_ids=[20, 21], now=0.0)
     table.peer_ready(HOLDER, now=1.0)
     table.on_message(grant(), now=1.2)
-    assert table.read_finished(1, now=2.0) == [SendToHolder(HOLDER, AskDigests(LEASE, READER))]
+    assert table.read_finished(1, now=2.0) == [ask_digests(1)]
     return table
 
 
+def ask_digests(first: int) -> SendToHolder:
+    return SendToHolder(HOLDER, AskDigests(LEASE, READER, first))
+
+
+def digests(first: int, count: int) -> Digests:
+    return Digests(LEASE, READER, first, count, (b"8 bytes." * count,))
+
+
 def test_digests_that_match_commit(verifying: ReceiveTable) -> None:
-    assert verifying.on_message(Digests(LEASE, READER, (b"8 bytes.",)), now=2.5) == [Verify(1, (b"8 bytes.",))]
-    assert verifying.matched(1) == [received(2.0), FINISH]
+    assert verifying.on_message(digests(1, 2), now=2.5) == [Verify(1, digests(1, 2))]
+    assert verifying.matched(1, now=2.6) == [received(2.0), FINISH]
+
+
+def test_digests_of_some_blocks_are_followed_by_a_question_for_the_next_ones(verifying: ReceiveTable) -> None:
+    assert verifying.on_message(digests(1, 1), now=2.5) == [Verify(1, digests(1, 1))]
+    assert verifying.matched(1, now=2.6) == [ask_digests(2)]
+    assert ask_digests(2) in verifying.tick(now=3.6), "an answer may be lost"
+    assert verifying.on_message(digests(2, 1), now=4.0) == [Verify(1, digests(2, 1))]
+    assert verifying.matched(1, now=4.1) == [received(2.0), FINISH]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (0, 1), (2, 1), (1, 3), (1, 2**22)])
+def test_digests_of_other_blocks_than_were_asked_for_prove_nothing(
+    first: int, count: int, verifying: ReceiveTable
+) -> None:
+    assert verifying.on_message(digests(first, count), now=2.5) == []
+    assert verifying.stale_messages == 1
+
+
+def test_digests_that_come_twice_are_compared_once(verifying: ReceiveTable) -> None:
+    verifying.on_message(digests(1, 1), now=2.5)
+    assert verifying.on_message(digests(1, 1), now=2.6) == []
+    verifying.matched(1, now=2.7)
+    assert verifying.on_message(digests(1, 1), now=2.8) == []
+    assert len(verifying) == 1
 
 
 def test_digests_that_differ_fail_the_receive_and_the_blocks_are_free(verifying: ReceiveTable) -> None:
-    verifying.on_message(Digests(LEASE, READER, (b"8 bytes.",)), now=2.5)
+    verifying.on_message(digests(1, 2), now=2.5)
     actions = verifying.corrupt(1, "block 20")
     assert failed(actions) == "the digests differ: block 20"
     assert actions[1:] == [ABORT, RELEASED]
@@ -285,10 +317,10 @@ def test_digests_that_differ_fail_the_receive_and_the_blocks_are_free(verifying:
 
 
 def test_digests_that_do_not_come_are_asked_for_again(verifying: ReceiveTable) -> None:
-    assert SendToHolder(HOLDER, AskDigests(LEASE, READER)) in verifying.tick(now=3.0)
+    assert ask_digests(1) in verifying.tick(now=3.0)
     assert "before it sent its digests" in failed(verifying.tick(now=10.5))
 
 
 def test_digests_that_nobody_asked_for_prove_nothing(pulling: ReceiveTable) -> None:
-    assert pulling.on_message(Digests(LEASE, READER, (b"8 bytes.",)), now=1.5) == []
+    assert pulling.on_message(digests(1, 2), now=1.5) == []
     assert pulling.stale_messages == 1

@@ -26,8 +26,8 @@ def test_the_defaults_are_valid() -> None:
         ({"backends": ()}, "backends must name one"),
         ({"cpu_affinity": ""}, "cpu_affinity is ''"),
         ({"cpu_affinity": "near"}, "it must be 'device', 'any' or a list of CPUs like '0-7,16'"),
-        ({"cpu_affinity": "3-1"}, "no CPU from 0 to 8191 is named"),
-        ({"cpu_affinity": "0-9999999"}, "no CPU from 0 to 8191 is named"),
+        ({"cpu_affinity": "3-1"}, "3-1 is no CPU, or CPUs, from 0 to 8191"),
+        ({"cpu_affinity": "0-9999999"}, "0-9999999 is no CPU, or CPUs, from 0 to 8191"),
     ],
 )
 def test_impossible_settings_are_refused(change: dict, reason: str) -> None:

@@ -1,0 +1,55 @@
+"""What a rank opens for its KV blocks ends in order, also where the engine could not be built."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.cluster.contracts import Role
+from baton.cluster.engines.kv_parts import KVParts
+from baton.cluster.engines.launch import EngineLaunch
+from baton.cluster.spec import load_spec
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.ranks.crew_member import CrewMember
+from baton.kv_transfer.tiers.disk_files import TierRefused
+
+pytestmark = pytest.mark.timeout(60)
+
+LAYOUT = KVLayout(model="small", num_layers=1, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+NUM_BLOCKS = 4
+
+
+def share(rank: int) -> tuple[KVRegion, np.ndarray]:
+    memory = np.zeros((NUM_BLOCKS, LAYOUT.head_bytes), dtype=np.uint8)
+    return KVRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, rank, 1), memory
+
+
+def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_path: Path) -> None:
+    """Their thread waits at the door where the other rank joined, which nobody else may close."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a file").touch()
+    tiers = {"disk_path": str(tmp_path / "a file"), "disk_bytes": 1 << 20}
+    spec = load_spec(
+        {
+            "model": str(tmp_path),
+            "engine": {"tensor_parallel_size": 2},
+            "fleets": {"prefill": {"kv_tiers": tiers}, "decode": {}},
+        }
+    )
+    launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
+    parts = KVParts(launch, "prefill-0", 1, "127.0.0.1", lambda: None)
+    doors = parts.open_doors()
+    (own, _own_memory), (other, _other_memory) = share(0), share(1)
+    member = CrewMember(other, rank=1, leader=doors.reads, engine_id="prefill-0", key=launch.key)
+    try:
+        parts.connect(own)
+        with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):
+            parts.open_tiers(own)
+        parts.give_up()
+    finally:
+        member.close()
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
