@@ -35,6 +35,7 @@ class Engine:
     max_model_len: int  # tokens, prompt and output together
     num_blocks: int
     startup_s: dict[str, float]  # by phase, in order
+    grammars: Grammars | None  # None: it has no tokenizer
     close: Callable[[], None]  # ends the engine's group, and what it has not finished
 
 
@@ -83,6 +84,7 @@ def build_engine(
         max_model_len=ready.core_config.max_model_len,
         num_blocks=ready.core_config.num_blocks,
         startup_s=phases.seconds,
+        grammars=grammars,
         close=lambda: _close(ready, grammars),
     )
 

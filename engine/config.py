@@ -181,13 +181,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._require(
             field,
             value in allowed,
-            f"is {value!r}, must be one of {', '.join(allowed)}" + (f" ({reason})" if reason else ""),
+            f"must be one of {', '.join(allowed)}" + (f" ({reason})" if reason else ""),
         )
 
-    @staticmethod
-    def _require(field: str, condition: bool, message: str) -> None:
+    def _require(self, field: str, condition: bool, message: str) -> None:
         if not condition:
-            raise InvalidEngineConfig(field, message)
+            raise InvalidEngineConfig(field, f"is {getattr(self, field)!r}, {message}")
 
     def ignored_on(self, device: str) -> dict[str, str]:
         """Arguments that were given and change nothing on a "cpu" or "cuda", each with the reason: for a warning."""

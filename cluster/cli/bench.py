@@ -7,11 +7,14 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .words import DEFAULT_URL, ApiKey, JsonFile, Url, engine_args_from, fail
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 bench_app = typer.Typer(no_args_is_help=True)
 
@@ -31,10 +34,20 @@ def _refusals_shown() -> Iterator[None]:
 
 
 def _report(result: Mapping[str, Any], file: Path | None) -> None:
-    text = json.dumps(result, indent=2)
-    typer.echo(text)
+    typer.echo(json.dumps(result, indent=2))
+    _write(result, file)
+
+
+def _show(table: Table, result: object, file: Path | None) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+    _write(result, file)
+
+
+def _write(result: object, file: Path | None) -> None:
     if file is not None:
-        file.write_text(text + "\n")
+        file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 @bench_app.command(context_settings=ENGINE_ARGS)
@@ -178,15 +191,11 @@ def kernels(
     json_file: JsonFile = None,
 ) -> None:
     """The kernels of this machine, and the share of the roof that each reaches."""
-    from rich.console import Console
-
     from baton.kernels.bench import run_all, table
 
     with _refusals_shown():
         rows = run_all(ops or ())
-    Console().print(table(rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+    _show(table(rows), [dataclasses.asdict(row) for row in rows], json_file)
 
 
 @bench_app.command()
@@ -206,10 +215,17 @@ def kv(
     json_file: JsonFile = None,
 ) -> None:
     """KV transfer between two groups of processes, beside raw NIXL moving the same bytes."""
+    import torch
+
     from baton.engine.core.layout import UnevenHeads
     from baton.engine.model_config import ModelConfig, ModelError
     from baton.kv_transfer.bench import DEFAULT_IN_FLIGHT, DEFAULT_LAYOUT, DEFAULT_TOKENS, measure, table
+    from baton.kv_transfer.bench.ranks import BenchFailed
 
+    if device not in ("cpu", "cuda"):
+        fail(f"--device {device}: use cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: torch finds no GPU on this machine; use cpu", code=1)
     try:
         result = measure(
             DEFAULT_LAYOUT if model is None else ModelConfig.from_folder(str(model), load_format="dummy").layout,
@@ -223,9 +239,10 @@ def kv(
         )
     except (ModelError, UnevenHeads) as error:
         fail(str(error))
+    except BenchFailed as error:
+        fail(str(error), code=1)
     typer.echo(table(result))
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+    _write(result, json_file)
 
 
 @bench_app.command()
@@ -245,7 +262,6 @@ def autoscale(
 ) -> None:
     """Fleets that follow their load, in virtual time: the autoscaler, Serve's default policy, fixed sizes."""
     import msgspec
-    from rich.console import Console
 
     from baton.cluster.autoscaling.compare import Case, InvalidSimulation, compare, table
     from baton.cluster.replay.traffic import InvalidTrace, Shape
@@ -255,9 +271,7 @@ def autoscale(
         rows = compare(Case(shape, trace, max_replicas, start, ttft, inter_token, downscale_delay))
     except (InvalidSimulation, InvalidTrace) as error:
         fail(str(error))
-    Console().print(table(rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps(msgspec.to_builtins(rows), indent=2) + "\n")
+    _show(table(rows), msgspec.to_builtins(rows), json_file)
 
 
 @bench_app.command()
@@ -284,7 +298,6 @@ def router(
 ) -> None:
     """Routing policies on the same requests, in virtual time: real router, real schedulers, no device."""
     import msgspec
-    from rich.console import Console
 
     from baton.cluster.replay.compare import InvalidReplay, compare, table
     from baton.cluster.replay.replay import Fleets
@@ -297,6 +310,4 @@ def router(
         rows = compare(fleets, shape, trace, policies or ())
     except (InvalidReplay, InvalidTrace) as error:
         fail(str(error))
-    Console().print(table(rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps(msgspec.to_builtins(rows), indent=2) + "\n")
+    _show(table(rows), msgspec.to_builtins(rows), json_file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from baton.cluster.counted import counted
 from baton.cluster.planning.plan import check_model
 from baton.cluster.spec import (
     FleetSpec,
@@ -21,7 +22,8 @@ def judgements_of(file: Path) -> Iterator[tuple[str, bool]]:
     content = read_mapping(file)
     if is_ray_cluster(content):
         cluster = load_ray_cluster(content)
-        yield f"{cluster.name} is fine: a Ray cluster of a head and up to {cluster.max_workers} workers", True
+        workers = counted(cluster.max_workers, "worker")
+        yield f"{cluster.name} is fine: a Ray cluster of a head and up to {workers}", True
         return
     for name, spec in load_specs(content, needs_model=False).items():
         yield _judged(name, spec)

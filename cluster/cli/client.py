@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -16,8 +17,29 @@ from baton.cluster.gateway.dispatch.ranks import spell_ranks
 
 from .words import fail
 
-TIMEOUT_S = 600.0
+ANSWER_S = 600.0  # silence of a chat's server
+STATUS_S = 10.0  # silence of a gateway that is asked for its state, for which it waits for nobody
 CONNECT_S = 5.0
+ANOTHERS = "is it another program's address?"
+
+T = TypeVar("T")
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+
+
+class _Ranks(msgspec.Struct):
+    """The answer of /v1/cluster/ranks."""
+
+    object: str
+    gateway: str
+    data: list[dict[str, Any]]
+    gateways: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -65,17 +87,22 @@ def _gateway_table(gateways: list[dict[str, Any]]) -> Table:
     return table
 
 
-def show_status(url: str, api_key: str | None) -> int:
-    """Prints engines and gateways, and returns the exit code: 1 where nobody can serve. Ends where nobody answers."""
-    console = Console()
+def show_status(url: str, api_key: str | None, *, as_json: bool) -> int:
+    """Prints engines and gateways, for people or for programs (docs/operations.md), and returns the exit code: 1 where
+    nobody can serve. Ends the command with 1, and prints nothing, where no gateway says.
+    """
     try:
-        with _client(url, api_key) as client:
+        with _client(url, api_key, STATUS_S) as client:
             ready = client.get("/health").status_code == httpx.codes.OK
-            ranks = client.get("/v1/cluster/ranks").raise_for_status().json()
+            ranks = msgspec.structs.asdict(_decoded(client.get("/v1/cluster/ranks"), _Ranks))
     except httpx.HTTPError as error:
         fail(_reason(url, error), code=1)
-    print_ranks(console, ranks)
-    console.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
+    if as_json:
+        print(json.dumps({"ready": ready, **ranks}, indent=2))
+    else:
+        console = Console()
+        print_ranks(console, ranks)
+        console.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
     return 0 if ready else 1
 
 
@@ -84,8 +111,8 @@ def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
     console = Console()
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     try:
-        with _client(url, api_key) as client:
-            model = settings.model or client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        with _client(url, api_key, ANSWER_S) as client:
+            model = settings.model or _decoded(client.get("/v1/models"), _Models).data[0].id
             console.print(f"Talking to [bold]{model}[/]. An empty line ends.", highlight=False)
             while question := _read(console):
                 messages.append({"role": "user", "content": question})
@@ -101,10 +128,18 @@ def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
         fail(_reason(url, error), code=1)
 
 
-def _client(url: str, api_key: str | None) -> httpx.Client:
+def _client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base_url = url.rstrip("/").removesuffix("/v1")
-    return httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S))
+    return httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
+
+
+def _decoded(response: httpx.Response, kind: type[T]) -> T:
+    """What a gateway says. Raises `httpx.HTTPError` for a refusal, and for what no gateway would say."""
+    try:
+        return msgspec.json.decode(response.raise_for_status().content, type=kind)
+    except msgspec.DecodeError:
+        raise httpx.DecodingError(f"{response.url} answers, but not as Baton does: {ANOTHERS}") from None
 
 
 def _read(console: Console) -> str:
@@ -150,7 +185,7 @@ def _reason(url: str, error: httpx.HTTPError) -> str:
         try:
             return str(error.response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            return str(error)
+            return f"{error.request.url} answers with {error.response.status_code}, not as Baton does: {ANOTHERS}"
     if isinstance(error, httpx.TransportError):
         return f"no answer from {url} ({error}); is `baton serve` running there?"
     return str(error)

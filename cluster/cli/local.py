@@ -96,7 +96,7 @@ class LocalApplication:
         host = spec.gateway.host
         self._host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.url = f"http://{self._host}:{spec.gateway.port}"
-        keys = spec.gateway.settings("").api_keys
+        keys = spec.gateway.keys()
         self._headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
 
     def __enter__(self) -> LocalApplication:
@@ -167,7 +167,8 @@ class LocalApplication:
             if self._name in serve.status().applications:
                 raise ServeFailed(
                     f"the cluster runs an application named {self._name!r} already: "
-                    "end it with `serve delete`, or give this one another name in a --config file"
+                    "end it with `serve shutdown`, which ends all that run there, or give this one another name in a "
+                    "--config file"
                 )
         args = self._spec.model_dump(mode="json", exclude_unset=True)
         self._deployed = True

@@ -13,6 +13,8 @@ import typer
 from .bench import bench_app
 from .words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail
 
+MOST_GB = 1e6  # of anything that one machine has
+
 app = typer.Typer(
     name="baton",
     no_args_is_help=True,
@@ -124,9 +126,9 @@ def check(
         typer.Argument(help="Serve config files, files with one application's args, or cluster files for `ray up`."),
     ],
 ) -> None:
-    """Check config files without starting anything; the exit code is 1 where one cannot work.
+    """Check config files without starting anything.
 
-    Models need not be on this machine: what then is left to check is said.
+    Models need not be on this machine: what then is left to check is said. The exit code is 1 where a file cannot work.
     """
     from baton.cluster.spec import InvalidSpec
 
@@ -139,7 +141,8 @@ def check(
                 typer.secho(f"{file}: {line}", fg=typer.colors.GREEN if whole else typer.colors.YELLOW)
         except InvalidSpec as error:
             failed = True
-            typer.secho(f"{file}: {error}", fg=typer.colors.RED, err=True)
+            for line in str(error).splitlines():
+                typer.secho(f"{file}: {line}", fg=typer.colors.RED, err=True)
     raise SystemExit(1 if failed else 0)
 
 
@@ -153,21 +156,24 @@ def plan(
         int | None, typer.Option(min=1, help=r"How many there are.  \[default: as many as it takes]")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="0: machines without GPUs.")] = 8,
-    gpu_memory: Annotated[float, typer.Option(min=1, help="Of one GPU, in GB.")] = 80.0,
+    gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Of one GPU, in GB.")] = 80.0,
     memory: Annotated[
-        float | None, typer.Option(min=1, help=r"Of one machine beside its GPUs', in GB.  \[default: enough]")
+        float | None,
+        typer.Option(min=1, max=MOST_GB, help=r"Of one machine beside its GPUs', in GB.  \[default: enough]"),
     ] = None,
     disk: Annotated[
-        float | None, typer.Option(min=1, help=r"Of one machine, where KV tiers are, in GB.  \[default: enough]")
+        float | None,
+        typer.Option(min=1, max=MOST_GB, help=r"Of one machine, where KV tiers are, in GB.  \[default: enough]"),
     ] = None,
-    load: Annotated[float, typer.Option(min=0, help="Requests a second.")] = 1.0,
+    load: Annotated[float, typer.Option(min=0, max=1e9, help="Requests a second.")] = 1.0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 1024,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 256,
 ) -> None:
     """Show where an application's ranks would be, what they would hold, and what would be refused.
 
-    Starts nothing and needs no GPU: the shapes come from the model's config.json. The exit code is 1 where something
-    would be refused.
+    Starts nothing and needs no GPU: the shapes come from the model's config.json.
+
+    The exit code is 1 where something would be refused.
 
     Example:
 
@@ -200,11 +206,18 @@ def plan(
 
 
 @app.command()
-def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Show the engines of a running server."""
+def status(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: docs/operations.md has the fields.")] = False,
+) -> None:
+    """Show the engines and gateways of a running server.
+
+    The exit code is 1 where no engine can serve a request, and where no gateway answers: then only an error is told.
+    """
     from .client import show_status
 
-    raise SystemExit(show_status(url, api_key))
+    raise SystemExit(show_status(url, api_key, as_json=as_json))
 
 
 @app.command()

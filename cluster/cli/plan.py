@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cluster.contracts import LoadBalancing
+from baton.cluster.counted import counted
 from baton.cluster.gateway.dispatch.ranks import spell_ranks
 from baton.cluster.planning.hosts import HostNeeds
 from baton.cluster.planning.plan import GB, Plan, RankPlan
@@ -16,13 +17,14 @@ from baton.cluster.planning.plan import GB, Plan, RankPlan
 def print_plan(console: Console, name: str, plan: Plan) -> None:
     spec, machines = plan.spec, plan.machines
     size = (
-        f"{machines.gpus_per_node} GPUs of {machines.gpu_memory_bytes / GB:g} GB"
+        f"{counted(machines.gpus_per_node, 'GPU')} of {machines.gpu_memory_bytes / GB:g} GB"
         if machines.gpus_per_node
         else "no GPU"
     )
     if resources := {name for fleet in spec.fleets.present.values() for name in fleet.resources}:
         size += f", each with enough of {', '.join(sorted(resources))}"
-    console.print(f"[bold]{name}[/]: {spec.served_model_id} on {plan.num_nodes} node(s) with {size}", highlight=False)
+    nodes = counted(plan.num_nodes, "node")
+    console.print(f"[bold]{name}[/]: {spec.served_model_id} on {nodes} with {size}", highlight=False)
     console.print(_placement(plan))
     if plan.fleets:
         console.print(_memory(plan))
@@ -95,7 +97,8 @@ def _gateways(plan: Plan) -> str:
 
 def _print_bandwidth(console: Console, plan: Plan) -> None:
     load = plan.traffic
-    line = f"At {load.requests_per_s:g} requests a second of {load.prompt_tokens} + {load.output_tokens} tokens: "
+    requests = counted(load.requests_per_s, "request")
+    line = f"At {requests} a second of {load.prompt_tokens} + {load.output_tokens} tokens: "
     if (bandwidth := plan.bandwidth) is None:
         line += "nothing is handed over"
     else:

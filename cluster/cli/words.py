@@ -15,8 +15,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def http_url(given: str) -> str:
     """`localhost:8000` is one, too."""
     url = given if "://" in given else f"http://{given}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, a bracket that stays open
+        is_one = False
+    if not is_one:
         raise typer.BadParameter(f"{given!r} is no address of a server: give it as {DEFAULT_URL}")
     return url
 

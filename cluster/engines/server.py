@@ -14,13 +14,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from typing import Protocol
 
 from baton.cluster.contracts import EnginePulse
+from baton.cluster.counted import counted
 from baton.cluster.gateway.settings import QueueLimits
 from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Submit
 from baton.engine.core.engine import EngineFailed
@@ -31,6 +30,7 @@ from baton.kv_transfer.protocol.stats import TransferStats
 
 from .mailbox import GatewayLost, GatewayUnlisted, Leave, Letter, Mailbox, Unreadable
 from .news import News, Reported
+from .owners import Owner, Owners
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,6 @@ class Engine(Reported, Protocol):
     def begin(self, request_id: str, generation: int, token_id: int) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[EngineOutput]: ...
-
-
-@dataclass(frozen=True)
-class Owner:
-    gateway: bytes
-    generation: int
 
 
 class EngineServer:
@@ -80,7 +74,7 @@ class EngineServer:
         self._has_spoken = threading.Event()  # the step thread has said its last word
         self.ended: Future[None] = Future()
 
-        self._owners: dict[str, Owner] = {}  # step thread only, but for their number
+        self._owners = Owners()  # step thread only, but for their number
         self._leaves = False  # step thread only: nothing more is taken
         self._news = News(self._mail, engine, engine_id, epoch, transfers)  # step thread only, from `start` on
         self._turn_began_s = time.monotonic()
@@ -209,7 +203,7 @@ class EngineServer:
                 self._news.hears(gateway)  # who asks is there, whatever could not be sent to it before
                 self._add(gateway, request, came_s)
             case Begin(request_id=request_id, generation=generation, token_id=token_id):
-                if self._owners.get(request_id) == Owner(gateway, generation):
+                if self._owners.of(request_id) == Owner(gateway, generation):
                     self._engine.begin(request_id, generation, token_id)
                 else:
                     self.counters.stale_messages += 1
@@ -221,7 +215,7 @@ class EngineServer:
                 self._end_unreadable(gateway, name, reason)
             case Leave():
                 self._leaves = True
-                for request_id, owner in list(self._owners.items()):
+                for request_id, owner in self._owners.all():
                     self._abort(request_id, owner.generation)
                     self._refuse(owner.gateway, request_id, owner.generation, LEAVING)
 
@@ -229,18 +223,18 @@ class EngineServer:
         if self._leaves:
             self._refuse(gateway, request.request_id, request.generation, LEAVING)
             return
-        owner = self._owners.get(request.request_id)
+        owner = self._owners.of(request.request_id)
         if owner is not None and (owner.gateway != gateway or owner.generation >= request.generation):
             error = EngineError(ErrorKind.INVALID, f"request id {request.request_id!r} is in use: ids must be unique")
             self._refuse(gateway, request.request_id, request.generation, error)
             return
         if owner is not None:  # a newer generation takes the place of the older one
-            del self._owners[request.request_id]
+            self._owners.remove(request.request_id)
             self._engine.abort(request.request_id)
         if not _brings_work(request) and self._queue_limits.reached(stats := self._engine.stats()):
             self._refuse(gateway, request.request_id, request.generation, _full(stats, self._queue_limits))
             return
-        self._owners[request.request_id] = Owner(gateway, request.generation)
+        self._owners.add(request, gateway)
         self._engine.add(request, came_s)
 
     def _end_unreadable(self, gateway: bytes, name: RequestName | None, reason: str) -> None:
@@ -250,7 +244,7 @@ class EngineServer:
             self._news.tell(gateway, [], lost_a_message=True)
             return
         request_id, generation = name.request_id, name.generation
-        owner = self._owners.get(request_id)
+        owner = self._owners.of(request_id)
         if owner is not None and owner.gateway == gateway:
             self._abort(request_id, generation)
         error = EngineError(ErrorKind.INTERNAL, f"The engine cannot read what this gateway sent: {reason}")
@@ -263,16 +257,16 @@ class EngineServer:
         self._news.tell(gateway, [refusal])
 
     def _abort(self, request_id: str, generation: int) -> None:
-        owner = self._owners.get(request_id)
+        owner = self._owners.of(request_id)
         if owner is not None and owner.generation > generation:
             self.counters.stale_messages += 1
             return
-        self._owners.pop(request_id, None)
+        self._owners.remove(request_id)
         self._engine.abort(request_id)  # also a request that has ended here: it may hold blocks for a reader
 
     def _abort_all_of(self, gateway: bytes) -> list[EngineOutput]:
         """Returns the last words about the requests."""
-        its_own = [(request_id, owner) for request_id, owner in self._owners.items() if owner.gateway == gateway]
+        its_own = self._owners.all_of(gateway)
         for request_id, owner in its_own:
             self._abort(request_id, owner.generation)
         return [
@@ -286,17 +280,8 @@ class EngineServer:
             self._news.tell(gateway, last_words)
 
     def _publish(self, outputs: Sequence[EngineOutput]) -> None:
-        if not outputs:
-            return
-        of_gateway: dict[bytes, list[EngineOutput]] = defaultdict(list)
-        for output in outputs:
-            owner = self._owners.get(output.request_id)
-            if owner is None or owner.generation != output.generation:
-                continue  # aborted: nobody waits for it
-            of_gateway[owner.gateway].append(output)
-            if output.finish_reason is not None:
-                del self._owners[output.request_id]
-        self._news.tell_each(of_gateway)
+        if outputs:
+            self._news.tell_each(self._owners.address(outputs))
 
 
 def _brings_work(request: EngineRequest) -> bool:
@@ -305,8 +290,9 @@ def _brings_work(request: EngineRequest) -> bool:
 
 
 def _full(stats: EngineStats, limits: QueueLimits) -> EngineError:
+    requests, tokens = counted(stats.num_requests_waiting, "request"), counted(stats.num_waiting_tokens, "token")
     message = (
-        f"{stats.num_requests_waiting} requests with {stats.num_waiting_tokens} tokens to compute wait in this engine: "
+        f"What waits in this engine: {requests}, with {tokens} to compute. "
         f"gateway.queue_limits are {limits.requests} and {limits.tokens}."
     )
     return EngineError(ErrorKind.OVERLOADED, message)

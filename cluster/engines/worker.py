@@ -147,10 +147,13 @@ class EngineWorker:
         try:
             engine = build_engine(self._config, connect, member, open_tiers=open_tiers)
         except BaseException:
-            self._kv.close_doors()
+            self._kv.give_up()
             raise
         self._engine = engine
-        return self._record(engine, self._serve(engine.core))
+        server = self._serve(engine.core)
+        if engine.grammars is not None and engine.region.device != "cpu":  # there their compiler is in the model's way
+            engine.grammars.start()
+        return self._record(engine, server)
 
     def _serve(self, core: EngineCore) -> EngineServer:
         gateway = self._launch.spec.gateway

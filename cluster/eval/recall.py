@@ -174,7 +174,7 @@ def recall(
         with Progress(console=console, transient=True) as progress:
             result = asyncio.run(evaluate(server, questions, concurrency, progress))
     except httpx.HTTPError as error:
-        fail(f"{url} does not answer: {error!r}")
+        fail(f"{url} does not answer: {error!r}", code=1)
     result["duration_s"] = round(time.perf_counter() - start, 2)
     show(result, console)
     if json_file:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from baton.cluster.counted import counted
 from baton.engine.core.messages import EngineError, ErrorKind
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it, it is only counted
@@ -79,7 +80,8 @@ def prompt_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiErr
 def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, max_tokens: int | None) -> ApiError:
     """OpenAI's refusal of a prompt that leaves no room: for anything where `max_tokens` is None, else for that many."""
     if max_tokens is None:
-        asked = f"Your prompt has {prompt_tokens} tokens, which leaves no room for an answer. Shorten the prompt."
+        length = counted(prompt_tokens, "token")
+        asked = f"Your prompt has {length}, which leaves no room for an answer. Shorten the prompt."
     else:
         asked = (
             f"You asked for {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} to "
@@ -120,12 +122,14 @@ def timed_out(message: str, code: str = "request_timeout") -> ApiError:
 
 
 def queue_full(limit: int, retry_after_s: float) -> ApiError:
-    message = f"This gateway already serves {limit} requests, which is its limit. Try again in {retry_after_s:g} s."
+    served = counted(limit, "request")
+    message = f"This gateway already serves {served}, which is its limit. Try again in {retry_after_s:g} s."
     return _too_many(message, "queue_full", retry_after_s)
 
 
 def key_limit(limit: int, retry_after_s: float) -> ApiError:
-    message = f"{limit} requests with this API key are under way, which is its limit. Try again in {retry_after_s:g} s."
+    served = counted(limit, "request")
+    message = f"This API key already has {served} under way, which is its limit. Try again in {retry_after_s:g} s."
     return _too_many(message, "key_limit", retry_after_s)
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Self
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -27,11 +27,11 @@ from .dispatch.timeline import Timeline
 EXPORTER = "OTEL_TRACES_EXPORTER"
 OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
-INSTALL = "pip install 'baton[tracing]' brings OTLP over HTTP"
+EXTRAS = {"otlp_proto_http": "tracing", "otlp_proto_grpc": "tracing-grpc"}  # of this package, that bring them
 
 
 class NoExporter(RuntimeError):
-    """The environment asks for traces, and nothing here can send them."""
+    """The environment asks for traces, and nothing here can send them so. The message says what to change."""
 
 
 class Spans:
@@ -44,13 +44,13 @@ class Spans:
 
     @classmethod
     def from_environment(cls, gateway_id: str) -> Self | None:
-        """None where no exporter is named. Raises `NoExporter` where it is not installed."""
+        """None where no exporter is named. Raises `NoExporter` where it is not installed, or does not start."""
         name = os.environ.get(EXPORTER, "none")
         if name in ("", "none"):
             return None
         ours = Resource({SERVICE_NAME: "baton-gateway", "service.instance.id": gateway_id})
         provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
-        provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
+        provider.add_span_processor(_sending(_exporter_entry(name)))
         return cls(provider)
 
     def record(
@@ -101,19 +101,37 @@ class Spans:
         self._provider.shutdown()
 
 
-def _exporter(name: str) -> SpanExporter:
+def _exporter_entry(name: str) -> EntryPoint:
     """Raises `NoExporter`."""
     if name == "otlp":
-        protocol = next((os.environ[each] for each in OTLP_PROTOCOLS if each in os.environ), "http/protobuf")
-        if protocol not in OTLP_EXPORTERS:
-            allowed = ", ".join(OTLP_EXPORTERS)
-            raise NoExporter(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; it can be one of {allowed}.")
-        name = OTLP_EXPORTERS[protocol]
+        name = _otlp_exporter()
     installed = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
     if name not in installed:
-        there = ", ".join(sorted(installed)) or "none"
-        raise NoExporter(f"{EXPORTER} asks for {name!r}, which is not installed ({there}): {INSTALL}, or unset it.")
-    return installed[name].load()()
+        extra = EXTRAS.get(name, "tracing")
+        raise NoExporter(
+            f"{EXPORTER} asks for {name!r}, and installed are {', '.join(sorted(installed))}: pip install "
+            f"'baton[{extra}]' brings OTLP over {'gRPC' if extra == 'tracing-grpc' else 'HTTP'}; or unset it."
+        )
+    return installed[name]
+
+
+def _sending(entry: EntryPoint) -> SpanProcessor:
+    """Raises `NoExporter`."""
+    try:
+        return BatchSpanProcessor(entry.load()())
+    except Exception as error:  # what exporters raise for the variables that they read has no common type
+        raise NoExporter(
+            f"{EXPORTER} asks for {entry.name!r}, which does not start ({type(error).__name__}: {error}): look at the "
+            "other variables OTEL_EXPORTER_* and OTEL_BSP_*, or unset it."
+        ) from error
+
+
+def _otlp_exporter() -> str:
+    """Raises `NoExporter` for a protocol that is none of OTLP's. An empty variable is as good as none."""
+    variable, protocol = next(((each, os.environ[each]) for each in OTLP_PROTOCOLS if os.environ.get(each)), ("", ""))
+    if variable and protocol not in OTLP_EXPORTERS:
+        raise NoExporter(f"{variable} is {protocol!r}; it can be one of {', '.join(OTLP_EXPORTERS)}.")
+    return OTLP_EXPORTERS[protocol or "http/protobuf"]
 
 
 def _ns(at_s: float, offset_ns: int) -> int:

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.cluster.gateway.errors import ApiError
 
+from .http_1_0 import answer_without_chunks
 from .one_protocol import OneProtocolParser
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
@@ -51,6 +52,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             return
         self._in_body, self._head_bytes = True, 0
         super().on_headers_complete()
+        if self.parser.get_http_version() < "1.1":
+            answer_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:

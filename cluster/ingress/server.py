@@ -140,7 +140,7 @@ class GatewayServer:
         self._spans = Spans.from_environment(self.record.identity)
 
     async def start(self) -> FastAPI:
-        """The application that it serves from now on."""
+        """The application that it serves from now on. Raises `InvalidKeys`."""
         spec, identity = self._spec, self.record.identity
         await self._register()  # before any engine hears of it
         key = await self._directory.call("cluster_key")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.cluster.contracts import Role
+from baton.cluster.counted import counted
 from baton.cluster.engines.seats import seats_of
 from baton.cluster.spec import FleetSpec, InvalidSpec
 from baton.engine.config import DTYPES, EngineConfig, InvalidEngineConfig
@@ -122,7 +123,9 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
     plan.refusals += _too_large_for_a_node(spec, machines)
     plan.ranks = [] if plan.refusals else list(_placement(spec, machines))
     if machines.nodes is not None and plan.num_nodes > machines.nodes:
-        plan.refusals.append(f"{plan.num_nodes} nodes are needed, there are {machines.nodes}")
+        plan.refusals.append(
+            f"{counted(plan.num_nodes, 'node')} needed, {machines.nodes} given: give more, or fewer or smaller groups"
+        )
     for role in spec.fleets.present:
         try:
             plan.fleets.append(_fleet(spec, role, machines, plan.notes))
@@ -185,10 +188,10 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
             "devices",
         )
     if max_model_len < model.max_model_len:
-        what = f"hold {max_model_len} tokens, a sequence may have {model.max_model_len}"
+        what = f"for {max_model_len} tokens, a sequence may have {model.max_model_len}"
         if config.max_model_len is not None:
-            raise InvalidEngineConfig(setting, f"{num_blocks} blocks {what}")
-        notes.append(f"{role}: {num_blocks} blocks {what}: max_model_len becomes {max_model_len}")
+            raise InvalidEngineConfig(setting, f"{counted(num_blocks, 'block')} {what}")
+        notes.append(f"{role}: {counted(num_blocks, 'block')} {what}: max_model_len becomes {max_model_len}")
     return FleetPlan(role, config, device, weights, step, block, num_blocks, max_model_len)
 
 
@@ -286,6 +289,6 @@ def _note_what_is_slow(plan: Plan) -> None:
     straddling = sum(len(nodes) > 1 for nodes in groups.values())
     if straddling:
         plan.notes.append(
-            f"{straddling} engines divide their layers over several nodes, which is slow: choose a "
+            f"the layers of {counted(straddling, 'engine')} are divided over several nodes, which is slow: choose a "
             f"tensor_parallel_size that divides {plan.machines.gpus_per_node}"
         )

@@ -21,6 +21,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from baton.cluster.contracts import LoadBalancing, Role, ScalePlan
+from baton.cluster.counted import counted
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
 
@@ -28,6 +29,7 @@ from .parts import MAX_PORT, AutoscalingSpec, Fleets, GatewaySpec
 from .strict import Strict, unknown_key
 
 SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
+MOST_WORKERS = 16_384  # of one application: each is a process with a device
 REPLICA_CPUS = 0.1  # what a group's control plane books beside its ranks
 
 Bundle = dict[str, float]  # Ray's resources by name
@@ -83,6 +85,11 @@ class FleetSpec(Strict):
     @model_validator(mode="after")
     def _engines_fit_together(self) -> Self:
         configs = {role: self.engine_config(role) for role in self.fleets.present}
+        if self.num_workers > MOST_WORKERS:
+            raise ValueError(
+                f"fleets: they have {self.num_workers} ranks in all, and may have {MOST_WORKERS}: give fewer replicas "
+                "or smaller groups (tensor_parallel_size, data_parallel_size)"
+            )
         self.transfer_settings()
         for role, config in configs.items():
             gpus = self.fleets.present[role].num_gpus
@@ -215,15 +222,17 @@ class FleetSpec(Strict):
 
     def missing_gpus(self, cluster_gpus: float) -> str:
         """Why a cluster with so many GPUs cannot place all engines; empty where it can."""
-        needed = sum(
-            fleet.first_replicas * self.engine_config(role).world_size * self.gpus_of(role, cluster_gpus)
+        ranks = {
+            role: fleet.first_replicas * self.engine_config(role).world_size
             for role, fleet in self.fleets.present.items()
-        )
+        }
+        needed = sum(count * self.gpus_of(role, cluster_gpus) for role, count in ranks.items())
         if needed <= cluster_gpus:
             return ""
         return (
-            f"{self.num_workers} ranks reserve {needed:g} GPUs, the cluster has {cluster_gpus:g}: give fewer "
-            "replicas, smaller groups (tensor_parallel_size, data_parallel_size), let engines share a GPU "
+            f"{counted(needed, 'GPU')} to reserve for {counted(sum(ranks.values()), 'rank')}, the cluster has "
+            f"{cluster_gpus:g}: give fewer replicas, smaller groups (tensor_parallel_size, data_parallel_size), let "
+            "engines share a GPU "
             "(fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or run them on CPUs "
             "(engine.device: cpu)"
         )
@@ -247,7 +256,8 @@ class FleetSpec(Strict):
         try:
             return parse_settings(self.transfer)
         except InvalidTransferSettings as error:
-            raise ValueError(f"transfer: {error}") from None
+            message, at, name = str(error).partition(" - at `$.")
+            raise ValueError(f"transfer.{name.rstrip('`')}: {message}" if at else f"transfer: {error}") from None
 
     def engine_config(self, role: Role) -> EngineConfig:
         """The arguments of one engine of this role. Raises `ValueError` that names the argument."""

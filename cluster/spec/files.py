@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 
 from .application import FleetSpec
 from .ray_clusters import is_ray_cluster
 from .strict import InvalidSpec
+from .wording import lines_of
+from .yaml_text import read_yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 IMPORT_PATH = "baton.cluster.app:build_app"
@@ -31,17 +32,7 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     try:
         return FleetSpec.model_validate(dict(args))
     except pydantic.ValidationError as error:
-        raise InvalidSpec(_lines(error)) from None
-
-
-def _lines(error: pydantic.ValidationError) -> str:
-    return "\n".join(map(_line, error.errors()))
-
-
-def _line(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    what = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {what}" if where else what
+        raise InvalidSpec(lines_of(error)) from None
 
 
 def find_model_folder(model: str) -> Path:
@@ -84,8 +75,17 @@ def load_specs(
 ) -> dict[str, FleetSpec]:
     """`specs_in_file` of what a file says."""
     own = {} if model is None else {"model": model}
+    specs, problems = {}, []
     given = _applications_of(content)
-    return {name: load_spec({**args, **own}, needs_model=needs_model) for name, args in given.items()}
+    for name, args in given.items():
+        try:
+            specs[name] = load_spec({**args, **own}, needs_model=needs_model)
+        except InvalidSpec as error:
+            whose = f"{name}: " if len(given) > 1 else ""
+            problems += [whose + line for line in str(error).splitlines()]
+    if problems:
+        raise InvalidSpec("\n".join(problems))
+    return specs
 
 
 class _Application(pydantic.BaseModel):
@@ -115,7 +115,10 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         applications = _ServeFile.model_validate(content).applications
     except pydantic.ValidationError as error:
-        raise InvalidSpec(_lines(error)) from None
+        raise InvalidSpec(lines_of(error)) from None
+    names = [each.name for each in applications]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidSpec(f"applications: two are named {twice!r}; give each a `name` of its own")
     ours = {each.name: each.args for each in applications if each.import_path == IMPORT_PATH}
     if not ours:
         raise InvalidSpec(f"applications: none has import_path {IMPORT_PATH}, which is Baton's")
@@ -125,11 +128,11 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_mapping(path: Path) -> dict[str, Any]:
     """What a file of settings says. Raises `InvalidSpec`."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = read_yaml(path.read_text())
     except OSError as error:
         raise InvalidSpec(f"cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidSpec(f"is no YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidSpec("is no text in UTF-8") from None
     if not isinstance(content, dict):
         raise InvalidSpec(
             "must hold a mapping: a Serve config with `applications`, or the arguments of one application"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import Bounds, Role
+from baton.cluster.gateway.keys import InvalidKeys, keys_in
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.kv_transfer.tiers.settings import TierSettings
 
 from .strict import InvalidSpec, Strict
 
 MAX_PORT = 65535
+Resources = dict[str, Annotated[float, Field(ge=0)]]  # Ray's, by name
 
 
 class GatewaySpec(Strict, GatewaySettings):
@@ -22,35 +23,28 @@ class GatewaySpec(Strict, GatewaySettings):
 
     replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
     max_surge_percent: int = Field(100, ge=0, le=100)  # gateways of a new version that start before old ones end
-    host: str = "0.0.0.0"
+    host: str = Field("0.0.0.0", min_length=1)
     port: int = Field(8000, ge=1, le=MAX_PORT)  # the first of a machine, where each gateway has its own
     num_cpus: float = Field(0.1, ge=0)  # for Ray's placement
-    resources: dict[str, float] = {}
-    api_keys_file: str = ""  # more API keys, one a line, on every node with a gateway: no config file shows them
+    resources: Resources = {}
 
     def settings(self, gateway_id: str) -> GatewaySettings:
-        """The limits of the gateway with this identity. Raises `InvalidSpec` where `api_keys_file` gives no key."""
+        """The limits of the gateway with this identity."""
         limits = {name: getattr(self, name) for name in GatewaySettings.model_fields}
-        api_keys = [*self.api_keys, *(_keys_in(self.api_keys_file) if self.api_keys_file else [])]
-        return GatewaySettings(**{**limits, "gateway_id": gateway_id, "api_keys": api_keys})
+        return GatewaySettings(**{**limits, "gateway_id": gateway_id})
+
+    def keys(self) -> list[str]:
+        """That open now; the file is read on this machine. Raises `InvalidSpec` where it gives none."""
+        try:
+            return [*self.api_keys, *(keys_in(self.api_keys_file) if self.api_keys_file else [])]
+        except InvalidKeys as error:
+            raise InvalidSpec(str(error)) from None
 
     @model_validator(mode="after")
     def _identity_is_ours(self) -> Self:
         if "gateway_id" in self.model_fields_set:
             raise ValueError("gateway_id is not set by hand: every gateway draws its own")
         return self
-
-
-def _keys_in(file: str) -> list[str]:
-    """Never empty: without keys everyone could call. Raises `InvalidSpec`."""
-    try:
-        lines = Path(file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSpec(f"gateway.api_keys_file: {file}: {error}") from None
-    keys = [key for line in lines if (key := line.strip())]
-    if not keys:
-        raise InvalidSpec(f"gateway.api_keys_file: {file} holds no key: one a line is expected")
-    return keys
 
 
 class AutoscalingSpec(Strict, AutoscalingSettings):
@@ -70,7 +64,7 @@ class Fleet(Strict):
     engine: dict[str, Any] = {}
     num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
     num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
-    resources: dict[str, float] = {}  # of one worker
+    resources: Resources = {}  # of one worker
     step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
     drain_timeout_s: float = Field(30.0, ge=0)  # for what an engine has when it is to end; the rest goes on elsewhere
     max_surge_percent: int = Field(0, ge=0, le=100)  # groups of a new version that start before old ones end

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +32,18 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     logging.getLogger("ray.autoscaler").setLevel(logging.WARNING)  # it tells what it fills in
-    if "provider" not in content:
-        raise InvalidSpec(
-            "provider: is missing: `type: local`, `aws` or another that Ray knows, and what belongs to it"
-        )
+    provider = content.get("provider")
+    if not (isinstance(provider, Mapping) and "type" in provider):
+        raise InvalidSpec("provider: give `type: local`, `aws` or another that Ray knows, and what belongs to it")
+    told = io.StringIO()
     try:
-        config = prepare_config(dict(content))
-        validate_config(config)
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):  # what it refuses, it raises as well
+            config = prepare_config(dict(content))
+            validate_config(config)
     except jsonschema.ValidationError as error:
         place = ".".join(map(str, error.absolute_path))
         raise InvalidSpec(f"{place}: {error.message}" if place else error.message) from None
     except Exception as error:  # what else Ray raises has no common type
         raise InvalidSpec(f"`ray up` would refuse it: {type(error).__name__}: {error}") from error
+    sys.stderr.write(told.getvalue())
     return RayCluster(config["cluster_name"], config["max_workers"])

@@ -19,6 +19,13 @@ class CompilerFailed(Exception):
     """The compiler does not start."""
 
 
+class CompilerClosed(CompilerFailed):
+    """Its engine has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has ended")
+
+
 class GrammarCompiler:
     """Threads wait for each other. Ends with this process, or with `close`."""
 
@@ -59,7 +66,7 @@ class GrammarCompiler:
         if self._process is not None and self._process.poll() is None:
             return self._process
         if self._closed:
-            raise CompilerFailed("the engine has ended")
+            raise CompilerClosed
         # A session of its own: an interrupt from the keyboard is this process's business.
         command = [sys.executable, "-m", "baton.engine.structured.compiling"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -71,7 +78,7 @@ class GrammarCompiler:
             if isinstance(reply, Refused):
                 raise GrammarRefused(reply.reason)
             if self._closed:
-                raise CompilerFailed("the engine has ended")
+                raise CompilerClosed
             raise CompilerFailed(f"the compiler of grammars ended with status {status}; its output says why")
         self._tokenizer_info = reply.tokenizer_info
         return process

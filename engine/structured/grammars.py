@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -15,16 +16,20 @@ from numpy.typing import NDArray
 from ..core.grammar import GrammarRefused, GrammarStats
 from ..core.sampling import StructuredOutputsParams
 from .cache import GrammarCache
-from .compiler import GrammarCompiler
+from .compiler import CompilerClosed, CompilerFailed, GrammarCompiler
 from .frames import Limits, Vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
 
+logger = logging.getLogger(__name__)
+
 # xgrammar 0.2.8 lets strings with minLength or maxLength hold what JSON forbids. As space between the parts
 # of an answer nobody misses tabs, and line breaks are kept out of strings.
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _BOUNDED = re.compile(r"(min|max)Length")
+
+STARTING_THREAD = "baton-grammars-start"
 
 Words = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is set
 
@@ -32,7 +37,7 @@ Words = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is s
 class Grammars:
     """Compiles each grammar once, as long as the cache holds it. Any thread may call everything.
 
-    Nothing is loaded or started before the first grammar: an engine that is asked for none pays nothing.
+    Nothing is loaded or started before `start`, or else the first grammar.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits = Limits()) -> None:
@@ -43,6 +48,21 @@ class Grammars:
         self._compile_s = 0.0
         self._tokenizer_info: xgrammar.TokenizerInfo | None = None
         self._printable: Words | None = None
+
+    def start(self) -> None:
+        """Returns at once; a thread starts the compiler and loads what the first grammar would wait for."""
+        threading.Thread(target=self._start, name=STARTING_THREAD, daemon=True).start()
+
+    def _start(self) -> None:
+        try:
+            with self._turn:
+                self._vocabulary_as_xgrammar()
+        except GrammarRefused as refused:
+            logger.info("no output can be structured: %s", refused)  # and whoever asks for one is told so
+        except CompilerClosed:
+            return  # nobody asks any more
+        except (CompilerFailed, OSError) as failure:  # OSError: no memory for another process
+            logger.warning("the compiler of grammars is started again with the first one: %s", failure)
 
     def open(self, asked: StructuredOutputsParams) -> Matcher:
         """See `GrammarSource.open`."""
@@ -72,13 +92,21 @@ class Grammars:
             raise
         finally:
             self._compile_s += time.monotonic() - began_s
-        import xgrammar  # about a second, with transformers
+        info = self._vocabulary_as_xgrammar()
+        import xgrammar
 
-        if self._tokenizer_info is None:
-            self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(self._compiler.tokenizer_info())
-        compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, self._tokenizer_info)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, info)
         self._cache.keep(key, compiled)
         return compiled
+
+    def _vocabulary_as_xgrammar(self) -> xgrammar.TokenizerInfo:
+        """In this thread's turn. Raises `GrammarRefused` for tokenizers without bytes, and `CompilerFailed`."""
+        if self._tokenizer_info is None:
+            serialized = self._compiler.tokenizer_info()
+            import xgrammar  # about a second, with transformers
+
+            self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(serialized)
+        return self._tokenizer_info
 
     def _without_control_characters(self) -> Words:
         if self._printable is None:

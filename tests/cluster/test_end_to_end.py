@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -23,7 +24,11 @@ from free_ports import free_port
 from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import wait_until_gone
+from baton.cluster.contracts import Role
+from baton.cluster.gateway.dispatch.breaker import CircuitState
 from baton.cluster.gateway.dispatch.timeline import Stamp
+from baton.engine.core.messages import ExpertReview
+from baton.engine.core.tiers import TierStats
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -117,6 +122,33 @@ def test_status_lists_the_engines(server: Server) -> None:
     assert "prefill" in done.stdout
     assert "internal" in done.stdout, "gateways are listed, too"
     assert "ready" in done.stdout
+
+
+OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
+NO_FIELDS = {*Role, *CircuitState, "list", "null"}  # what the page's table names beside fields
+
+
+def test_status_tells_programs_every_field_that_the_page_for_operators_names_and_no_other(server: Server) -> None:
+    command = [BATON, "status", "--json", "--url", server.url]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    told = json.loads(done.stdout)
+    assert told["ready"] is True
+    assert sorted((rank["role"], rank["pid"]) for rank in told["data"]) == sorted(
+        (rank["role"], rank["pid"]) for rank in server.ranks()
+    )
+    table = OPERATIONS.read_text().partition("\n## Status\n")[2].partition("\n## ")[0].partition("|")[2]
+    sometimes = (ExpertReview, TierStats)
+    fields = set(keys_in(told)).union(*(kind.__struct_fields__ for kind in sometimes))
+    assert set(re.findall(r"`([a-z_]+)`", table)) - NO_FIELDS == fields
+
+
+def keys_in(value: Any) -> Iterator[str]:
+    """Of all mappings, at any depth."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    for part in value if isinstance(value, list) else ():
+        yield from keys_in(part)
 
 
 async def test_an_unknown_field_is_refused_by_name(client: openai.AsyncOpenAI) -> None:

@@ -133,8 +133,8 @@ ONE_NODE = Machines(8, 80 * GB, nodes=1)
     ("fleets", "engine", "machines", "said"),
     [
         ({"unified": {}}, {"tensor_parallel_size": 3}, ONE_NODE, "num_attention_heads (64)"),
-        ({"unified": {}}, {"tensor_parallel_size": 16}, ONE_NODE, "2 nodes are needed, there are 1"),
-        ({"unified": {"replicas": 9}}, {}, ONE_NODE, "2 nodes are needed, there are 1"),
+        ({"unified": {}}, {"tensor_parallel_size": 16}, ONE_NODE, "2 nodes needed, 1 given"),
+        ({"unified": {"replicas": 9}}, {}, ONE_NODE, "2 nodes needed, 1 given"),
         ({"unified": {}}, {"device": "cuda"}, Machines(0), "a worker needs 1 GPUs, a node has 0"),
         ({"unified": {"num_gpus": 4}}, {}, Machines(2), "a worker needs 4 GPUs, a node has 2"),
         ({"unified": {}}, {}, Machines(8, 40 * GB), "gpu_memory_utilization: leaves no room for KV blocks"),

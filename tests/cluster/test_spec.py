@@ -196,7 +196,11 @@ def test_engines_for_which_there_are_not_enough_gpus_are_named(model: str) -> No
     spec = load_spec({"model": model, "fleets": {"prefill": {"replicas": 2}, "decode": {}}})
     assert spec.missing_gpus(0) == ""
     assert spec.missing_gpus(3) == ""
-    assert "3 ranks reserve 3 GPUs, the cluster has 2" in spec.missing_gpus(2)
+    assert "3 GPUs to reserve for 3 ranks, the cluster has 2" in spec.missing_gpus(2)
+    scaled = {"unified": {"min_replicas": 1, "max_replicas": 4}}
+    first = load_spec({"model": model, "engine": {"device": "cuda"}, "fleets": scaled, "autoscaling": {}})
+    assert first.missing_gpus(1) == ""
+    assert "1 GPU to reserve for 1 rank, the cluster has 0" in first.missing_gpus(0)
 
 
 def test_every_rank_of_every_group_reserves_a_gpu(model: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from baton.cluster.counted import counted
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.text import Reading, TextError, bad_word_token_ids
@@ -51,6 +52,13 @@ class Job:
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
     reading: Reading = field(default_factory=Reading)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens that are text, since the reading needs them
+
+    def within(self, circle: str) -> Job:
+        """The same, whose prefixes only this circle can find; "" is everyone."""
+        if not circle:
+            return self
+        sequences = [msgspec.structs.replace(each, cache_salt=f"{circle}/{each.cache_salt}") for each in self.sequences]
+        return dataclasses.replace(self, sequences=sequences)
 
 
 class Preparer:
@@ -182,7 +190,8 @@ class Preparer:
     def _check_choices(self, prompts: int, n: int) -> None:
         if prompts * n > self._settings.max_choices:
             message = (
-                f"{prompts} prompts times n={n} are more than this server's limit of {self._settings.max_choices}."
+                f"n={n} for {counted(prompts, 'prompt')} makes {prompts * n} choices, more than this server's limit of "
+                f"{self._settings.max_choices}."
             )
             raise bad_request("n" if n > prompts else "prompt", message)
 

@@ -22,6 +22,7 @@ from balanced import (
     CONFIGS,
     ENVOY,
     HAPROXY,
+    NGINX,
     Balancer,
     Load,
     answered_by,
@@ -202,6 +203,20 @@ async def test_a_gateway_that_is_killed_costs_no_stream_that_can_be_resumed(setu
 
 
 async def test_tokens_are_passed_on_as_they_come(setup: Setup) -> None:
+    await check_tokens_come_one_by_one(setup)
+
+
+@each_of([dataclasses.replace(NGINX, without="proxy_http_version 1.1;")])
+@pytest.mark.parametrize("num_gateways", [1])
+async def test_so_they_are_by_an_nginx_that_speaks_the_version_of_its_own_choice(setup: Setup) -> None:
+    """HTTP/1.0, if it is not new."""
+    await check_tokens_come_one_by_one(setup)
+    async with Load(setup.port, CLIENTS, stream=True).under_way() as load:
+        await eventually(lambda: load.answered > 2 * CLIENTS)
+    assert load.failures == []
+
+
+async def check_tokens_come_one_by_one(setup: Setup) -> None:
     body = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 60, "ignore_eos": True, "stream": True}
     arrivals = []
     async with (

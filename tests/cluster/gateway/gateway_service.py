@@ -15,6 +15,7 @@ import uvicorn
 from fake_cluster import FakeCluster
 from fastapi import FastAPI
 
+from baton.cluster.ingress.http_protocol import GuardedHttpProtocol
 from baton.engine.text import Tokenizer
 
 
@@ -58,7 +59,9 @@ class Service:
     async def over_tcp(self) -> AsyncIterator[str]:
         """The base URL of a real server, in this event loop."""
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(self.app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            self.app, http=GuardedHttpProtocol, lifespan="off", log_level="warning", timeout_graceful_shutdown=1
+        )
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve([listener]))
         try:

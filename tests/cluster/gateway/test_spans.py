@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import queue
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any
 
+import grpc
 import pytest
 from gateway_service import Service
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -17,6 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from baton.cluster.contracts import Role
+from baton.cluster.gateway import spans
 from baton.cluster.gateway.spans import EXPORTER, OTLP_PROTOCOLS, NoExporter, Spans
 
 PROMPT = list(range(20, 60))
@@ -102,6 +109,30 @@ async def test_what_the_sampler_drops_costs_no_children(start: Callable[..., Ser
     assert len(collector) == 0
 
 
+def is_installed(exporter: str) -> bool:
+    return any(entry.name == exporter for entry in entry_points(group="opentelemetry_traces_exporter"))
+
+
+@contextmanager
+def grpc_collector() -> Iterator[tuple[str, queue.Queue[Any]]]:
+    """Where it listens, and what it is sent: requests with their metadata."""
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+    received: queue.Queue[Any] = queue.Queue()
+
+    class Traces(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            received.put((request, dict(context.invocation_metadata())))
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Traces(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"http://127.0.0.1:{port}", received
+    server.stop(None).wait(20)
+
+
 class TestEnvironment:
     @pytest.fixture(autouse=True)
     def _without_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +162,11 @@ class TestEnvironment:
         [
             ({EXPORTER: "jaguar"}, ["'jaguar'", "console", "baton[tracing]"]),
             ({EXPORTER: "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "fax"}, ["'fax'", "http/protobuf, grpc"]),
-            ({EXPORTER: "otlp", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "post"}, ["'post'"]),
+            ({EXPORTER: "otlp", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "post"}, ["TRACES_PROTOCOL is 'post'"]),
+            (
+                {EXPORTER: "console", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "99999"},
+                ["'console'", "max_queue_size", "OTEL_BSP_"],
+            ),
         ],
     )
     def test_an_exporter_that_is_not_there_is_refused_by_name(
@@ -142,3 +177,39 @@ class TestEnvironment:
         with pytest.raises(NoExporter) as refusal:
             Spans.from_environment("gateway-1")
         assert not [word for word in words if word not in str(refusal.value)]
+
+    @pytest.mark.parametrize(
+        ("protocol", "extra"),
+        [(None, "tracing"), ("", "tracing"), ("http/protobuf", "tracing"), ("grpc", "tracing-grpc")],
+    )
+    def test_a_protocol_whose_exporter_is_missing_names_what_brings_it(
+        self, monkeypatch: pytest.MonkeyPatch, protocol: str | None, extra: str
+    ) -> None:
+        monkeypatch.setattr(spans, "entry_points", lambda group: ())
+        monkeypatch.setenv(EXPORTER, "otlp")
+        if protocol is not None:
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+        with pytest.raises(NoExporter, match=re.escape(f"'baton[{extra}]'")):
+            Spans.from_environment("gateway-1")
+
+    @pytest.mark.skipif(not is_installed("otlp_proto_grpc"), reason="needs baton[tracing-grpc]")
+    @pytest.mark.parametrize("variable", OTLP_PROTOCOLS)
+    def test_over_grpc_a_collector_gets_them_with_their_trace_and_headers(
+        self, monkeypatch: pytest.MonkeyPatch, variable: str
+    ) -> None:
+        with grpc_collector() as (endpoint, received):
+            monkeypatch.setenv(EXPORTER, "otlp")
+            monkeypatch.setenv(variable, "grpc")
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=here")
+            told = Spans.from_environment("gateway-1")
+            assert told is not None
+            caller = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+            told.record("/v1/completions", caller, {"http.response.status_code": 200}, 1.0, 2.0, [])
+            told.close()
+            request, headers = received.get(timeout=20)
+        (resource,) = request.resource_spans
+        (span,) = resource.scope_spans[0].spans
+        assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == ("POST /v1/completions", TRACE, CALLER)
+        assert "gateway-1" in [attribute.value.string_value for attribute in resource.resource.attributes]
+        assert headers["x-tenant"] == "here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from structured_cases import CASES, CHOICES
 
 from baton.engine import StructuredOutputsParams
-from baton.engine.core.grammar import GrammarRefused
+from baton.engine.core.grammar import GrammarRefused, GrammarStats
 from baton.engine.structured import Grammars, Limits, Vocabulary, cache, compiler
+from baton.engine.structured.grammars import STARTING_THREAD
 from baton.engine.text import Tokenizer
 
 
@@ -162,32 +164,109 @@ def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(voc
     source.close()
 
 
+class HeldStart:
+    """A compiler's process is started, and who starts it goes on when `go_on` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.started, self.go_on = threading.Event(), threading.Event()
+        self._popen = subprocess.Popen
+        monkeypatch.setattr(compiler.subprocess, "Popen", self._start)
+
+    def _start(self, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        self.processes.append(self._popen(*args, **kwargs))
+        self.started.set()
+        self.go_on.wait(60.0)
+        return self.processes[-1]
+
+
+@pytest.fixture
+def held_start(monkeypatch: pytest.MonkeyPatch) -> HeldStart:
+    return HeldStart(monkeypatch)
+
+
 def test_a_compiler_that_is_being_started_when_its_engine_ends_does_not_outlive_it(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    vocabulary: Vocabulary, held_start: HeldStart
 ) -> None:
-    popen, processes = subprocess.Popen, []
-    started, ended = threading.Event(), threading.Event()
-
-    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-        processes.append(popen(*args, **kwargs))
-        started.set()
-        ended.wait(60.0)
-        return processes[0]
-
-    monkeypatch.setattr(compiler.subprocess, "Popen", start)
     source = Grammars(vocabulary)
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(source.open, StructuredOutputsParams(choice=["a"]))
-        assert started.wait(60.0)
+        assert held_start.started.wait(60.0)
         source.close()
-        ended.set()
-        with pytest.raises(compiler.CompilerFailed, match="the engine has ended"):
+        held_start.go_on.set()
+        with pytest.raises(compiler.CompilerClosed, match="the engine has ended"):
             opening.result(60.0)
-    assert processes[0].poll() is not None
+    assert held_start.processes[0].poll() is not None
 
 
-def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def wait_for_the_starting_thread() -> None:
+    for thread in threading.enumerate():
+        if thread.name == STARTING_THREAD:
+            thread.join(60.0)
+            assert not thread.is_alive()
+
+
+def test_a_compiler_that_was_started_ahead_is_the_one_that_the_first_grammar_finds(
+    vocabulary: Vocabulary, held_start: HeldStart
+) -> None:
+    held_start.go_on.set()
+    source = Grammars(vocabulary)
+    source.start()
+    wait_for_the_starting_thread()
+    (process,) = held_start.processes
+    assert process.poll() is None
+    assert "xgrammar" in sys.modules
+    assert source.stats() == GrammarStats()
+    source.open(StructuredOutputsParams(choice=["a"]))
+    assert held_start.processes == [process]
+    source.close()
+
+
+def test_a_first_grammar_that_comes_while_the_compiler_starts_waits_for_that_one(
+    vocabulary: Vocabulary, held_start: HeldStart
+) -> None:
+    source = Grammars(vocabulary)
+    source.start()
+    with ThreadPoolExecutor(1) as threads:
+        assert held_start.started.wait(60.0)
+        opening = threads.submit(source.open, StructuredOutputsParams(choice=["a"]))
+        held_start.go_on.set()
+        opening.result(60.0).advance([])
+    assert len(held_start.processes) == 1
+    source.close()
+
+
+def test_a_compiler_that_is_started_ahead_does_not_outlive_an_engine_that_ends_at_once(
+    vocabulary: Vocabulary, held_start: HeldStart, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Grammars(vocabulary)
+    source.start()
+    assert held_start.started.wait(60.0)
+    source.close()
+    held_start.go_on.set()
+    wait_for_the_starting_thread()
+    assert held_start.processes[0].poll() is not None
+    assert caplog.records == []
+
+
+def test_a_compiler_that_cannot_be_started_ahead_is_said_once_and_tried_again(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Grammars(vocabulary)
+    with monkeypatch.context() as broken:
+        broken.setattr(compiler.sys, "executable", "/bin/false")
+        source.start()
+        wait_for_the_starting_thread()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ended with status 1" in caplog.text
+    source.open(StructuredOutputsParams(choice=["a"]))
+    source.close()
+
+
+def test_a_model_without_a_tokenizer_says_so_also_after_a_start_ahead(tmp_path: Path) -> None:
     source = Grammars(Vocabulary(str(tmp_path / "gone"), 400, [0]))
+    source.start()
+    wait_for_the_starting_thread()
     with pytest.raises(GrammarRefused, match=r"tokenizer\.json"):
         source.open(StructuredOutputsParams(choice=["a"]))
     source.close()
