@@ -1,9 +1,12 @@
 # make serve    a prefill and a decode engine with the demo model, on this machine
 # make test     every test that a machine without a GPU can run
 # make test-again   what failed of these, one after the other
+# make test-fast    the same without what takes long or starts clusters
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
-# make lint     style, types, and which package may import which
+# make lint     style, types, and which package may import which; make format mends style
+# make wheel    a wheel in dist/
+# make clean    takes away all of it, .venv included
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -26,6 +29,7 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 
 $(VENV)/bin/python:
+	@[ "$$(uname -s)" = Linux ] || { echo "Baton needs Linux (this is $$(uname -s)): a virtual machine or a container will do"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Baton needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 

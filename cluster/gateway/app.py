@@ -38,6 +38,7 @@ from .dispatch.router import Router
 from .drain import Drain
 from .edge import Edge
 from .errors import ApiError, bad_request, draining, model_not_found, no_capacity
+from .keys import ApiKeys
 from .metrics import GatewayMetrics
 from .model import ServedModel
 from .settings import GatewaySettings
@@ -64,8 +65,10 @@ def create_app(
     """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it.
 
     Whoever has `drain` can make it say that it leaves, and whoever has `metrics` reads them without HTTP. Requests are
-    told to `spans`. With `scales_from_zero` it is ready without engines: they come with the first request.
+    told to `spans`. With `scales_from_zero` it is ready without engines: they come with the first request. Raises
+    `InvalidKeys`.
     """
+    keys = ApiKeys(settings)
     drain = drain or Drain()
     metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.listed)
     router = Router(
@@ -98,7 +101,7 @@ def create_app(
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
-    app.add_middleware(Edge, metrics=metrics, api_keys=settings.api_keys, routes=paths, drain=drain)
+    app.add_middleware(Edge, metrics=metrics, keys=keys, routes=paths, drain=drain)
     if settings.allowed_origins:  # around the edge: a page may read refusals, too, and asks for leave without a key
         app.add_middleware(
             CORSMiddleware,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,9 +12,12 @@ from prometheus_client.registry import Collector
 
 from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad
 from baton.cluster.contracts import DirectorySnapshot, EngineView
+from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
+from baton.kv_transfer.protocol.receive_table import ReceiveOutcome
 from baton.kv_transfer.protocol.stats import TransferStats
+from baton.kv_transfer.tiers.books import Loss
 
 from .dispatch.timeline import Stamp, Timeline
 
@@ -24,8 +27,17 @@ PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 
 DECISION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 10, 15, 30, 60)
 
+STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # with which a stream can end behind its first byte
+
 ENGINE_LABELS = ["model_name", "engine", "role"]
 StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats)
+
+
+def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
+    """What has never happened is told as well: a rate begins with the second value of a series, so the first event of
+    one that came with it would be in none.
+    """
+    return {str(outcome): 0 for outcome in outcomes}
 
 
 def _kv_usage(stats: EngineStats) -> float:
@@ -84,8 +96,8 @@ HANDOFF_COUNTERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_messages_unsent_total": ("To peers that were gone.", lambda stats: stats.messages_unsent),
 }
 HANDOFF_OUTCOMES: dict[str, tuple[str, Callable[[TransferStats], dict[str, int]]]] = {
-    "kv_tickets_total": ("Tickets given out, by how they ended.", lambda stats: stats.offers),
-    "kv_receives_total": ("Tickets taken, by how they ended.", lambda stats: stats.receives),
+    "kv_tickets_total": ("Tickets given out, by how they ended.", lambda stats: _zeros(OfferOutcome) | stats.offers),
+    "kv_receives_total": ("Tickets taken, by how they ended.", lambda stats: _zeros(ReceiveOutcome) | stats.receives),
 }
 TIER_COUNTERS: dict[str, tuple[str, Callable[[TierStats], float]]] = {
     "kv_tier_hits_total": ("Blocks that were asked of a tier.", lambda stats: stats.hits),
@@ -98,7 +110,10 @@ TIER_BLOCKS: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
     "kv_tier_blocks": ("Blocks that a tier keeps.", lambda stats: stats.blocks),
 }
 TIER_FAILURES: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
-    "kv_tier_failures_total": ("Blocks that a tier lost, by reason.", lambda stats: stats.failures),
+    "kv_tier_failures_total": (
+        "Blocks that a tier lost, by reason.",
+        lambda stats: _zeros([*Loss, "slow"]) | stats.failures,  # "slow" is the engine's own word: it waited no longer
+    ),
 }
 
 
@@ -145,6 +160,8 @@ class GatewayMetrics:
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
         self.resumed = counter("streams_resumed_total", "Streams of which the client had a part from elsewhere.")
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
+        for status in STREAM_ERRORS:  # see `_zeros`
+            self.stream_errors.labels(status)
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
         self.unplaced = Gauge("baton_gateway_requests_unplaced", "Choices that wait for an engine.", registry=registry)

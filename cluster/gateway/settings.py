@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from baton.engine.core.messages import EngineStats
 from baton.kv_transfer.network.silence import SHORTEST_S, SILENCE_S
@@ -13,14 +13,16 @@ from baton.kv_transfer.network.silence import SHORTEST_S, SILENCE_S
 from .dispatch.cost import CostRates
 
 
-def _sendable(key: str) -> str:
-    """As `Authorization: Bearer KEY`. An empty one, as of a variable that is not set, would let everyone in."""
+def sendable(key: str) -> str:
+    """The key, if it fits into `Authorization: Bearer KEY`. Raises `ValueError`, also of an empty one, as of a variable
+    that is not set: it would let everyone in.
+    """
     if not re.fullmatch(r"[\x21-\x7e]+", key):
         raise ValueError("must be printable ASCII without blanks, and not empty")
     return key
 
 
-ApiKey = Annotated[str, AfterValidator(_sendable)]
+ApiKey = Annotated[str, AfterValidator(sendable)]
 
 
 class QueueLimits(BaseModel):
@@ -52,6 +54,8 @@ class GatewaySettings(BaseModel):
 
     gateway_id: str = "gateway"  # different in each gateway, so that equal views of the cluster do not choose alike
     api_keys: list[ApiKey] = []  # empty: everyone may call; else only /health, /live and /metrics are open
+    api_keys_file: str = ""  # more of them, one a line, which may change: no config file shows them
+    isolate_keys: bool = False  # prefixes are shared only between requests with the same key
     allowed_origins: list[str] = []  # of web pages that may call from their visitors' browsers; "*": all
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # JSON is parsed on the event loop: up to 10 ms a MiB
     max_inflight_requests: int = Field(4096, gt=0)  # above: 429
@@ -72,3 +76,11 @@ class GatewaySettings(BaseModel):
     drain_timeout_s: float = Field(30.0, gt=0)  # for open answers, from then on
     session_patience_s: float = Field(0.1, ge=0)  # so much later a session's request may be at its home engine
     cost: CostRates = CostRates()  # of the router: see docs/routing.md
+
+    @model_validator(mode="after")
+    def _isolates_somebody(self) -> Self:
+        if self.isolate_keys and not (self.api_keys or self.api_keys_file):
+            raise ValueError(
+                "isolate_keys: there are no API keys, by which clients could be told apart: give api_keys_file"
+            )
+        return self

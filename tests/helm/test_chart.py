@@ -22,7 +22,9 @@ import pytest
 import yaml
 from charts import CHART, EXAMPLES, HELM, Object, Release, example, merged, rayservice_problems, render, values_of
 
-from baton.cluster.spec import GatewaySpec, load_spec
+from baton.cluster.app import SHUTDOWN_S
+from baton.cluster.membership.draining import LONGEST_S
+from baton.cluster.spec import load_spec
 
 CONFIGS = HELM.parent / "configs"
 every_example = pytest.mark.parametrize("name", EXAMPLES)
@@ -142,22 +144,6 @@ def test_gateways_read_their_keys_where_the_secret_is_mounted(own: str) -> None:
     assert file == Path(mount["mountPath"]) / volume["secret"]["items"][0]["path"]
 
 
-def test_a_gateway_takes_the_keys_of_the_file_and_of_its_config(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("sk-one\n\n sk-two \n")
-    gateway = GatewaySpec(api_keys=["sk-three"], api_keys_file=str(file))
-    assert gateway.settings("gateway-1").api_keys == ["sk-three", "sk-one", "sk-two"]
-
-
-@pytest.mark.parametrize("content", [None, "", "\n \n"])
-def test_a_gateway_does_not_start_open_where_its_keys_are_missing(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "keys"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ValueError, match=r"gateway\.api_keys_file"):
-        GatewaySpec(api_keys_file=str(file)).settings("gateway-1")
-
-
 def test_without_keys_the_notes_say_that_everyone_may_call() -> None:
     assert "Everyone who reaches the gateways may use them" in example("cpu-demo").notes
     assert "Everyone" not in example("one-gpu").notes
@@ -245,18 +231,63 @@ def test_a_gateways_pod_is_alive_unless_its_raylet_is_gone_or_its_gateway_hangs(
     assert (done.returncode == 0) == alive, done.stderr
 
 
+def drains_s(container: Object) -> int:
+    """How long Ray lets what is in a pod that is to end go elsewhere."""
+    (seconds,) = (one["value"] for one in container["env"] if one["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
+    return int(seconds)
+
+
 @every_example
 def test_pods_with_gateways_stay_until_open_answers_have_ended(name: str) -> None:
     release = example(name)
     gateway = load_spec(release.application, needs_model=False).gateway
     for group in release.groups.values():
-        stays = group.spec["template"]["spec"]["terminationGracePeriodSeconds"]
+        stays_s = group.spec["template"]["spec"]["terminationGracePeriodSeconds"]
         if group.gateways:
             command, seconds = group.container["lifecycle"]["preStop"]["exec"]["command"]
             assert (command, int(seconds) >= gateway.drain_s + gateway.drain_timeout_s) == ("sleep", True)
-            assert stays > int(seconds)
+            stays_s -= int(seconds)
         else:
             assert "lifecycle" not in group.container
+        assert stays_s > drains_s(group.container)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0, 120.5])
+@every_example
+def test_pods_with_engines_stay_until_these_have_drained(name: str, timeout_s: float | None) -> None:
+    roles = values_of(name)["fleets"]
+    release = rendered(
+        name, fleets={} if timeout_s is None else {role: {"drain_timeout_s": timeout_s} for role in roles}
+    )
+    fleets = load_spec(release.application, needs_model=False).fleets.present.items()
+    of_engines = {kind: group for kind, group in release.groups.items() if kind != "gateway"}
+    assert of_engines
+    for kind, group in of_engines.items():
+        longest_s = max(fleet.drain_timeout_s for role, fleet in fleets if kind in (role, "engines"))
+        assert drains_s(group.container) >= longest_s + LONGEST_S + SHUTDOWN_S  # what Serve gives a group to end
+
+
+@every_example
+def test_pods_fit_the_restricted_standard_of_kubernetes(name: str) -> None:
+    """But for what the values themselves ask for."""
+    release = example(name)
+    volumes = {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
+    own = {"IPC_LOCK"} if name in ("hybrid", "wide-ep") else set()
+    asked = {"prefill-decode": {"hostPath"}, "wide-ep": {"nfs", "hostPath"}, "tp8-node": {"image"}}.get(name, set())
+    deployments = [entry["spec"]["template"] for entry in release.all("Deployment").values()]
+    for template in [*release.pods.values(), *deployments]:
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        kinds = {next(key for key in volume if key != "name") for volume in pod["volumes"]}
+        assert kinds <= volumes | asked
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"]["drop"] == ["ALL"]
+            assert set(context["capabilities"].get("add", [])) <= own
+    autoscaler = release.cluster.get("autoscalerOptions")
+    assert autoscaler is None or autoscaler["securityContext"]["allowPrivilegeEscalation"] is False
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic

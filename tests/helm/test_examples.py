@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import helm_python
 import kubernetes_validate
 import pytest
 import yaml
-from charts import CHART, EXAMPLES, example, rayservice_problems, render, values_of
+from charts import CHART, EXAMPLES, HELM, example, rayservice_problems, render, values_of
 
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.spec import FleetSpec, load_spec
@@ -23,9 +24,9 @@ every_example = pytest.mark.parametrize("name", EXAMPLES)
 # example: kind of pods: (how many, GPUs of each, gateways in each)
 LAYOUT = {
     "cpu-demo": {"gateway": (1, 0, 1), "prefill": (1, 0, 0), "decode": (1, 0, 0)},
-    "one-gpu": {"gateway": (1, 0, 1), "unified": (1, 1, 0)},
-    "prefill-decode": {"gateway": (1, 0, 1), "engines": (1, 2, 0)},
-    "tp8-node": {"gateway": (1, 0, 1), "unified": (1, 8, 0)},
+    "one-gpu": {"gateway": (2, 0, 1), "unified": (1, 1, 0)},
+    "prefill-decode": {"gateway": (2, 0, 1), "engines": (1, 2, 0)},
+    "tp8-node": {"gateway": (2, 0, 1), "unified": (1, 8, 0)},
     "wide-ep": {"unified": (2, 8, 1)},
     "hybrid": {"prefill": (1, 8, 0), "decode": (2, 8, 1)},
     "external": {"unified": (1, 8, 4)},
@@ -152,3 +153,21 @@ def test_without_values_there_is_one_engine_with_the_demo_model() -> None:
     assert list(release.groups) == ["gateway", "unified"]
     assert load_spec(release.application, needs_model=False).fleets.present.keys() == {"unified"}
     assert "serves model as RayService demo-baton" in release.notes
+
+
+def test_the_job_that_fetches_a_model_puts_it_where_the_example_looks() -> None:
+    job, values = yaml.safe_load((HELM / "fetch-model.yaml").read_text()), values_of("one-gpu")
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"][-1] == values["model"]
+    assert values["model"].startswith(container["volumeMounts"][0]["mountPath"] + "/")
+    claim = values["modelVolume"]["source"]["persistentVolumeClaim"]["claimName"]
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+
+
+def test_the_image_has_the_ray_that_the_values_name() -> None:
+    image, values = (HELM / "image/Dockerfile").read_text(), yaml.safe_load((CHART / "values.yaml").read_text())
+    (version,) = re.findall(r"^ARG RAY_VERSION=(\S+)$", image, re.MULTILINE)
+    assert version == values["rayVersion"]
+    assert image.index("ARG RAY_VERSION") < image.index("ray[serve]==${RAY_VERSION}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,3 +228,16 @@ def test_the_probes_find_all_pods_alive(url: str, cluster: Cluster, release: Rel
         else:
             assert probe["httpGet"]["port"] == 52365
             httpx.get(f"http://{HOST}:{pod.agent_port}{probe['httpGet']['path']}", timeout=10).raise_for_status()
+
+
+def test_a_pod_that_is_told_to_end_lets_its_groups_drain_first(url: str, cluster: Cluster) -> None:
+    """As Kubernetes tells it. Last here: there is no other place for the group."""
+    (pod,) = (pod for pod in cluster.pods if pod.kind == "decode")
+    pod.process.terminate()
+    eventually(lambda: [rank["role"] for rank in ranks_at(url)] == ["prefill"], "the group has not left its pod")
+    drained = eventually(
+        lambda: re.search(r"^baton_drains_total (\d+)", httpx.get(f"{url}/metrics", timeout=5).text, re.MULTILINE),
+        "nobody has counted a drain",
+    )
+    assert int(drained[1]) == 1
+    pod.process.wait(timeout=60)  # before Kubernetes would kill it

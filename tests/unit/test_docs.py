@@ -4,10 +4,16 @@ import re
 from itertools import chain
 from pathlib import Path
 
+import msgspec
 import pytest
+from pydantic import BaseModel
+from ray.scripts import scripts as ray_scripts
+from ray.serve import scripts as serve_scripts
 
+from baton.cluster.cli.main import app as baton_app
 from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
+from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
 from baton.cluster.spec import Fleet, GatewaySpec
 from baton.engine.config import EngineConfig
 from baton.kv_transfer.settings import TransferSettings
@@ -75,3 +81,93 @@ def test_the_page_for_operators_names_settings_that_exist() -> None:
     named = re.findall(r"`(engine|gateway|transfer|fleets\.\*)\.([a-z_]+)", page)
     assert len(named) > 10
     assert [f"{part}.{name}" for part, name in named if name not in known[part]] == []
+
+
+def settings_in(section: str) -> dict[str, str]:
+    """Names and defaults of one table of the page of settings."""
+    table = (ROOT / "docs/settings.md").read_text().partition(f"## `{section}`\n")[2].partition("\n## ")[0]
+    found: dict[str, str] = {}
+    for names, defaults in re.findall(r"^\| (`[^|]+) \| ([^|]*) \|", table, re.MULTILINE):
+        each = [default.strip() for default in defaults.split(",")]
+        for index, name in enumerate(re.findall(r"`([^`]+)`", names)):
+            found[name] = each[min(index, len(each) - 1)]
+    return found
+
+
+def spelled(default: object) -> str:
+    """As the page writes it."""
+    if default is None or default == "" or (isinstance(default, list | dict) and not default):
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        (default,) = default
+    return f"`{default}`" if isinstance(default, str) else str(default)
+
+
+def of_model(model: type[BaseModel]) -> dict[str, object]:
+    return {name: field.default for name, field in model.model_fields.items()}
+
+
+def of_struct(struct: type[msgspec.Struct]) -> dict[str, object]:
+    return {field.name: field.default for field in msgspec.structs.fields(struct)}
+
+
+SETTINGS = {
+    "engine": of_struct(EngineConfig),
+    "gateway": of_model(GatewaySpec)
+    | {f"queue_limits.{name}": value for name, value in of_model(QueueLimits).items()}
+    | {f"breaker.{name}": value for name, value in of_model(BreakerSettings).items()},
+    "fleets.*": of_model(Fleet),
+    "transfer": of_struct(TransferSettings),
+}
+ONE_VALUE = {"block_size", "enable_chunked_prefill", "pipeline_parallel_size", "trust_remote_code", "disable_log_stats"}
+NOT_IN_TABLES = {
+    "engine": {"model", *ONE_VALUE},
+    "gateway": {"gateway_id", "queue_limits", "breaker", "cost"},  # routing.md has the parts of cost
+}
+
+
+@pytest.mark.parametrize("section", SETTINGS)
+def test_the_page_of_settings_has_each_of_them_with_its_default(section: str) -> None:
+    shown = settings_in(section)
+    wanted = {
+        name: spelled(default)
+        for name, default in SETTINGS[section].items()
+        if name not in NOT_IN_TABLES.get(section, set())
+    }
+    shown.pop("cost", None)
+    assert shown == wanted
+
+
+def test_arguments_that_have_one_value_are_named_beside_the_table() -> None:
+    page = (ROOT / "docs/settings.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("Taken, since"))
+    assert set(re.findall(r"`(\w+)`", line)) == ONE_VALUE
+
+
+@pytest.mark.parametrize("program", ["ray", "serve", "baton", "make"])
+def test_commands_that_are_named_exist(program: str) -> None:
+    """In whatever stands between backticks, or begins a line of a block of code."""
+    named: dict[str, str] = {}
+    for page in PAGES:
+        blocks = re.findall(r"^```.*?^```", text := page.read_text(), re.MULTILINE | re.DOTALL)
+        lines = [line for block in blocks for line in block.splitlines()]
+        spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+        for words in chain(lines, spans):
+            if found := re.match(rf"(?:\w+=\S+ )*{program} ([a-z][a-z-]+)(?= |$)", words):
+                named[found[1]] = page.name
+    assert named
+    assert {name: page for name, page in named.items() if name not in commands_of(program)} == {}
+
+
+def commands_of(program: str) -> set[str]:
+    match program:
+        case "ray":
+            return set(ray_scripts.cli.commands)
+        case "serve":
+            return set(serve_scripts.cli.commands)
+        case "baton":
+            own = {each.name or each.callback.__name__ for each in baton_app.registered_commands if each.callback}
+            return own | {str(each.name) for each in baton_app.registered_groups} | {"eval"}  # which `main` adds
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

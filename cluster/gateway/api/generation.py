@@ -28,6 +28,7 @@ from ..dispatch.ranks import PIN_HEADER, pinned_rank, reachable
 from ..dispatch.timeline import Stamp, Timeline
 from ..edge import api_key_of, request_id_of
 from ..errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal
+from ..keys import circle_of
 from ..metrics import GatewayMetrics
 from ..model import ServedModel
 from ..settings import GatewaySettings
@@ -70,6 +71,7 @@ class _Call:
     started_s: float  # by `time.monotonic`
     patience: Patience
     last_event_id: str | None
+    circle: str  # of those who may find prefixes that this client has left; "": everyone
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class GenerationEndpoint(Generic[RequestT]):
                     started_s=started_s,
                     patience=patience,
                     last_event_id=http.headers.get(LAST_EVENT_ID_HEADER),
+                    circle=circle_of(api_key_of(scope)) if limits.isolate_keys else "",
                 )
                 await until_gone(receive, self._generate(call, body, answer))
         except ApiError as error:
@@ -151,7 +154,7 @@ class GenerationEndpoint(Generic[RequestT]):
         gateway = self._gateway
         request = self._api.parse(parse_object(body))
         told = Position.known(call.last_event_id, request)
-        job = await self._prepare(request, call, told)
+        job = (await self._prepare(request, call, told)).within(call.circle)
         trail = Trail(job, told) if is_resumable(request) else None
         gateway.admission.check_engines(reachable(gateway.dispatcher.client, call.rank))
         gateway.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))

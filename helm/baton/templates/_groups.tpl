@@ -128,7 +128,18 @@ least and most are of pods.
 {{- $pods }}
 {{- end }}
 
-{{/* How long a pod with gateways lives on once it is to end: what they take to say so, and what open answers get. */}}
+{{/* How long what is in a pod may take to go: groups of engines as long as they may drain, and 30 s for their ends. */}}
+{{- define "baton.groupSeconds" -}}
+{{- $seconds := 30 }}
+{{- $fleets := include "baton.fleets" .root | fromYaml }}
+{{- range $role, $ranks := .slots }}
+{{- $drain := (index $fleets $role).fleet.drain_timeout_s }}
+{{- $seconds = max $seconds (ceil (addf 30 (ternary 30.0 $drain (kindIs "invalid" $drain))) | int) }}
+{{- end }}
+{{- $seconds }}
+{{- end }}
+
+{{/* What gateways take to say that they end, and what open answers get. */}}
 {{- define "baton.drainSeconds" -}}
 {{- ceil (addf (ternary 5.0 .Values.gateway.drain_s (kindIs "invalid" .Values.gateway.drain_s)) (.Values.gateway.drain_timeout_s | default 30.0)) | int }}
 {{- end }}

@@ -1,5 +1,6 @@
 {{/*
-The pod of one kind. Takes root, kind, pod (settings), gateways (how many listen in it), gpus, and probes (YAML).
+The pod of one kind. Takes root, kind, pod (settings), slots (ranks of each role in it), gateways (how many listen in it),
+gpus, and probes (YAML).
 KubeRay makes the command from rayStartParams and adds its own environment, /dev/shm excepted, which is here.
 */}}
 {{- define "baton.podTemplate" -}}
@@ -7,6 +8,8 @@ KubeRay makes the command from rayStartParams and adds its own environment, /dev
 {{- $pod := .pod }}
 {{- $port := int $root.Values.gateway.port }}
 {{- $keys := include "baton.apiKeysSecret" $root }}
+{{- $drains := include "baton.groupSeconds" . | int }}
+{{- $answers := ternary (include "baton.drainSeconds" $root | int) 0 (gt (int .gateways) 0) }}
 {{- $limits := dict }}
 {{- if .gpus }}{{ $_ := set $limits $root.Values.gpuResource (int .gpus) }}{{ end }}
 metadata:
@@ -64,7 +67,7 @@ spec:
           {{- include "baton.selectorLabels" $root | nindent 10 }}
           app.kubernetes.io/component: {{ .kind }}
   {{- end }}
-  terminationGracePeriodSeconds: {{ $pod.terminationGracePeriodSeconds | default (add 30 (ternary (include "baton.drainSeconds" $root | int) 0 (gt (int .gateways) 0))) }}
+  terminationGracePeriodSeconds: {{ $pod.terminationGracePeriodSeconds | default (add 15 $answers $drains) }}
   containers:
     - name: ray-{{ ternary "head" "worker" (eq .kind "head") }}
       image: "{{ $root.Values.image.repository }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}"
@@ -87,6 +90,8 @@ spec:
         - {name: TRITON_CACHE_DIR, value: {{ $root.Values.cacheVolume.mountPath }}/triton}
         - {name: RAY_worker_niceness, value: "0"} # Ray's 15 lets every other process take the cores from a step
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+        # After SIGTERM: Ray moves what is here, which lets groups drain, and ends as soon as nothing is left.
+        - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ $drains | quote }}}
         {{- with $pod.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -102,7 +107,7 @@ spec:
       lifecycle:
         preStop: # connections end with the pod: new ones go elsewhere meanwhile, open answers come to their end
           exec:
-            command: [sleep, {{ include "baton.drainSeconds" $root | quote }}]
+            command: [sleep, {{ $answers | quote }}]
       {{- end }}
       volumeMounts:
         - {name: shm, mountPath: /dev/shm}
