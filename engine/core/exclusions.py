@@ -1,35 +1,53 @@
-"""Rows that have nothing to draw, because what their requests ask for excludes every token.
-
-A device cannot answer: such a row draws `FROM_NOTHING`, whatever excludes that one, too. Here it is told from a draw.
-"""
+"""Rows that had nothing to draw: because their requests exclude every token, or because the model gave no numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 from .grammar import ASKED_BY
 from .messages import EngineError, ErrorKind
+from .request import Request
 from .sampling import SamplingParams
 
-FROM_NOTHING = 0  # the token that a row draws which has none to draw
 
+def nothing_drawn(request: Request) -> EngineError:
+    """The answer where the newest row of the request drew no token.
 
-def excludes(sampling: SamplingParams, stop_token_ids: Collection[int], output: Sequence[int], token_id: int) -> bool:
-    """Whether the token may not follow `output`, all outputs before it. What a grammar says of it is another matter."""
-    if sampling.allowed_token_ids is not None and token_id not in sampling.allowed_token_ids:
-        return True
-    if len(output) < sampling.min_tokens and token_id in stop_token_ids:
-        return True
-    return any(_completes(word, output, token_id) for word in sampling.bad_words_token_ids)
-
-
-def nothing_left(*, constrained: bool) -> EngineError:
-    """The answer where a row had nothing to draw. `constrained`: it has a grammar."""
-    if constrained:
-        reason = "what may follow is excluded by allowed_token_ids, bad_words or logit_bias: leave them out"
+    Where the request leaves none, that is its own doing, and no engine could draw one. Else the logits were no numbers,
+    as after weights or KV that were damaged: another engine may do better.
+    """
+    if not _excludes_all(request, _candidates(request)):
+        reason = "the model gave no logit that is a number: its weights or the KV of the request may be damaged"
+        return EngineError(ErrorKind.INTERNAL, f"no token could be drawn: {reason}")
+    if request.is_constrained:
+        reason = "what may follow is excluded by allowed_token_ids or bad_words: leave them out"
         return EngineError(ErrorKind.INVALID, f"{ASKED_BY}: {reason}")
     reason = "bad_words, or min_tokens with its stop tokens, exclude every token that is left: change one of them"
     return EngineError(ErrorKind.INVALID, f"allowed_token_ids: {reason}")
+
+
+def _candidates(request: Request) -> Iterable[int] | None:
+    """What a list in the request limits the token to; None where there is none."""
+    if request.is_constrained:
+        mask = request.drawn_from
+        return (token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> token_id % 8 & 1)
+    return request.message.sampling.allowed_token_ids
+
+
+def _excludes_all(request: Request, candidates: Iterable[int] | None) -> bool:
+    """Words alone never exclude a whole vocabulary."""
+    if candidates is None:
+        return False
+    sampling, output = request.message.sampling, request.token_ids[request.num_prompt :]
+    stop_token_ids = request.finish_rule.stop_token_ids
+    too_soon = stop_token_ids if len(output) < sampling.min_tokens else frozenset()
+    return all(token_id in too_soon or _excludes(sampling, output, token_id) for token_id in candidates)
+
+
+def _excludes(sampling: SamplingParams, output: Sequence[int], token_id: int) -> bool:
+    if sampling.allowed_token_ids is not None and token_id not in sampling.allowed_token_ids:
+        return True
+    return any(_completes(word, output, token_id) for word in sampling.bad_words_token_ids)
 
 
 def _completes(word: Sequence[int], output: Sequence[int], token_id: int) -> bool:

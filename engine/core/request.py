@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 import sys
 
-from .exclusions import FROM_NOTHING, excludes
 from .finish import FinishRule
 from .grammar import Grammar
 from .messages import EngineRequest, FinishReason, TokenLogprobs
@@ -214,14 +213,6 @@ class Request:
         assert mask is not None, "a grammar's request was planned without a mask"
         self.drawn_from = mask
         return mask
-
-    def could_draw(self, token_id: int) -> bool:
-        """Whether its grammar and what it excludes let the newest token follow: one is drawn where none may, too."""
-        if token_id == FROM_NOTHING:
-            sampling, output = self.message.sampling, self.token_ids[self.num_prompt :]
-            if excludes(sampling, self.finish_rule.stop_token_ids, output, token_id):
-                return False
-        return not self.is_constrained or bool(self.drawn_from[token_id // 8] >> token_id % 8 & 1)
 
     def give_up_memory(self) -> tuple[int, list[int]]:
         """Row and blocks, which are the caller's now. What was computed is forgotten, what was drawn is not."""

@@ -33,7 +33,7 @@ from .blocks import BlockPool, BlockPoolCorrupted
 from .config import EngineCoreConfig
 from .connector import KVConnector
 from .constraints import Constraints
-from .exclusions import nothing_left
+from .exclusions import nothing_drawn
 from .fence import Fence, RowPool
 from .filling import Filling
 from .grammar import GrammarSource
@@ -45,7 +45,7 @@ from .messages import EngineError, EngineOutput, EngineRequest, EngineStats, Err
 from .queue import WaitingQueue
 from .request import Request, RequestStatus
 from .running import RunningRequests
-from .step import Chunk, ChunkResult, StepPlan, StepResult
+from .step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 from .tiering import Tiering
 from .tiers import KVTiers
 from .unread import UnreadPrompts
@@ -195,9 +195,10 @@ class Scheduler:
         token_id = drawn.token_id
         if token_id is None:
             raise StepMismatch(f"no token was drawn for request {request.request_id}")
-        if not request.could_draw(token_id):
+        if token_id == NO_TOKEN:
+            error = nothing_drawn(request)
             self.requests.leave(request, FinishReason.ERROR)
-            return last_words(request.message, FinishReason.ERROR, nothing_left(constrained=request.is_constrained))
+            return last_words(request.message, FinishReason.ERROR, error)
         request.token_ids.append(token_id)
         num_tokens = len(request.token_ids)
         if num_tokens >= request.next_registration:

@@ -101,10 +101,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+NO_TOKEN = -1  # what a row draws that has none to draw
+
+
 class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
     """What one chunk gave, in the order of `StepPlan.chunks`."""
 
-    token_id: int | None  # None where the chunk does not sample
+    token_id: int | None  # or `NO_TOKEN`; None where the chunk does not sample
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = (
         None  # for prompt tokens start + 1 ... start + num_tokens (within the prompt)

@@ -29,8 +29,11 @@ class Rows:
         self.prompt_lens[start.row] = prompt_len
 
     def write(self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Token `token_ids[i]` becomes number `positions[i]` of row `rows[i]`."""
-        self.tokens[rows, positions] = token_ids
+        """Token `token_ids[i]` becomes number `positions[i]` of row `rows[i]`.
+
+        A row that drew none gets token 0: a step that is planned already goes on from it.
+        """
+        self.tokens[rows, positions] = np.maximum(token_ids, 0)
 
     def prompt_after(self, row: int, start: int, num_tokens: int) -> torch.Tensor:
         """The token that follows each of `num_tokens` tokens from `start` on, as far as the prompt goes; int64."""

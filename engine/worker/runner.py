@@ -206,5 +206,6 @@ class ModelRunner:
         if not counts:
             return {}
         asked = torch.tensor(list(counts))
-        entries = LogprobColumns.of(logits[asked], tokens[asked], max(counts.values())).entries()
+        drawn = tokens[asked].clamp(min=0)  # of a row that drew none, nobody will see them
+        entries = LogprobColumns.of(logits[asked], drawn, max(counts.values())).entries()
         return {i: first_alternatives(entry, count) for (i, count), entry in zip(counts.items(), entries, strict=True)}

@@ -19,8 +19,10 @@ constexpr float GREEDY_BELOW = 1e-5f;  // shared with sampling/batch.py
 
 // ---- draws ----------------------------------------------------------------------------------------------------------
 
+constexpr int64_t NO_TOKEN = -1;  // shared with sampling/batch.py
+
 int64_t first_index_of(const float* logits, int64_t n, float value) {
-    return value == -INFINITE ? 0 : std::find(logits, logits + n, value) - logits;
+    return value == -INFINITE ? NO_TOKEN : std::find(logits, logits + n, value) - logits;
 }
 
 // The token of the greatest logit / temperature + noise among the logits from `floor` upwards; the lowest of equal ones.

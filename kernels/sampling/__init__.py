@@ -3,11 +3,12 @@
 from torch import Tensor
 
 from . import cpu, reference
-from .batch import AllowedTokens, BadWords, BannedTokens, LogitBias, Penalties, SamplingBatch, TokenHistory
+from .batch import NO_TOKEN, AllowedTokens, BadWords, BannedTokens, LogitBias, Penalties, SamplingBatch, TokenHistory
 from .row_words import ROW_WORDS, decode_rows, encode_row
 from .rows import SamplingRequest, SamplingRows
 
 __all__ = [
+    "NO_TOKEN",
     "ROW_WORDS",
     "AllowedTokens",
     "BadWords",
@@ -28,7 +29,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draws one token a row: `logits` `[R, V]` of any float type, unchanged, to token ids `[R]` int64.
 
     A row's token depends on its own logits, parameters, seed and position only: neither on the rows beside it nor on
-    the machine. NaN counts as minus infinity; a row of nothing else gives token 0. Waits for no device.
+    the machine. NaN counts as minus infinity; a row of nothing else gives `NO_TOKEN`. Waits for no device.
     """
     if logits.is_cuda:
         from . import gpu

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+NO_TOKEN = -1  # what a row draws that has none to draw
 GREEDY_BELOW = 1e-5  # temperatures so small leave nothing to chance, and dividing by them would overflow
 
 

@@ -5,7 +5,7 @@
     draw        argmax of logits / temperature + Gumbel noise; greedy rows: argmax of the edited logits
 
 All truncations keep the tokens from some logit upwards, so each is one threshold a row. A NaN logit counts as minus
-infinity; where no token is left, the draw is token 0.
+infinity; where no token is left, the draw is `NO_TOKEN`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .batch import GREEDY_BELOW, AllowedTokens, BadWords, Penalties, SamplingBatch, TokenHistory
+from .batch import GREEDY_BELOW, NO_TOKEN, AllowedTokens, BadWords, Penalties, SamplingBatch, TokenHistory
 from .noise import gumbel, random_words
 
 NUCLEUS_WIDTHS = (128, 4096)  # how many of the best tokens top-p looks at before it sorts the vocabulary
@@ -22,7 +22,8 @@ NUCLEUS_WIDTHS = (128, 4096)  # how many of the best tokens top-p looks at befor
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Token ids `[R]` int64 from `logits` `[R, V]` float32, which stay as they are."""
     logits = edit_logits(logits, batch).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    greedy = logits.argmax(dim=-1)
+    best, greedy = logits.max(dim=-1)
+    greedy = greedy.masked_fill(best == -torch.inf, NO_TOKEN)
     if batch.temperature is None:
         return greedy
     random = batch.temperature >= GREEDY_BELOW
@@ -31,7 +32,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     scores = logits.double() / temperature + noise
     kept = logits.double() >= truncation_threshold(logits, temperature, batch)
     drawn = scores.masked_fill(~kept, -torch.inf).argmax(dim=-1)
-    return torch.where(random, drawn, greedy)
+    return torch.where(random & (greedy != NO_TOKEN), drawn, greedy)
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -282,7 +282,8 @@ def _store_tokens(
             stored &= tl.load(samples + seq, mask=mask, other=0) != 0
             tl.store(starts + seq, seq_len, mask=mask)
         token = tl.load(drawn + entry, mask=stored, other=0).to(tl.int32)
-        tl.store(tokens + row.to(tl.int64) * tokens_stride + seq_len, token, mask=stored)
+        # Who drew no token is told so; a step that is ordered already reads its row, and needs a token there.
+        tl.store(tokens + row.to(tl.int64) * tokens_stride + seq_len, tl.maximum(token, 0), mask=stored)
         tl.store(page + seq, token, mask=stored)
     if not AGAIN:
         tl.store(turn, (number + 1) % num_pages)

@@ -66,5 +66,5 @@ def _store(
     drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, page: Tensor
 ) -> None:
     tokens = drawn.to(torch.int32)
-    tables.tokens[batch.rows[index].long(), inputs.seq_lens[index].long()] = tokens
+    tables.tokens[batch.rows[index].long(), inputs.seq_lens[index].long()] = tokens.clamp(min=0)
     page[index.to(page.device)] = tokens.to(page.device)

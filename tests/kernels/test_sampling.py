@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.kernels import sampling
 from baton.kernels.sampling import (
+    NO_TOKEN,
     AllowedTokens,
     BadWords,
     BannedTokens,
@@ -67,13 +68,14 @@ def test_greedy_and_random_rows_share_a_batch(sample: Sample) -> None:
 
 
 @both
-def test_what_is_not_a_number_is_never_drawn_and_an_empty_row_gives_token_0(sample: Sample) -> None:
-    logits = torch.zeros(3, 40)
+def test_what_is_not_a_number_is_never_drawn_and_an_empty_row_gives_no_token(sample: Sample) -> None:
+    logits = torch.zeros(4, 40)
     logits[0, :39] = math.nan
     logits[1, 1:] = math.nan
     logits[2] = -math.inf
+    logits[3] = math.nan
     for temperature in (0.0, 1.0):
-        assert sample(logits, batch_of(3, temperature=temperature)).tolist() == [39, 0, 0]
+        assert sample(logits, batch_of(4, temperature=temperature)).tolist() == [39, 0, NO_TOKEN, NO_TOKEN]
 
 
 # ---- truncation ------------------------------------------------------------------------------------------------------

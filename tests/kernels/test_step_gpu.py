@@ -11,6 +11,7 @@ import pytest
 import torch
 from aot import compile_for_h200
 
+from baton.kernels.sampling import NO_TOKEN
 from baton.kernels.step import PIECE, Mailbox, StepBatch, StepBuffers, StepTables, reference
 
 ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
@@ -155,6 +156,21 @@ def test_tokens_drawn_again_take_the_place_of_the_first_ones(kernels: object, tr
             expected.mailbox.pages[page, i] = token
         for name, tensor in step.tensors().items():
             assert torch.equal(tensor, expected.tensors()[name]), name
+
+
+def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
+    kernels: object, triton_device: torch.device
+) -> None:
+    step = make_step(triton_device, [1, 1, 1], 3, 3)
+    step.batch.samples.fill_(1)
+    kernels.decode_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
+    drawn = torch.tensor([7, NO_TOKEN, 9], device=triton_device)
+    kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+    again, index = torch.tensor([NO_TOKEN], device=triton_device), torch.tensor([2], device=triton_device)
+    kernels.replace_tokens(again, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+    where = step.batch.rows.long(), step.inputs.seq_lens.long()
+    assert step.tables.tokens[where].tolist() == [7, 0, 0]
+    assert step.mailbox.pages[0, :3].tolist() == [7, NO_TOKEN, NO_TOKEN]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

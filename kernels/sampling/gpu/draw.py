@@ -28,7 +28,7 @@ from torch import Tensor
 from baton.kernels import pdl, tuned
 
 from .. import row_words
-from ..batch import GREEDY_BELOW
+from ..batch import GREEDY_BELOW, NO_TOKEN
 from .floats import ordered, unordered
 from .noise import GREATEST_NOISE, GROUP, LANES, gumbel, philox, word_of
 
@@ -36,6 +36,7 @@ _ROW_WORDS = tl.constexpr(row_words.ROW_WORDS)
 _TEMPERATURE = tl.constexpr(row_words.TEMPERATURE)
 _SEED_LOW, _SEED_HIGH = tl.constexpr(row_words.SEED_LOW), tl.constexpr(row_words.SEED_HIGH)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NONE = tl.constexpr(-math.inf)
 _LEAST = tl.constexpr(-float(torch.finfo(torch.float32).max))
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -54,7 +55,7 @@ _NUM_WARPS = 1  # a second warp would see other goals, and part ways with the fi
 def draw_tokens(
     logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor, floors: Tensor, meetings: Tensor
 ) -> Tensor:
-    """Token ids `[R]` int64 of the rows; only logits from `floors` `[R]` float32 upwards can be drawn.
+    """Token ids `[R]` int64 of the rows, or `NO_TOKEN`; only logits from `floors` `[R]` float32 upwards can be drawn.
 
     `meetings` `[R, MEETING_WORDS]` int32 must be as `truncate` leaves them: nothing reached, nobody arrived.
     """
@@ -146,7 +147,8 @@ def _draw_share(
         slot = tl.arange(0, MOST_SHARES)
         score = tl.load(scores_ptr + index * shares + slot, slot < shares, _NONE, cache_modifier=".cg")
         theirs = tl.load(winners_ptr + index * shares + slot, slot < shares, 0, cache_modifier=".cg")
-        token = tl.min(tl.where(score == tl.max(score), theirs, vocab_size))
+        reached = tl.max(score)
+        token = tl.where(reached > _NONE, tl.min(tl.where(score == reached, theirs, vocab_size)), _NO_TOKEN)
         tl.store(tokens_ptr + index, tl.where(row >= 0, token, 0).to(tl.int64))
 
 

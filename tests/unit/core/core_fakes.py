@@ -28,7 +28,7 @@ from baton.engine.core.connector import (
     TransferId,
 )
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
-from baton.engine.core.step import Chunk, ChunkResult, StepPlan, StepResult
+from baton.engine.core.step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 
 GARBAGE = -1
 
@@ -117,7 +117,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.fail_at_launch: Exception | None = None
         self.fail_at_result: Exception | None = None
-        self.draws_0 = False  # as where a request excludes every token (`FROM_NOTHING`)
+        self.draws_nothing = False  # as where a request excludes every token, or the model gives no numbers
         self._queue: deque[FakePendingStep] = deque()
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
@@ -188,10 +188,10 @@ class FakeRunner:
             prompt = [logprob_of(row.kv[position - 1], row.tokens[position]) for position in positions]
         if not chunk.samples:
             return ChunkResult(None, None, prompt)
-        token = 0 if self.draws_0 else next_token(row.kv[-1], row.seed, self.config.vocab_size)
+        token = next_token(row.kv[-1], row.seed, self.config.vocab_size)
         logprobs = logprob_of(row.kv[-1], token)
         row.append(token)
-        return ChunkResult(token, logprobs, prompt)
+        return ChunkResult(NO_TOKEN if self.draws_nothing else token, logprobs, prompt)
 
 
 class FakePendingStep:

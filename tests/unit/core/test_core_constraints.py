@@ -192,10 +192,11 @@ def test_a_token_that_does_not_fit_ends_its_request(grammars: FakeGrammars, dept
 def test_a_row_that_had_nothing_to_draw_is_told(grammars: FakeGrammars) -> None:
     harness = harness_with(grammars)
     grammars.allows_0 = False
-    harness.runner.draws_0 = True
-    harness.core.add(constrained("c", 5, max_tokens=9, stop_token_ids=[0]))
+    harness.runner.draws_nothing = True
+    harness.core.add(constrained("c", 5, max_tokens=9, allowed_token_ids=[0]))
     (output,) = [output for _ in range(5) for output in harness.core.step()]
     assert output.error is not None
+    assert output.error.kind is ErrorKind.INVALID
     assert "allowed_token_ids" in output.error.message
     assert output.token_ids == []
     harness.check_all_given_back()

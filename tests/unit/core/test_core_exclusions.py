@@ -1,4 +1,4 @@
-"""A row that had nothing to draw gives a token all the same: the request hears of it, and nobody gets that token."""
+"""A row that had nothing to draw ends its request, which is told whether it asked for too much or the model failed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from typing import Any
 import pytest
 from core_harness import Harness, config, request
 
-from baton.engine.core.exclusions import FROM_NOTHING
 from baton.engine.core.messages import EngineOutput, EngineRequest, ErrorKind, FinishReason
+from baton.engine.core.step import NO_TOKEN
+from baton.kernels import sampling
 
-EXCLUDING: dict[str, dict[str, Any]] = {
-    "others alone are allowed": {"allowed_token_ids": [5]},
-    "a bad word": {"bad_words_token_ids": [[9, 3], [FROM_NOTHING]]},
-    "the end of a bad word": {"bad_words_token_ids": [[7, 8, FROM_NOTHING]]},
-    "a stop token too soon": {"stop_token_ids": [FROM_NOTHING], "min_tokens": 3},
+LEAVES_NOTHING: dict[str, dict[str, Any]] = {
+    "a bad word": {"allowed_token_ids": [5], "bad_words_token_ids": [[9, 3], [5]]},
+    "the end of a bad word": {"allowed_token_ids": [5], "bad_words_token_ids": [[7, 8, 5]]},
+    "a stop token too soon": {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3},
+    "one thing each": {
+        "allowed_token_ids": [4, 5, 6],
+        "bad_words_token_ids": [[8, 6], [4]],
+        "stop_token_ids": [5],
+        "min_tokens": 4,
+    },
 }
-NOT_EXCLUDING: dict[str, dict[str, Any]] = {
-    "it is allowed": {"allowed_token_ids": [5, FROM_NOTHING]},
-    "the beginning of a bad word": {"bad_words_token_ids": [[FROM_NOTHING, 4]]},
-    "the end of another bad word": {"bad_words_token_ids": [[8, 7, FROM_NOTHING], [6, 7, 8, FROM_NOTHING]]},
-    "a stop token in time": {"stop_token_ids": [FROM_NOTHING], "min_tokens": 2},
+LEAVES_SOME: dict[str, dict[str, Any]] = {
+    "anything": {},
+    "some are allowed": {"allowed_token_ids": [5, 6]},
+    "another than the bad word": {"allowed_token_ids": [5, 6], "bad_words_token_ids": [[5]]},
+    "the beginning of a bad word": {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 4]]},
+    "the end of another bad word": {"allowed_token_ids": [5], "bad_words_token_ids": [[8, 7, 5], [6, 7, 8, 5]]},
+    "a stop token in time": {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
 }
 
 
@@ -29,28 +37,36 @@ def asked(**sampling: Any) -> EngineRequest:
     return request("a", [1, 6], output_token_ids=[7, 8], max_tokens=4, **sampling)
 
 
-def first_output(engine: Harness, of: EngineRequest) -> EngineOutput:
-    engine.runner.draws_0 = True
+def only_output(engine: Harness, of: EngineRequest) -> EngineOutput:
+    engine.runner.draws_nothing = True
     engine.core.add(of)
-    return next(output for _ in range(5) for output in engine.core.step())
+    (output,) = [output for _ in range(5) for output in engine.core.step()]
+    assert not engine.core.has_work()
+    engine.check_all_given_back()
+    return output
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("sampling", EXCLUDING.values(), ids=EXCLUDING)
-def test_a_token_that_its_request_excludes_ends_it_with_the_reason(sampling: dict[str, Any], depth: int) -> None:
-    engine = Harness(config(depth=depth))
-    output = first_output(engine, asked(**sampling))
+@pytest.mark.parametrize("sampling", LEAVES_NOTHING.values(), ids=LEAVES_NOTHING)
+def test_a_request_that_leaves_no_token_is_refused(sampling: dict[str, Any], depth: int) -> None:
+    output = only_output(Harness(config(depth=depth)), asked(**sampling))
     assert (output.token_ids, output.finish_reason) == ([], FinishReason.ERROR)
     assert output.error is not None
     assert output.error.kind is ErrorKind.INVALID
     assert "allowed_token_ids" in output.error.message
-    while engine.core.has_work():
-        assert engine.core.step() == []
-    engine.check_all_given_back()
 
 
-@pytest.mark.parametrize("sampling", NOT_EXCLUDING.values(), ids=NOT_EXCLUDING)
-def test_any_other_is_as_good_as_the_rest(sampling: dict[str, Any]) -> None:
-    output = first_output(Harness(config()), asked(**sampling))
-    assert output.token_ids == [FROM_NOTHING]
-    assert output.error is None
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("sampling", LEAVES_SOME.values(), ids=LEAVES_SOME)
+def test_where_a_token_was_left_the_model_failed_and_another_engine_may_do_better(
+    sampling: dict[str, Any], depth: int
+) -> None:
+    output = only_output(Harness(config(depth=depth)), asked(**sampling))
+    assert (output.token_ids, output.finish_reason) == ([], FinishReason.ERROR)
+    assert output.error is not None
+    assert output.error.kind is ErrorKind.INTERNAL
+    assert "no token could be drawn" in output.error.message
+
+
+def test_the_kernels_mean_the_same_by_no_token() -> None:
+    assert sampling.NO_TOKEN == NO_TOKEN

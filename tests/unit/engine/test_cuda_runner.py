@@ -21,10 +21,10 @@ from baton.engine import SamplingParams, StructuredOutputsParams
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.grammar import GrammarSource, GrammarStats
 from baton.engine.core.layout import KVLayout
-from baton.engine.core.messages import EngineOutput, EngineRequest
+from baton.engine.core.messages import EngineOutput, EngineRequest, ErrorKind
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.rows import RankRows
-from baton.engine.model_config import ModelConfig
 from baton.engine.models import load_model, sketch_model
 from baton.engine.worker.cuda.memory import Needs, gpu_budget
 from baton.engine.worker.cuda.rehearsal import Rehearsal, eager_shapes, idle_steps, largest_step
@@ -315,6 +315,30 @@ def test_rows_that_need_more_than_a_graph_draws_still_replay_it(workshop: Worksh
 def row_start(row: int, prompt: list[int], blocks: list[int]) -> RowStart:
     params = SamplingParams(temperature=0.0)
     return RowStart(row, str(row), prompt, [], params, seed=0, stop_token_ids=[], block_ids=blocks)
+
+
+@pytest.mark.parametrize("kind", ["cpu_runner", "device_runner", "captured_runner"])
+@pytest.mark.parametrize("asks", [{}, {"logprobs": 2}, {"repetition_penalty": 1.5}], ids=lambda asks: "".join(asks))
+def test_a_request_whose_kv_is_damaged_ends_with_an_error_and_no_other_does(
+    workshop: Workshop, kind: str, asks: dict[str, Any]
+) -> None:
+    runner = getattr(workshop, kind)()
+    core = workshop.core(runner)
+    sampling = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, **asks)
+    core.add(EngineRequest(request_id="damaged", prompt_token_ids=list(range(3, 40)), sampling=sampling))
+    while not (outputs := core.step()):
+        pass
+    (runner.step.kv if isinstance(runner, DeviceRunner) else runner.kv).fill_(float("nan"))
+    core.add(EngineRequest(request_id="sound", prompt_token_ids=list(range(50, 90)), sampling=sampling))
+    while core.has_work():
+        outputs += core.step()
+    last = {output.request_id: output for output in outputs}
+    error = last["damaged"].error
+    assert error is not None
+    assert error.kind is ErrorKind.INTERNAL
+    assert last["sound"].error is None
+    assert sum(len(output.token_ids) for output in outputs if output.request_id == "sound") == 40
+    assert all(token_id >= 0 for output in outputs for token_id in output.token_ids)
 
 
 def test_results_may_be_read_late_and_in_any_order(workshop: Workshop) -> None:
