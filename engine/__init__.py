@@ -17,19 +17,25 @@ if TYPE_CHECKING:
     from .core.sampling import InvalidSamplingParams as InvalidSamplingParams
     from .core.sampling import SamplingParams as SamplingParams
     from .core.sampling import StructuredOutputsParams as StructuredOutputsParams
-    from .llm import LLM as LLM
-    from .outputs import CompletionOutput as CompletionOutput
-    from .outputs import Logprob as Logprob
-    from .outputs import RequestOutput as RequestOutput
+    from .offline.arguments import InvalidArgument as InvalidArgument
+    from .offline.llm import LLM as LLM
+    from .offline.llm import GenerationFailed as GenerationFailed
+    from .offline.outputs import CompletionOutput as CompletionOutput
+    from .offline.outputs import Logprob as Logprob
+    from .offline.outputs import RequestOutput as RequestOutput
+    from .offline.prompts import InvalidPrompt as InvalidPrompt
 
 _HOME = {
-    "LLM": "llm",
+    "LLM": "offline.llm",
     "SamplingParams": "core.sampling",
     "StructuredOutputsParams": "core.sampling",
     "InvalidSamplingParams": "core.sampling",
-    "RequestOutput": "outputs",
-    "CompletionOutput": "outputs",
-    "Logprob": "outputs",
+    "RequestOutput": "offline.outputs",
+    "CompletionOutput": "offline.outputs",
+    "Logprob": "offline.outputs",
+    "GenerationFailed": "offline.llm",
+    "InvalidArgument": "offline.arguments",
+    "InvalidPrompt": "offline.prompts",
     "EngineConfig": "config",
     "InvalidEngineConfig": "config",
     "Engine": "build",

@@ -12,7 +12,7 @@ from .core.connector import KVConnector
 from .core.engine import EngineCore, EngineCoreConfig
 from .core.layout import BLOCK_SIZE, KVLayout, KVRegion
 from .core.tiers import KVTiers
-from .model_config import ModelConfig
+from .hf_config.model_config import ModelConfig
 from .parallel.member import ALONE_MEMBER, Member
 from .phases import Phases
 from .prepare import prepared

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from . import foreign_arguments
 from .core.layout import BLOCK_SIZE
-from .model_config import KV_CACHE_DTYPES, LOAD_FORMATS
+from .hf_config.model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 
 DTYPES = {
@@ -92,20 +93,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> EngineConfig:
-        """The config that these arguments describe.
+        """The config that these arguments describe; None is as if left out.
 
         Raises `InvalidEngineConfig` for unknown names (and tells the nearest valid one), wrong types, and values that
-        cannot be served.
+        cannot be served. Names of `foreign_arguments` are taken where they ask for nothing.
         """
+        for name, message in foreign_arguments.refusals(args, foreign_arguments.ENGINE).items():
+            raise InvalidEngineConfig(name, message)
+        args = {name: value for name, value in args.items() if name not in foreign_arguments.ENGINE}
         for name in args:
             if name not in cls.__struct_fields__:
                 near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(cls.__struct_fields__)}"
                 raise InvalidEngineConfig(name, f"is not an engine argument{hint}")
+        args = {name: value for name, value in args.items() if value is not None}
         if "model" not in args:
             raise InvalidEngineConfig("model", "is required: a folder with config.json and safetensors")
         try:
-            return msgspec.convert(dict(args), cls)
+            return msgspec.convert(args, cls)
         except msgspec.ValidationError as error:
             cause = error.__cause__
             if isinstance(cause, InvalidEngineConfig):

@@ -14,7 +14,7 @@ from .core.engine import EngineCoreConfig
 from .core.layout import KVRegion
 from .core.messages import ExpertReview
 from .core.step import Runner
-from .model_config import ModelConfig
+from .hf_config.model_config import ModelConfig
 from .parallel.balance import ExpertBalancer, ReviewingRunner
 from .parallel.membership import Membership
 from .phases import Phases

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from baton.kernels.compiler import Compiler, start_compiler
 
 from .config import DTYPES, EngineConfig, InvalidEngineConfig
-from .model_config import ModelConfig
+from .hf_config.model_config import ModelConfig
 from .parallel.division import check_division
 from .parallel.member import Member
 from .phases import Phases

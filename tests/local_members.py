@@ -18,7 +18,7 @@ def members(parent: int | None = None) -> list[int]:
             command = (process / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(status[1]) == (parent or os.getpid()) and status[0] != "Z" and b"parallel.launch" in command:
+        if int(status[1]) == (parent or os.getpid()) and status[0] != "Z" and b"offline.local_members" in command:
             found.append(int(process.name))
     return sorted(found)
 

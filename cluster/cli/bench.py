@@ -61,7 +61,7 @@ def throughput(
     json_file: JsonFile = None,
 ) -> None:
     """All prompts at once in one engine: requests and tokens per second. Engine arguments as for `baton serve`."""
-    from baton.engine.bench import throughput as measure
+    from baton.engine.offline.bench import throughput as measure
 
     engine_args = engine_args_from(context.args)
     lengths = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
@@ -83,7 +83,7 @@ def latency(
     json_file: JsonFile = None,
 ) -> None:
     """Seconds of one batch in one engine, from the first prompt token to the last output token."""
-    from baton.engine.bench import latency as measure
+    from baton.engine.offline.bench import latency as measure
 
     with _refusals_shown():
         result = measure(
@@ -108,8 +108,8 @@ def soak(
     json_file: JsonFile = None,
 ) -> None:
     """Random requests of every kind, more than fit: fails where one gets an error or memory is not given back."""
-    from baton.engine.soak import SoakFailed
-    from baton.engine.soak import soak as run
+    from baton.engine.offline.soak import SoakFailed
+    from baton.engine.offline.soak import soak as run
 
     try:
         with _refusals_shown():
@@ -128,8 +128,8 @@ def startup(
     json_file: JsonFile = None,
 ) -> None:
     """Seconds from the first import to an engine that is ready, each time in a new process."""
-    from baton.engine.bench import StartupFailed
-    from baton.engine.bench import startup as measure
+    from baton.engine.offline.bench import StartupFailed
+    from baton.engine.offline.bench import startup as measure
 
     engine_args = engine_args_from(context.args)
     try:
@@ -218,7 +218,7 @@ def kv(
     import torch
 
     from baton.engine.core.layout import UnevenHeads
-    from baton.engine.model_config import ModelConfig, ModelError
+    from baton.engine.hf_config.model_config import ModelConfig, ModelError
     from baton.kv_transfer.bench import DEFAULT_IN_FLIGHT, DEFAULT_LAYOUT, DEFAULT_TOKENS, measure, table
     from baton.kv_transfer.bench.ranks import BenchFailed
 

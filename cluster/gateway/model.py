@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.text import Tokenizer
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

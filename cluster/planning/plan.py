@@ -16,7 +16,7 @@ from baton.cluster.engines.seats import seats_of
 from baton.cluster.spec import FleetSpec, InvalidSpec
 from baton.engine.config import DTYPES, EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
-from baton.engine.model_config import ModelConfig, ModelError
+from baton.engine.hf_config.model_config import ModelConfig, ModelError
 from baton.engine.parallel.division import check_division
 
 from .hosts import GB, HostNeeds, needs_of_nodes, needs_of_worker, what_does_not_fit

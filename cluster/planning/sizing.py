@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import DTYPE_BYTES
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 
 BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale of 4 bytes
 BYTES_IN_8_BITS = 1 + 4 / BLOCK**2

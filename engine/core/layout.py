@@ -28,7 +28,7 @@ class UnevenHeads(ValueError):
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What two engines must agree on before one may read the other's blocks."""
 
-    model: str  # identity of the weights, not a path: see `engine.model_config`
+    model: str  # identity of the weights, not a path: see `engine.hf_config.model_config`
     num_layers: int
     num_kv_heads: int  # of the whole model, whatever the tensor parallelism
     head_dim: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from numbers import Number
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,6 +33,37 @@ class InvalidSamplingParams(ValueError):
         self.message = message
 
 
+_Params = TypeVar("_Params", bound=msgspec.Struct)
+
+
+def as_decoded(params: _Params, where: str = "") -> _Params:
+    """With the values that a decoder would have given it: lists for tuples, Python's numbers for those of libraries.
+
+    Raises `InvalidSamplingParams` for a value of another type than its field's: a constructor looks at types only
+    where it stumbles over them.
+    """
+    return type(params)(**_decoded_values(params, where))
+
+
+def _decoded_values(params: msgspec.Struct, where: str = "") -> dict[str, Any]:
+    values = {}
+    for field in msgspec.structs.fields(params):
+        value, name = getattr(params, field.name), where + field.name
+        if isinstance(value, msgspec.Struct):
+            value = as_decoded(value, f"{name}.")
+        elif isinstance(value, Number) and hasattr(value, "item"):  # numpy's
+            value = value.item()
+        try:
+            values[field.name] = msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, InvalidSamplingParams):
+                raise error.__cause__ from None
+            message, _, path = str(error).partition(" - at `")
+            inner = path.removeprefix("$").rstrip("`") if path.startswith("$") else ""
+            raise InvalidSamplingParams(name + inner, message) from None
+    return values
+
+
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a whole output must be: exactly one of the first six. Names are vLLM's; a `json` schema is kept as text.
 
@@ -49,6 +81,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except (TypeError, AttributeError):
+            _decoded_values(self, "structured_outputs.")
+            raise
+
+    def _check(self) -> None:
         if isinstance(self.json, dict):
             msgspec.structs.force_setattr(self, "json", json.dumps(self.json, ensure_ascii=False))
         if self.json_object is False:
@@ -118,6 +157,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except (TypeError, AttributeError):  # a check stumbled: over a value of another type, which this then names
+            _decoded_values(self)
+            raise
+
+    def _check(self) -> None:
         self._unify_forms()
         self._check_numbers()
         self._check_ends()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import Group, ParallelGroups
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention
 from baton.kernels.linear import RowNorm

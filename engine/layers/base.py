@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from baton.engine.models.errors import WeightsError
+from baton.engine.hf_config.errors import WeightsError
 from baton.engine.parallel.groups import Group, ParallelGroups
 
 

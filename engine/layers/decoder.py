@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.kernels.attention import AttentionBatch, prepare
 
 from .attention import Attention, LayerContext, SelfAttention

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.models.experts import ExpertsConfig
+from baton.engine.hf_config.experts import ExpertsConfig
 from baton.kernels.fp8 import BLOCK
 from baton.kernels.moe import ExpertWeights, GatedActivation, RoutingRule, fused_experts, route, router_logits
 

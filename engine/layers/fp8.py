@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.models.errors import WeightsError
-from baton.engine.models.quantization import Quantization
+from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.quantization import Quantization
 from baton.kernels.fp8 import BLOCK, dequantize
 
 from .base import Parameter, Share, Slot

@@ -11,9 +11,9 @@ import math
 
 from torch import Tensor
 
-from baton.engine.model_config import ModelConfig
-from baton.engine.models.latent import LatentShape
-from baton.engine.models.rope import Rope, YarnRope
+from baton.engine.hf_config.latent import LatentShape
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope import Rope, YarnRope
 from baton.engine.parallel.groups import ParallelGroups
 from baton.kernels.linear import RowNorm
 from baton.kernels.mla import UpProjection, latent_and_cache, mla_attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.models.experts import ExpertsConfig
+from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.parallel.dispatch import Dispatches
 from baton.engine.parallel.groups import ALONE, ExpertSpread, Group, ParallelGroups
 from baton.engine.parallel.placement import ExpertPlacement

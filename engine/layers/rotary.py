@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:

@@ -13,8 +13,8 @@ from baton.engine.parallel.groups import ALL_ALONE, ParallelGroups
 if TYPE_CHECKING:
     import torch
 
+    from baton.engine.hf_config.model_config import ModelConfig
     from baton.engine.layers.decoder import CausalLM
-    from baton.engine.model_config import ModelConfig
     from baton.engine.weights.progress import Progress
 
 # `architectures` of config.json -> (module of this package, class)

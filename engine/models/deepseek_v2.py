@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.layers.mla import LatentAttention
 from baton.engine.layers.mlp import FeedForward, GatedMLP
 from baton.engine.layers.moe import MoE
-from baton.engine.model_config import ModelConfig
 from baton.kernels import mla
 from baton.kernels.attention import AttentionBatch
 

@@ -6,7 +6,7 @@ from .deepseek_v2 import DeepseekV2ForCausalLM
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """As V2; its experts are chosen by corrected sigmoids (`models.experts`)."""
+    """As V2; its experts are chosen by corrected sigmoids (`hf_config.experts`)."""
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:

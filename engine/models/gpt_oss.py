@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.attention import Attention
 from baton.engine.layers.base import Layer, Parameter, Share
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.layers.mlp import FeedForward
 from baton.engine.layers.moe import MoE
-from baton.engine.model_config import ModelConfig
 from baton.engine.parallel.groups import ParallelGroups
 
 

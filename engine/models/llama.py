@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.attention import Attention
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.layers.mlp import FeedForward, GatedMLP
-from baton.engine.model_config import ModelConfig
 
 
 class LlamaForCausalLM(CausalLM):

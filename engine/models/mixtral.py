@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Slot
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.layers.mlp import FeedForward
 from baton.engine.layers.moe import MoE
-from baton.engine.model_config import ModelConfig
 
 
 class MixtralMoE(MoE):

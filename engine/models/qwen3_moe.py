@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.mlp import FeedForward
 from baton.engine.layers.moe import MoE
-from baton.engine.model_config import ModelConfig
 
 from .qwen3 import Qwen3ForCausalLM
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.layout import UnevenHeads
-from ..model_config import ModelConfig
+from ..hf_config.model_config import ModelConfig
 
 _BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale
 

@@ -37,6 +37,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str]) -> None:
         """Raises `ChatTemplateError` for a template that does not parse."""
         self._templates: dict[str, jinja2.Template] = {}
+        self._tell_none: set[str] = set()  # those that ask whether a message has content
         self.source = sources.get(DEFAULT)
         self.call_format = call_format(sources.get(TOOL_USE) or sources.get(DEFAULT, ""))
         self.knows_thoughts = any(thoughts.BEGIN in source for source in sources.values())
@@ -44,10 +45,13 @@ class ChatTemplate:
         environment = _environment()
         for name, source in sources.items():
             try:
-                self.variables |= jinja2.meta.find_undeclared_variables(environment.parse(source))
+                tree = environment.parse(source)
+                self.variables |= jinja2.meta.find_undeclared_variables(tree)
                 self._templates[name] = environment.from_string(source)
             except jinja2.TemplateSyntaxError as error:
                 raise ChatTemplateError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+            if _asks_for_content(tree):
+                self._tell_none.add(name)
 
     @classmethod
     def from_folder(cls, folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
@@ -84,7 +88,8 @@ class ChatTemplate:
                 raise InvalidMessages(
                     f"{name!r} is not a template variable that can be set: it is an argument of its own"
                 )
-        chat = [self._turn(index, message) for index, message in enumerate(messages)]
+        name = self._name(tools)
+        chat = [self._turn(index, message, name) for index, message in enumerate(messages)]
         if not chat:
             raise InvalidMessages("a chat needs at least one message")
         if tools and "tools" not in self.variables:
@@ -92,7 +97,7 @@ class ChatTemplate:
         if continue_final_message:
             _mark_end(chat[-1])
         text = self._render(
-            self._template(tools),
+            self._templates[name],
             {**(variables or {}), "messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt},
         )
         return _cut_at_mark(text) if continue_final_message else text
@@ -110,17 +115,20 @@ class ChatTemplate:
         words = [chat[0]["content"] if has_system else None, self.call_format.introduce(tools)]
         return [{"role": "system", "content": "\n\n".join(filter(None, words))}, *chat[has_system:]]
 
-    def _turn(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _turn(self, index: int, message: Mapping[str, Any], name: str) -> dict[str, Any]:
         turn = with_readable_arguments(_plain_message(index, message))
+        if turn["content"] is None and name not in self._tell_none:
+            turn["content"] = ""  # Jinja would write "None"
         return turn if self.call_format is None else self.call_format.turn(turn)
 
-    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
+    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Of the template for such a chat."""
         name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
         if name not in self._templates:
             raise ChatTemplateError(
                 f"this model names its chat templates {sorted(self._templates)}, and none {DEFAULT!r}"
             )
-        return self._templates[name]
+        return name
 
     @staticmethod
     def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
@@ -146,6 +154,30 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise InvalidMessages(f"messages[{index}].content must be a string or a list of text parts, not {content!r}")
     return {**message, "content": content}
+
+
+def _asks_for_content(template: jinja2.nodes.Template) -> bool:
+    """Whether it asks if a message's content is none, as DeepSeek's do: then it writes something else there."""
+    tests = template.find_all(jinja2.nodes.Test)
+    comparisons = template.find_all(jinja2.nodes.Compare)
+    asked = [test.node for test in tests if test.name == "none"]
+    asked += [compared.expr for compared in comparisons if any(_is_none(other.expr) for other in compared.ops)]
+    return any(_is_content(node) for node in asked)
+
+
+def _is_none(node: jinja2.nodes.Expr) -> bool:
+    return isinstance(node, jinja2.nodes.Const) and node.value is None
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    match node:
+        case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
+            return True
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+            return True
+        case jinja2.nodes.Call(args=[jinja2.nodes.Const(value="content"), *_]):  # of `get`
+            return True
+    return False
 
 
 def _text_of_part(where: str, part: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from baton.engine.models.errors import WeightsError
+from baton.engine.hf_config.errors import WeightsError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Layer, layers_of
 from baton.engine.layers.experts import Experts
 from baton.engine.layers.fp8 import Fp8Format
 from baton.engine.layers.linear import Linear
-from baton.engine.models.errors import WeightsError
-from baton.engine.models.quantization import Quantization
 from baton.kernels.fp8 import BLOCK
 
 

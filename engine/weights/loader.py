@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Slot
 from baton.engine.layers.fp8 import plain_weight
-from baton.engine.models.errors import WeightsError
-from baton.engine.models.quantization import Quantization
 from baton.kernels import fp8
 
 from .checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry

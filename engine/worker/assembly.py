@@ -16,8 +16,8 @@ from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
 from ..core.layout import KVLayout
 from ..core.step import Runner
+from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
-from ..model_config import ModelConfig
 from ..models import load_model
 from ..parallel.groups import ALL_ALONE
 from ..phases import Phases

@@ -117,7 +117,7 @@ class _Leader:
 
     def quiet(self) -> TierStats:
         """When all that can be stored is stored."""
-        while self._engine.core._scheduler.tiering.any_lent:
+        while self._engine.core._scheduler.tier_copies.any_lent:
             self._engine.core.step()
             time.sleep(1e-3)
         stats = self._engine.core.stats()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_config import SIZES
 
-from baton.engine.model_config import ModelConfig, ModelError
+from baton.engine.hf_config.model_config import ModelConfig, ModelError
 from baton.engine.weights import Checkpoint
 
 KEYS: dict[str, Any] = {

@@ -13,14 +13,14 @@ from paged import chunked_logprobs, random_tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.engine.hf_config.errors import UnsupportedModel
+from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.model_config import ModelConfig, WeightsError
+from baton.engine.hf_config.quantization import read_quantization
 from baton.engine.layers.base import layers_of
 from baton.engine.layers.experts import Experts
 from baton.engine.layers.linear import Linear
-from baton.engine.model_config import ModelConfig, WeightsError
 from baton.engine.models import load_model
-from baton.engine.models.errors import UnsupportedModel
-from baton.engine.models.keys import Keys
-from baton.engine.models.quantization import read_quantization
 from baton.kernels import fp8
 
 # Sizes that blocks of 128 divide, except for what a model's vocabulary is.

@@ -10,8 +10,8 @@ import torch
 from checkpoints import ARCHITECTURES, MISROUTED, NEAR_TIE, make_model, wide_shape, write_checkpoint
 from paged import PagedRun, chunked_logprobs, random_tokens, reference_logprobs
 
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.model_config import ModelConfig
 from baton.engine.models import load_model
 
 pytestmark = pytest.mark.gpu

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
@@ -15,8 +17,6 @@ from baton.engine.layers.moe import MoE
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
 from baton.engine.layers.rows import TokenRows
-from baton.engine.models.errors import WeightsError
-from baton.engine.models.experts import ExpertsConfig
 
 
 def filled(layer: Layer, path: str) -> dict[str, torch.Tensor]:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from small_config import SIZES
 
-from baton.engine.model_config import (
+from baton.engine.hf_config.experts import ExpertsConfig
+from baton.engine.hf_config.latent import LatentShape
+from baton.engine.hf_config.model_config import (
     CacheShape,
     InvalidModelConfig,
     MaxModelLenTooLong,
@@ -21,9 +23,7 @@ from baton.engine.model_config import (
     UnsupportedArchitecture,
     UnsupportedModel,
 )
-from baton.engine.models.experts import ExpertsConfig
-from baton.engine.models.latent import LatentShape
-from baton.engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 PLAIN: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -60,7 +60,7 @@ def test_sizes_are_read(read: Callable[..., ModelConfig]) -> None:
 def test_reading_a_config_loads_neither_torch_nor_transformers(read: Callable[..., ModelConfig]) -> None:
     folder = read().folder
     code = (
-        "import sys; from baton.engine.model_config import ModelConfig; "
+        "import sys; from baton.engine.hf_config.model_config import ModelConfig; "
         f"ModelConfig.from_folder({str(folder)!r}, load_format='dummy'); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )

@@ -20,8 +20,8 @@ from paged import (
     reference_logprobs,
 )
 
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.kernels.attention import AttentionBatch
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.hf_config.rope import read_rope
 from baton.engine.layers.rotary import cos_sin_table
-from baton.engine.models.rope import read_rope
 
 LLAMA_3_1 = {
     "rope_type": "llama3",

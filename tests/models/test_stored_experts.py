@@ -13,14 +13,14 @@ from paged import chunked_logprobs, random_tokens, reference_logprobs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.engine.hf_config.experts import ExpertsConfig
+from baton.engine.hf_config.model_config import ModelConfig, WeightsError
+from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Share
 from baton.engine.layers.experts import Experts
 from baton.engine.layers.fp8 import Fp8Format
 from baton.engine.layers.mxfp4 import dequantize
-from baton.engine.model_config import ModelConfig, WeightsError
 from baton.engine.models import load_model
-from baton.engine.models.experts import ExpertsConfig
-from baton.engine.models.quantization import Quantization
 
 NUM_EXPERTS, HIDDEN_SIZE, WIDTH = 6, 64, 96
 FORMS = {

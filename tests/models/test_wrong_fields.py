@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small_config import SIZES
 
-from baton.engine.model_config import ModelConfig, ModelError
+from baton.engine.hf_config.model_config import ModelConfig, ModelError
 
 ABSENT = object()
 WRONG: list[Any] = [

@@ -13,8 +13,8 @@ from baton.kernels.compiler import Compiler, recording
 from ...config import EngineConfig
 from ...core.engine import EngineCoreConfig
 from ...core.layout import KVLayout
+from ...hf_config.model_config import ModelConfig
 from ...layers.decoder import CausalLM
-from ...model_config import ModelConfig
 from ...models import load_model, sketch_model
 from ...parallel import ParallelGroups
 from ...phases import Phases

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine import bench
+from baton.engine.offline import bench
 
 ARGS = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 64}
 

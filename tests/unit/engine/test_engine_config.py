@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig, InvalidEngineConfig
+from baton.engine.foreign_arguments import ENGINE
 
 
 def config(**args: Any) -> EngineConfig:
@@ -54,6 +55,45 @@ def test_what_cannot_be_served_is_refused_by_name_with_the_reason(
     assert caught.value.field == field
 
 
+def test_none_is_as_if_left_out() -> None:
+    assert config(max_num_seqs=None, enable_prefix_caching=None, seed=None) == config()
+    with pytest.raises(InvalidEngineConfig, match="did you mean 'max_model_len'"):
+        config(max_modellen=None)
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE))
+def test_vllms_arguments_are_taken_where_they_ask_for_nothing(name: str) -> None:
+    for value in (None, *ENGINE[name].asks_nothing):
+        assert config(**{name: value}) == config()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"swap_space": 4}, "swap_space: is 4: preempted requests are computed again; .*, or give 0$"),
+        ({"swap_space": False}, "swap_space: is False"),
+        ({"enable_lora": True}, "enable_lora: is True: adapters are not served: .*, or give False$"),
+        ({"enable_lora": 0}, "enable_lora: is 0"),
+        (
+            {"quantization": "awq"},
+            "quantization: is .awq.: weights are served as the checkpoint.*leave it out$",
+        ),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode: is 'slow': .*, or give 'auto', 'hf'$"),
+        ({"compilation_config": 3}, "enforce_eager and max_cudagraph_capture_size"),
+        ({"max_logprobs": 50}, "20 alternatives"),
+        ({"distributed_executor_backend": "ray"}, "baton serve"),
+    ],
+)
+def test_vllms_arguments_that_ask_for_something_are_refused_with_the_reason(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidEngineConfig, match=message) as caught:
+        config(**args)
+    assert caught.value.field == next(iter(args))
+
+
+def test_no_argument_is_both_an_engines_and_foreign() -> None:
+    assert not set(ENGINE) & set(EngineConfig.__struct_fields__)
+
+
 def test_a_model_is_required() -> None:
     with pytest.raises(InvalidEngineConfig, match="required"):
         EngineConfig.from_args({})
@@ -62,7 +102,7 @@ def test_a_model_is_required() -> None:
 def test_naming_the_engine_loads_no_torch() -> None:
     """Routers, gateways and tools import these by the dozen."""
     script = (
-        "import sys, baton.engine, baton.engine.core.engine, baton.engine.config, baton.engine.bench;"
+        "import sys, baton.engine, baton.engine.core.engine, baton.engine.config, baton.engine.offline.bench;"
         "from baton.engine import EngineConfig, SamplingParams, RequestOutput, build_engine;"
         "assert 'LLM' in dir(baton.engine);"
         "heavy = {'torch', 'transformers', 'numpy', 'ray', 'nixl'} & sys.modules.keys();"

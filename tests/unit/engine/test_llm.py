@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from baton.engine import LLM, InvalidEngineConfig, InvalidSamplingParams, SamplingParams
-from baton.engine.llm import InvalidPrompt
-from baton.engine.model_config import ModelError
+from baton.engine import (
+    LLM,
+    InvalidArgument,
+    InvalidEngineConfig,
+    InvalidPrompt,
+    InvalidSamplingParams,
+    SamplingParams,
+)
+from baton.engine.hf_config.model_config import ModelError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 IDS = [10, 20, 30, 40]
@@ -125,12 +131,20 @@ def test_chat_renders_the_template_and_adds_nothing(text_llm: LLM) -> None:
     assert bare.prompt == "user: Hi\n"
 
 
+def test_an_answer_of_calls_alone_is_empty_text_in_the_prompt(text_llm: LLM) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {}}}
+    for content in ({"content": None}, {}):
+        conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call], **content}]
+        (result,) = text_llm.chat(conversation, GREEDY, use_tqdm=False)
+        assert result.prompt == "user: Hi\nassistant: \nassistant: "
+
+
 def test_chat_takes_what_vllm_calls_chat_template_kwargs_and_nothing_unknown(text_llm: LLM) -> None:
     conversation = [{"role": "user", "content": "Hi"}]
     (result,) = text_llm.chat(conversation, GREEDY, use_tqdm=False, chat_template_kwargs={"mood": "glad"})
     assert result.prompt == "(glad) user: Hi\nassistant: "
-    with pytest.raises(TypeError, match="chat_template"):
-        text_llm.chat(conversation, GREEDY, chat_template="{{ messages }}")  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match=r"chat_template is .*write chat_template\.jinja there"):
+        text_llm.chat(conversation, GREEDY, chat_template="{{ messages }}")
 
 
 def test_n_continuations_differ_and_are_those_of_n_seeds(llm: LLM) -> None:
@@ -259,4 +273,10 @@ def test_arguments_and_checkpoints_that_cannot_be_served_are_refused_by_name(che
     with pytest.raises(InvalidEngineConfig, match=r"max_num_seq: .*did you mean 'max_num_seqs'"):
         LLM(str(checkpoint), max_num_seq=4)
     with pytest.raises(ModelError, match=r"config\.json"):
-        LLM(str(tmp_path), skip_tokenizer_init=True)
+        LLM(tmp_path, skip_tokenizer_init=True)
+    with pytest.raises(InvalidEngineConfig, match="model: is required"):
+        LLM(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidEngineConfig, match="model: Expected `str`, got `int`"):
+        LLM(5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidEngineConfig, match="tokenizer: Expected"):
+        LLM(checkpoint, tokenizer=5)  # type: ignore[arg-type]

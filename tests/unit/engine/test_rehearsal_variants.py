@@ -28,7 +28,7 @@ from inline_queue import InlineQueue
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
 from baton.engine.layers import linear
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model, sketch_model
 from baton.engine.worker import logprobs
 from baton.engine.worker.cuda.rehearsal import Rehearsal, idle_steps

@@ -12,7 +12,7 @@ import torch
 from baton.engine.core.layout import BLOCK_SIZE, KVLayout
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.worker import logprobs
 from baton.engine.worker.block_tables import BlockTables

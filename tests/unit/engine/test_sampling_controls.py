@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine import LLM, CompletionOutput, InvalidSamplingParams, SamplingParams
-from baton.engine.llm import InvalidPrompt
+from baton.engine import LLM, CompletionOutput, InvalidPrompt, InvalidSamplingParams, SamplingParams
 
 IDS = [10, 20, 30, 40]
 EOS = 2

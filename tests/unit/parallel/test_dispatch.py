@@ -9,10 +9,10 @@ import torch
 from thread_groups import run_ranks
 from torch import Tensor
 
+from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.layers.base import Layer
 from baton.engine.layers.moe import MoE
 from baton.engine.layers.rows import TokenRows
-from baton.engine.models.experts import ExpertsConfig
 from baton.engine.parallel.dispatch import ExpertDispatch
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ALL_ALONE, ExpertSpread, ParallelGroups
 from baton.kernels.peers import Routed

@@ -13,15 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from thread_groups import run_ranks
 
+from baton.engine.hf_config.model_config import ModelConfig, WeightsError
+from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.embedding import Embedding, Head, TiedHead
 from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.mlp import GatedMLP
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
-from baton.engine.model_config import ModelConfig, WeightsError
 from baton.engine.models import load_model
-from baton.engine.models.quantization import Quantization
 from baton.engine.parallel.groups import ParallelGroups
 from baton.engine.weights.in_8_bits import keep_in_8_bits
 from baton.kernels import fp8

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import DIFFERENCES, SHAPE
 
 from baton.engine import EngineConfig, InvalidEngineConfig
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.division import check_division
 
 ARCHITECTURES = {

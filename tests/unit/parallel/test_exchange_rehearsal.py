@@ -23,7 +23,7 @@ import random
 import sys
 
 from baton.engine.layers.moe import MoE
-from baton.engine.models.experts import ExpertsConfig
+from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.parallel.groups import ALONE, ExpertSpread, ParallelGroups, _Sketched
 from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.engine.worker.cuda.rehearsal import exchanges

@@ -15,7 +15,7 @@ from thread_groups import thread_groups
 
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
-from baton.engine.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import sketch_model
 from baton.engine.parallel.balance import spread_experts
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread

@@ -14,9 +14,8 @@ import pytest
 from checkpoints import write_checkpoint
 from local_members import SOON_S, assert_members_end, cpu_seconds, members
 
-from baton.engine import LLM, SamplingParams
+from baton.engine import LLM, InvalidPrompt, SamplingParams
 from baton.engine.core.engine import EngineFailed
-from baton.engine.llm import InvalidPrompt
 from baton.engine.parallel import GroupFailed
 
 PROMPTS = [[3 + (i * 37 + 11 * p * p) % 250 for p in range(5 + 9 * i)] for i in range(6)]
@@ -91,7 +90,7 @@ def test_nobody_waits_for_ranks_that_have_no_requests(
 ) -> None:
     with make(data_parallel_size=2, **EXPERTS) as llm:
         tokens(llm)
-        monkeypatch.setattr("baton.engine.parallel.offline.zmq.select", lambda *_: pytest.fail("waited"))
+        monkeypatch.setattr("baton.engine.offline.spread.zmq.select", lambda *_: pytest.fail("waited"))
         (result,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(result.outputs[0].token_ids) == 3
 

@@ -26,8 +26,8 @@ from baton.engine.core.lockstep import Lockstep
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import PendingStep, Runner, StepPlan
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.parallel.balance import ExpertBalancer, ReviewingRunner
 from baton.engine.parallel.groups import ExpertSpread, ParallelGroups

@@ -12,9 +12,8 @@ from member_pool import MemberPool
 from parallel_engine import engine_config, run, serve
 from structured_cases import CASES, Case
 
-from baton.engine import LLM, SamplingParams, StructuredOutputsParams
+from baton.engine import LLM, InvalidPrompt, SamplingParams, StructuredOutputsParams
 from baton.engine.core.messages import EngineRequest
-from baton.engine.llm import InvalidPrompt
 
 PROMPTS = [[5, 9, 17], list(range(40, 90))]
 MAX_TOKENS = 150

@@ -108,6 +108,32 @@ def test_text_parts_become_one_text() -> None:
     assert ChatTemplate({"default": TRIMMING}).render(user(content)) == "[one\ntwo]"
 
 
+PRINTING = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
+JOINING = "{% for message in messages %}{{ '[' ~ message.content ~ ']' }}{% endfor %}"
+ASKING = "{% for message in messages %}{% if MESSAGE is none %}(calls){% else %}[{{ MESSAGE }}]{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [PRINTING, JOINING, TRIMMING, PRINTING.replace("] }}", "] + '' }}")])
+@pytest.mark.parametrize("message", [{}, {"content": None}, {"content": []}, {"content": ""}])
+def test_a_message_without_content_has_none_in_the_prompt(template: str, message: dict[str, Any]) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {}}}
+    chat = [{"role": "assistant", "tool_calls": [call], **message}, {"role": "user", "content": "so?"}]
+    assert ChatTemplate({"default": template}).render(chat) == "[][so?]"
+    assert ChatTemplate({"default": "", "tool_use": template}).render(chat, tools=TOOLS) == "[][so?]"
+
+
+@pytest.mark.parametrize("asked", ["message['content']", "message.content", "message.get('content')"])
+def test_a_template_that_asks_whether_there_is_content_gets_an_answer(asked: str) -> None:
+    chat = [{"role": "assistant", "content": None}, {"role": "user", "content": "so?"}]
+    for template in (ASKING, ASKING.replace("is none", "== none")):
+        source = template.replace("MESSAGE", asked)
+        assert ChatTemplate({"default": source}).render(chat) == "(calls)[so?]"
+        assert ChatTemplate({"default": PRINTING, "tool_use": source}).render(chat) == "[][so?]"
+    elsewhere = "{% set content = message.content %}" + ASKING.split("%}", 1)[1].replace("MESSAGE", "content")
+    source = "{% for message in messages %}" + elsewhere
+    assert ChatTemplate({"default": source}).render(chat) == "(calls)[so?]"
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -118,11 +144,11 @@ def test_text_parts_become_one_text() -> None:
         (user([{"type": "image_url", "image_url": {}}]), r"content\[0\] is of type 'image_url'"),
         (user([{"type": "text"}]), r"content\[0\]"),
         ([{"role": "assistant", "content": "hi"}], "refuses these messages: A chat begins with a user."),
-        (user(None), "cannot read these messages"),
+        (user(""), "cannot read these messages"),
     ],
 )
 def test_messages_that_cannot_be_rendered_say_why(messages: list[Any], reason: str) -> None:
-    template = ChatTemplate({"default": TEMPLATE.replace("{{ text }}", "{{ text + '' }}")})
+    template = ChatTemplate({"default": TEMPLATE.replace("{{ text }}", "{{ text }}{{ 1 // text | length }}")})
     with pytest.raises(InvalidMessages, match=reason):
         template.render(messages)
 

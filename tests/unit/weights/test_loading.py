@@ -12,11 +12,11 @@ from checkpoints import ARCHITECTURES, edit_config, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.model_config import ModelConfig
 from baton.engine.models import load_model, model_class
-from baton.engine.models.errors import WeightsError
 from baton.kernels.attention import AttentionBatch
 
 Change = Callable[[dict[str, Tensor]], None]

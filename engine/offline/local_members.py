@@ -1,7 +1,7 @@
 """The other members of an engine's group on this machine, for an engine without a server.
 
-    this process: rank 0 ──stdin──> python -m baton.engine.parallel.launch: rank 1
-                                    python -m baton.engine.parallel.launch: rank 2 ...
+    this process: rank 0 ──stdin──> python -m baton.engine.offline.local_members: rank 1
+                                    python -m baton.engine.offline.local_members: rank 2 ...
 
 A member ends when its group does, and at the latest when its stdin does: with this process, however that ends.
 """
@@ -21,9 +21,9 @@ import msgspec
 
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.engine import EngineCore
-from .errors import GroupFailed
-from .member import Member
-from .offline import OfflineCore, RequestDesk, SpreadCore, serve_requests
+from ..parallel.errors import GroupFailed
+from ..parallel.member import Member
+from .spread import OfflineCore, RequestDesk, SpreadCore, serve_requests
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LocalMembers:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        from .rendezvous import Rendezvous  # loads torch
+        from ..parallel.rendezvous import Rendezvous  # loads torch
 
         _require_devices(config)
         self._rendezvous = Rendezvous()

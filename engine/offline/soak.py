@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .build import Engine, build_engine
-from .config import EngineConfig
-from .core.messages import EngineRequest, FinishReason
-from .core.sampling import SamplingParams
+from ..build import Engine, build_engine
+from ..config import EngineConfig
+from ..core.messages import EngineRequest, FinishReason
+from ..core.sampling import SamplingParams
 
 ABORTED_SHARE = 0.05
 SHARED_SHARE = 0.3  # of prompts, that begin as an earlier one did
@@ -29,9 +29,17 @@ class SoakFailed(RuntimeError):
 
 
 def soak(
-    model: str, *, seconds: float, seed: int = 0, engine_args: Mapping[str, Any] | None = None, progress: bool = False
+    model: str,
+    *,
+    seconds: float,
+    seed: int = 0,
+    engine_args: Mapping[str, Any] | None = None,
+    progress: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Runs random requests for `seconds`, then lets the open ones end. Returns what was done, in counts and bytes.
+
+    `clock` is read once a step.
 
     `peak_memory` is the most of the device that was in use by anyone (0 on a CPU), `memory_limit` what
     `gpu_memory_utilization` allows. Raises `SoakFailed`.
@@ -39,8 +47,8 @@ def soak(
     config = EngineConfig.from_args({"model": model, **(engine_args or {})})
     engine = build_engine(config)
     load = _Load(engine, config, seed)
-    start = told = time.perf_counter()
-    while (now := time.perf_counter()) - start < seconds:
+    start = told = clock()
+    while (now := clock()) - start < seconds:
         load.keep_open(int(OPEN_PER_ROW * config.max_num_seqs))
         load.step()
         if progress and now - told > PROGRESS_S:
@@ -53,7 +61,7 @@ def soak(
         raise SoakFailed(f"{stats.num_blocks - stats.num_blocks_free} of {stats.num_blocks} blocks were not given back")
     if stats.num_late_compilations:
         raise SoakFailed(f"{stats.num_late_compilations} kernels were compiled after the engine was ready")
-    return {"elapsed_time": time.perf_counter() - start, "seed": seed, **load.summary()}
+    return {"elapsed_time": clock() - start, "seed": seed, **load.summary()}
 
 
 class _Load:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .core.sampling import SamplingParams
+from ..core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from .llm import LLM

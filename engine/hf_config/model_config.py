@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from .core.layout import KVLayout
-from .models.errors import (
+from ..core.layout import KVLayout
+from ..weights.checkpoint import Checkpoint
+from .errors import (
     InvalidModelConfig,
     MaxModelLenTooLong,
     ModelError,
@@ -21,15 +22,14 @@ from .models.errors import (
     UnsupportedModel,
     WeightsError,
 )
-from .models.experts import ExpertsConfig, read_experts
-from .models.folder import ModelFolder
-from .models.generation import GenerationDefaults, read_eos_token_ids, read_generation
-from .models.keys import Keys
-from .models.latent import LatentShape, read_latent
-from .models.quantization import Quantization, read_quantization
-from .models.rope import Rope, reachable_positions, read_rope
-from .models.windows import read_layer_windows
-from .weights.checkpoint import Checkpoint
+from .experts import ExpertsConfig, read_experts
+from .folder import ModelFolder
+from .generation import GenerationDefaults, read_eos_token_ids, read_generation
+from .keys import Keys
+from .latent import LatentShape, read_latent
+from .quantization import Quantization, read_quantization
+from .rope import Rope, reachable_positions, read_rope
+from .windows import read_layer_windows
 
 __all__ = [
     "GenerationDefaults",

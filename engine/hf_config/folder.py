@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..models import MODELS
 from ..weights.checkpoint import Checkpoint
-from . import MODELS
 from .defaults import DEFAULTS
 from .errors import InvalidModelConfig, UnsupportedArchitecture
 from .keys import Keys

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import msgspec
 
-from .build import Engine, build_engine
+from .. import foreign_arguments
+from ..build import Engine, build_engine
+from ..config import EngineConfig
+from ..core.engine import EngineFailed
+from ..core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind
+from ..core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
+from ..parallel.errors import GroupFailed
+from ..parallel.member import ALONE_MEMBER
+from ..text import Tokenizer, bad_word_token_ids
+from .arguments import one_for_each, require_flag, require_nothing_foreign, require_tools, template_variables
 from .completion import Continuation, logprob_dict
-from .config import EngineConfig
-from .core.engine import EngineFailed
-from .core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind
-from .core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
 from .interrupts import InterruptAfter
+from .local_members import LocalMembers
 from .outputs import RequestOutput
-from .parallel.errors import GroupFailed
-from .parallel.launch import LocalMembers
-from .parallel.member import ALONE_MEMBER
-from .parallel.offline import OfflineCore
+from .prompts import InvalidPrompt, Messages, Prompt, PromptReader, ReadPrompt, as_conversations, as_list
 from .prompts_bar import PromptsBar, prompts_bar
-from .text import Tokenizer, bad_word_token_ids
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Messages = Sequence[Mapping[str, Any]]
+from .spread import OfflineCore
 
 
 class GenerationFailed(RuntimeError):
@@ -39,10 +40,6 @@ class GenerationFailed(RuntimeError):
         super().__init__(f"prompt {request_id}: {error.message}")
         self.request_id = request_id
         self.kind = error.kind
-
-
-class InvalidPrompt(ValueError):
-    """A prompt or a combination of prompts and parameters that no engine could serve."""
 
 
 class LLM:
@@ -59,9 +56,14 @@ class LLM:
     `ModelError`, `TokenizerError`, or `GroupFailed` where one of the other processes fails.
     """
 
-    def __init__(self, model: str, *, tokenizer: str | None = None, **engine_args: Any) -> None:
-        config = EngineConfig.from_args({"model": str(model), "tokenizer": tokenizer, **engine_args})
-        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(tokenizer or model)
+    def __init__(
+        self, model: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None, **engine_args: Any
+    ) -> None:
+        folders = {"model": model, "tokenizer": tokenizer}
+        paths = {name: os.fspath(path) if isinstance(path, os.PathLike) else path for name, path in folders.items()}
+        config = EngineConfig.from_args({**engine_args, **paths})
+        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(config.tokenizer or config.model)
+        self._prompts = PromptReader(self.tokenizer)
         with ExitStack() as stack:
             members = stack.enter_context(closing(LocalMembers(config))) if config.world_size > 1 else None
             self.engine: Engine = build_engine(config, member=ALONE_MEMBER if members is None else members.member)
@@ -83,9 +85,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises `InvalidPrompt` with `skip_tokenizer_init`."""
-        if self.tokenizer is None:
-            raise InvalidPrompt("text needs a tokenizer: leave out skip_tokenizer_init, or give prompt_token_ids")
-        return self.tokenizer
+        return self._prompts.tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's authors suggest (generation_config.json), else the defaults of `SamplingParams`."""
@@ -105,19 +105,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **foreign: Any,
     ) -> list[RequestOutput]:
         """Continues every prompt; answers in their order.
 
         A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
         optional `"cache_salt"`. One `SamplingParams` serves all prompts, a list has one for each. `use_tqdm` shows a
-        progress bar.
+        progress bar. `foreign` are vLLM's further arguments, which must ask for nothing (`foreign_arguments`).
 
-        Raises `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running then.
+        Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running
+        then.
         """
-        requests = self._requests(_as_list(prompts), sampling_params)
-        with prompts_bar(len(requests)) if use_tqdm else nullcontext() as bar:
-            self._run(requests, bar)
-        return [request.output for request in requests]
+        require_nothing_foreign("generate", foreign, foreign_arguments.GENERATE)
+        return self._generate(as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -129,69 +129,61 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **foreign: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the checkpoint's chat template.
 
         `chat_template_kwargs` are further names that the template may read, like `enable_thinking`.
-        Raises `ChatTemplateError` and what `generate` raises.
+        Raises `ChatTemplateError` (`InvalidMessages` for messages) and what `generate` raises.
         """
+        require_nothing_foreign("chat", foreign, foreign_arguments.CHAT)
+        require_flag("add_generation_prompt", add_generation_prompt)
+        require_flag("continue_final_message", continue_final_message)
+        require_tools(tools)
+        variables = template_variables(chat_template_kwargs)
         tokenizer = self.get_tokenizer()
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
         prompts: list[Prompt] = []
-        for conversation in cast(Sequence[Messages], [messages] if single else messages):
+        for conversation in as_conversations(messages):
             text = tokenizer.render_chat(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                **variables,
             )
             ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self._generate(prompts, sampling_params, use_tqdm)
 
-    def _requests(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[_Request]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise InvalidPrompt(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one for each")
-        return [self._request(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        require_flag("use_tqdm", use_tqdm, "; a bar of another kind is not drawn")
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        requests = [
+            self._request(self._prompts.read(index, prompt), params)
+            for index, (prompt, params) in enumerate(zip(prompts, one_for_each(params, len(prompts)), strict=True))
+        ]
+        with prompts_bar(len(requests)) if use_tqdm else nullcontext() as bar:
+            self._run(requests, bar)
+        return [request.output for request in requests]
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
-        text, token_ids, salt = self._read_prompt(prompt)
+    def _request(self, prompt: ReadPrompt, params: SamplingParams) -> _Request:
         if params.stop and (self.tokenizer is None or not params.detokenize):
             raise InvalidSamplingParams("stop", "needs text: a tokenizer, and detokenize=True")
         if params.bad_words:
             words = bad_word_token_ids(self.get_tokenizer(), params.bad_words)
             params = msgspec.structs.replace(params, bad_words_token_ids=[*params.bad_words_token_ids, *words])
         return _Request(
-            output=RequestOutput(str(next(self._ids)), text, token_ids),
+            output=RequestOutput(str(next(self._ids)), prompt.text, prompt.token_ids),
             params=params,
             seed=self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed,
-            cache_salt=salt,
-            continuations=[Continuation(i, token_ids, params, self.tokenizer) for i in range(params.n)],
+            cache_salt=prompt.cache_salt,
+            continuations=[Continuation(i, prompt.token_ids, params, self.tokenizer) for i in range(params.n)],
         )
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """Text (where known), token ids and cache salt."""
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt), ""
-        if not isinstance(prompt, Mapping):
-            return None, list(prompt), ""
-        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
-            raise InvalidPrompt(
-                f"a prompt with the keys {', '.join(sorted(prompt))}: give prompt or prompt_token_ids, "
-                "and cache_salt if wanted"
-            )
-        token_ids = prompt.get("prompt_token_ids")
-        if token_ids is None:
-            token_ids = self.get_tokenizer().encode(prompt["prompt"])
-        return prompt.get("prompt"), list(token_ids), prompt.get("cache_salt") or ""
 
     def _run(self, requests: Sequence[_Request], bar: PromptsBar | None) -> None:
         core = self._core
@@ -274,9 +266,3 @@ class _Request:
         if len(self.output.outputs) == len(self.continuations):
             self.output.outputs.sort(key=lambda output: output.index)
             self.output.finished = True
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts; one prompt alone becomes a list of one. A list of integers is one prompt."""
-    single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return cast(Sequence[Prompt], [prompts] if single else prompts)

@@ -20,7 +20,7 @@ import zmq
 
 from ..core.engine import EngineCore
 from ..core.messages import EngineOutput, EngineRequest
-from .watch import inproc_pair
+from ..parallel.watch import inproc_pair
 
 _READY = b""  # a rank's first message
 _POLL_MS = 200  # so often whoever waits looks whether the others still live

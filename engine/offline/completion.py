@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .core.messages import EngineOutput, TokenLogprobs
-from .core.sampling import SamplingParams
+from ..core.messages import EngineOutput, TokenLogprobs
+from ..core.sampling import SamplingParams
+from ..text import TextStream, Tokenizer
 from .outputs import CompletionOutput, Logprob
-from .text import TextStream, Tokenizer
 
 
 class Continuation:

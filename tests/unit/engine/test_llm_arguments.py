@@ -1,0 +1,150 @@
+"""What `LLM` is given: other libraries' numbers and vLLM's arguments are taken, what makes no sense is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine import (
+    LLM,
+    InvalidArgument,
+    InvalidPrompt,
+    InvalidSamplingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from baton.engine.text import InvalidMessages
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+IDS = [10, 20, 30, 40]
+ONE_LETTER = StructuredOutputsParams(choice="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts is of type NoneType: give text, a list of token ids"),
+        (5, "prompts is of type int"),
+        (b"abc", "prompts is of type bytes"),
+        ([1.5], r"prompts\[0\] is of type float"),
+        ([None], r"prompts\[0\] is of type NoneType"),
+        ([{1, 2}], r"prompts\[0\] is of type set"),
+        (np.array([[[5]]]), r"prompts\[0\]\[0\] is \[5\]"),
+        ([IDS, b"abc"], r"prompts\[1\] is of type bytes"),
+        ([[1, 2.5]], r"prompts\[0\]\[1\] is 2.5: a token id is an integer"),
+        ([[1, True]], r"prompts\[0\]\[1\] is True"),
+        ({"prompt_token_ids": "abc"}, r"prompts\[0\]\['prompt_token_ids'\] is of type str"),
+        ({"prompt_token_ids": 5}, r"prompts\[0\]\['prompt_token_ids'\] is of type int"),
+        ({"prompt": 5}, r"prompts\[0\]\['prompt'\] is of type int"),
+        ({"prompt": None}, "keys of nothing: give prompt or"),
+        ({"prompt_token_ids": IDS, "cache_salt": 5}, r"\['cache_salt'\] is of type int"),
+        ({1: 2}, "has the keys 1: give prompt"),
+        ("half \ud800 a character", "is no text: half a character is at 5"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_what_it_is_and_where(text_llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(InvalidPrompt, match=message):
+        text_llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def test_token_ids_may_be_those_of_other_libraries(llm: LLM) -> None:
+    expected = llm.generate(IDS, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    array = np.array(IDS)
+    forms: list[Any] = [array, [array], np.array([IDS]), list(array), torch.tensor(IDS), {"prompt_token_ids": array}]
+    for form in forms:
+        (result,) = llm.generate(form, GREEDY, use_tqdm=False)
+        assert (result.outputs[0].token_ids, result.prompt_token_ids) == (expected, IDS)
+        assert {type(token) for token in result.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 5}, "sampling_params: give SamplingParams, or a list .* not dict"),
+        ("greedy", "sampling_params: .* not str"),
+        ([GREEDY, {"max_tokens": 5}], r"sampling_params\[1\]: .* not dict"),
+        (SamplingParams(n=1.5), "n: Expected `int`, got `float`"),  # type: ignore[arg-type]
+        (SamplingParams(detokenize="no"), "detokenize: Expected `bool`, got `str`"),  # type: ignore[arg-type]
+        (SamplingParams(stop_token_ids=[1, "2"]), r"stop_token_ids\[1\]: Expected `int`"),  # type: ignore[list-item]
+        (SamplingParams(structured_outputs={"regex": 5}), r"structured_outputs.regex: Expected"),  # type: ignore[arg-type]
+        (
+            SamplingParams(structured_outputs=StructuredOutputsParams(choice="yes")),
+            r"structured_outputs.choice: Expected",
+        ),  # type: ignore[arg-type]
+    ],
+)
+def test_sampling_parameters_of_another_type_are_refused_by_name(llm: LLM, params: Any, message: str) -> None:
+    with pytest.raises(InvalidSamplingParams, match=message):
+        llm.generate([IDS, IDS], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"n": "2"}, "n"),
+        ({"temperature": None}, "temperature"),
+        ({"stop": 5}, "stop"),
+        ({"logit_bias": [1]}, "logit_bias"),
+    ],
+)
+def test_a_value_that_no_check_can_read_is_refused_by_name_at_once(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidSamplingParams, match="Expected") as caught:
+        SamplingParams(**values)
+    assert caught.value.field == field
+
+
+def test_parameters_may_be_numbers_of_other_libraries_and_tuples(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0.5, seed=3, max_tokens=6, stop_token_ids=[7])
+    other = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), max_tokens=6, stop_token_ids=(7,))  # type: ignore[arg-type]
+    both = [llm.generate(IDS, params, use_tqdm=False)[0].outputs[0].token_ids for params in (plain, other)]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"use_tqdm": "no"}, "use_tqdm"),
+        ({"use_tqdm": print}, "use_tqdm"),
+        ({"lora_request": object()}, "lora_request"),
+        ({"priority": [1]}, "priority"),
+        ({"prompt_token_ids": [IDS]}, "prompt_token_ids"),
+        ({"temperature": 0.5}, "temperature"),
+    ],
+)
+def test_arguments_that_ask_for_something_else_are_refused_by_name(
+    llm: LLM, arguments: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name} is") as caught:
+        llm.generate([IDS], GREEDY, **arguments)
+    assert caught.value.name == name
+
+
+def test_vllms_arguments_of_a_call_are_taken_where_they_ask_for_nothing(text_llm: LLM) -> None:
+    nothing: dict[str, Any] = {"use_tqdm": False, "lora_request": None, "priority": None, "tokenization_kwargs": {}}
+    assert text_llm.generate("Hi", GREEDY, **nothing)[0].finished
+    chat: dict[str, Any] = {**nothing, "chat_template": None, "chat_template_content_format": "auto"}
+    assert text_llm.chat([{"role": "user", "content": "Hi"}], GREEDY, **chat)[0].finished
+
+
+@pytest.mark.parametrize("messages", [None, "hi", 5, ["hi"], [[{"role": "user", "content": "Hi"}], None]])
+def test_what_is_no_conversation_is_refused_by_what_it_is(text_llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidMessages, match=r"messages hold a (NoneType|str|int): give a list of messages"):
+        text_llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": "look"}, "tools are 'look': give a list of dicts"),
+        ({"tools": ["look"]}, "tools are"),
+        ({"chat_template_kwargs": "mood"}, "chat_template_kwargs is 'mood'"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs holds 'tools'"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt is 'no'"),
+    ],
+)
+def test_arguments_of_a_chat_are_refused_by_name(text_llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        text_llm.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False, **arguments)
