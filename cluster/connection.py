@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from baton.engine.core.endpoints import is_ipv6_url
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.network.silence import notice_silence
@@ -208,6 +209,7 @@ class Connection:
         socket.setsockopt(zmq.RECONNECT_IVL, NOT_SOON_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.IPV6, is_ipv6_url(self.record.address))
         notice_silence(socket, self._silence_s)
         return socket
 

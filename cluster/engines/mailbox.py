@@ -22,6 +22,7 @@ from typing import NamedTuple
 import zmq
 
 from baton.cluster.wire import ClientMessage, Codec, Outputs, RequestName, Submit, WireError
+from baton.engine.core.endpoints import endpoint, is_ipv6
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.network.silence import notice_silence
 
@@ -85,8 +86,9 @@ class Mailbox:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._configure(key, silence_s)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self._socket.ipv6 = is_ipv6(host)
+        self._socket.bind(f"tcp://{endpoint(host, '*')}")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._heard, self._rung = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._heard.bind("inproc://bell")
         self._rung.connect("inproc://bell")

@@ -34,6 +34,7 @@ from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.spans import Spans
 from baton.cluster.membership.contact import DirectoryWatch, stay_registered
 from baton.cluster.spec import FleetSpec, load_spec
+from baton.engine.core.endpoints import is_ipv6
 
 from .http_protocol import GuardedHttpProtocol
 from .shared_port import SETTLE_S, is_shared, take_no_more
@@ -203,16 +204,18 @@ def digest(args: Mapping[str, Any]) -> str:
 
 
 def listen(host: str, port: int, *, share: bool) -> socket.socket:
-    """A socket on a port, which with `share` several gateways of a machine may have.
+    """A socket on a port, which with `share` several gateways of a machine may have. `::` is also every IPv4 address.
 
     Raises `OSError` where it is another program's.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     # The protocol is named, or asyncio would let each token wait for the client's word on the one before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if share:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # whatever net.ipv6.bindv6only says
     try:
         listener.bind((host, port))
     except OSError as error:

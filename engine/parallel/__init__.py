@@ -9,13 +9,12 @@ collectives   groups over torch.distributed: gloo on CPUs, NCCL on GPUs
 symmetric     sums over the memory of peers, on GPUs of one machine
 plans         steps on their way from the rank that schedules to those that follow
 waves         how a data-parallel rank that gets work wakes the others
-addresses     where sockets between members are
-watch         how each end of a pair of sockets knows that the other lives
+links         sockets over which some members talk, and hear that another has gone
+addresses     where those sockets are
+watch         how a member knows that another lives
 placement     which experts lie on which rank
 dispatch      tokens on their way to the experts' ranks, and back
 balance       moves experts to where their tokens are shared out evenly
-launch        the other members on this machine, for an engine without a server
-offline       data-parallel ranks as one engine, without a server
 errors        what can go wrong between members
 measure_plans what a plan takes from rank to rank: a command
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import zmq
 
+from ..core.endpoints import endpoint, is_ipv6, is_ipv6_url
+from .errors import GroupFailed
 from .member import Member
 from .watch import beat
 
@@ -17,6 +19,7 @@ _MAX_UNIX_PATH = 100
 # Never, in effect. ZMQ's own never (-1) throws away what had arrived before a loss, and tells nobody that a connection
 # could not be made; this it tells, and the watch ends who waits.
 _NOT_SOON_MS = 3_600_000
+_CONNECT_MS = 10_000  # to a machine, and as long for its word that it is a member
 
 
 class Addresses:
@@ -28,7 +31,7 @@ class Addresses:
         self._num_paths = 0
 
     def bind(self, socket: zmq.Socket[Any], hosts: Iterable[str]) -> str:
-        """Binds a socket that members at `hosts` connect to, and gives its address."""
+        """Binds a socket that members at `hosts` connect to, and gives its address. Raises `GroupFailed`."""
         member = self._member
         if all(host == member.host for host in hosts):
             path = self._new_path()
@@ -38,7 +41,12 @@ class Addresses:
         beat(socket)
         if member.secure_server is not None:
             member.secure_server(socket)
-        return f"tcp://{member.host}:{socket.bind_to_random_port(f'tcp://{member.host}')}"
+        socket.ipv6 = is_ipv6(member.host)
+        try:
+            socket.bind(f"tcp://{endpoint(member.host, '*')}")
+        except zmq.ZMQError as error:
+            raise GroupFailed(f"rank {member.rank} cannot listen at {member.host}: {error}") from error
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def remove(self) -> None:
         """Leaves no files behind. Comes after the sockets are closed."""
@@ -58,8 +66,11 @@ def connect(socket: zmq.Socket[Any], address: str, member: Member) -> None:
     Where nobody answers, `Watch.wait_connected` says so at once.
     """
     socket.reconnect_ivl = _NOT_SOON_MS
+    socket.handshake_ivl = _CONNECT_MS
     if address.startswith("tcp:"):
         beat(socket)
+        socket.connect_timeout = _CONNECT_MS
+        socket.ipv6 = is_ipv6_url(address)
         if member.secure_client is not None:
             member.secure_client(socket)
     socket.connect(address)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions  # `torch.distributed` forgets to name it
 
-from .errors import CollectiveFailed
+from .errors import CollectiveFailed, GroupFailed
 from .groups import ALL_ALONE, ALONE, ExpertSpread, Group, ParallelGroups
 from .member import Member
 from .rendezvous import Meeting
@@ -163,6 +163,8 @@ class _Connector:
         try:
             integers = self._gloo(f"{name}/integers", rank, size, self._member.start_timeout_s)
             tensors = self._tensors(f"{name}/tensors", rank, size)
+        except GroupFailed:
+            raise
         except RuntimeError as error:
             raise CollectiveFailed(f"rank {rank} of {size} cannot connect to the others: {error}") from error
         group = TorchGroup(tensors, integers)
@@ -182,7 +184,7 @@ class _Connector:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=patience_s)
         options._devices = [self._network]
-        return dist.ProcessGroupGloo(self._store(name), rank, size, options)
+        return self._meeting.accompany(lambda: dist.ProcessGroupGloo(self._store(name), rank, size, options))
 
     def _store(self, name: str) -> dist.Store:
         return dist.PrefixStore(name, self._meeting.store)

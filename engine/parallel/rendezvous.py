@@ -6,17 +6,24 @@ here is neither encrypted nor guarded: it belongs on a network that the cluster 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..core.endpoints import endpoint, split_endpoint
 from .errors import GroupFailed
 
-_POLL_S = 0.01
+ANSWER_S = 10.0
+_POLL_S = 0.02
+_LOOK_S = 0.1
 _FAILURE = "failure"
+
+T = TypeVar("T")
 
 
 class Rendezvous:
@@ -25,7 +32,7 @@ class Rendezvous:
     def __init__(self, host: str = "127.0.0.1") -> None:
         """On a free port, reached under `host`."""
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = f"{host}:{self._store.port}"
+        self.address = endpoint(host, self._store.port)
 
     def fail(self, rank: int, reason: str) -> None:
         """Tells whoever waits here that member `rank` does not come."""
@@ -33,55 +40,104 @@ class Rendezvous:
 
 
 class Meeting:
-    """A member's connection to its group's rendezvous. Raises `GroupFailed` where nobody answers there."""
+    """A member's connection to its group's rendezvous. Raises `GroupFailed` where nobody answers there.
+
+    `store` is for torch's groups: a connection of their own, so that what they wait for there holds up nobody here.
+    """
 
     def __init__(self, address: str, rank: int, *, timeout_s: float) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise GroupFailed(f"rendezvous {address!r} is no host:port")
+        """`timeout_s`: for what others put there. The rendezvous itself answers at once, or is lost."""
+        try:
+            host, port = split_endpoint(address)
+        except ValueError as error:
+            raise GroupFailed(f"rendezvous: {error}") from None
         self.rank = rank
         self._timeout_s = timeout_s
+        self._silent = ""  # why nobody is asked any more
+        patience_s = min(timeout_s, ANSWER_S)
+
+        def connect() -> dist.TCPStore:
+            return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=patience_s))
+
         try:
-            self.store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-        except (RuntimeError, dist.DistError) as error:
-            raise GroupFailed(f"rank {rank} finds no rendezvous at {address}: {error}") from error
+            self._store = _soon(connect, 2 * patience_s)
+            self.store = _soon(connect, 2 * patience_s)
+        except (RuntimeError, dist.DistError, TimeoutError) as error:
+            why = str(error) or f"no answer within {2 * patience_s:g} s"
+            raise GroupFailed(f"rank {rank} finds no rendezvous at {address}: {why}") from error
+        self.store.set_timeout(timedelta(seconds=timeout_s))
 
     def put(self, name: str, value: str) -> None:
-        self._ask(lambda: self.store.set(name, value))
+        self._ask(lambda: self._store.set(name, value))
 
     def get(self, name: str) -> str:
         """What someone puts there, waited for. Raises `GroupFailed` where a member fails meanwhile, or none does."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             self.check()
-            if self._ask(lambda: self.store.check([name])):
-                return self._read(name)
+            if (found := self._ask(lambda: self._read(name))) is not None:
+                return found
             if time.monotonic() > deadline:
                 raise GroupFailed(f"rank {self.rank} waited {self._timeout_s:g} s for {name!r} of its group")
             time.sleep(_POLL_S)
 
+    def accompany(self, work: Callable[[], T]) -> T:
+        """What `work` gives, which waits for other members inside of torch: given up where one of them fails.
+
+        It runs on another thread. Raises `GroupFailed`, and what it raises.
+        """
+        given = _begun(work)
+        while not wait([given], _LOOK_S).done:
+            self.check()
+        return given.result()
+
     def fail(self, reason: str) -> None:
         """Tells the others that this member does not go on."""
-        self._ask(lambda: _write_failure(self.store, self.rank, reason))
+        self._ask(lambda: _write_failure(self._store, self.rank, reason))
 
-    def failure(self) -> str | None:
-        """Which member failed first, and why; None: none that is known of."""
-        return self._read(_FAILURE) if self._ask(lambda: self.store.check([_FAILURE])) else None
+    def failure(self, patience_s: float | None = None) -> str | None:
+        """Which member failed first, and why; None: none that is known of. `patience_s`: by default `ANSWER_S`."""
+        return self._ask(lambda: self._read(_FAILURE), patience_s)
 
     def check(self) -> None:
         """Raises `GroupFailed` where a member has failed."""
         if (failure := self.failure()) is not None:
             raise GroupFailed(failure)
 
-    def _read(self, name: str) -> str:
-        value: bytes = self._ask(lambda: self.store.get(name))
-        return value.decode()
+    def _read(self, name: str) -> str | None:
+        return self._store.get(name).decode() if self._store.check([name]) else None
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _ask(self, question: Callable[[], T], patience_s: float | None = None) -> T:
+        """The answer. Torch would wait for it as long as a connection seems to stand."""
+        patience_s = patience_s or ANSWER_S
+        if self._silent:
+            raise GroupFailed(self._silent)
         try:
-            return question()
+            return _soon(question, patience_s)
+        except TimeoutError:
+            self._silent = f"rank {self.rank} lost its group's rendezvous: no answer within {patience_s:g} s"
+            raise GroupFailed(self._silent) from None
         except (RuntimeError, dist.DistError) as error:
             raise GroupFailed(f"rank {self.rank} lost its group's rendezvous: {error}") from error
+
+
+def _begun(work: Callable[[], T]) -> Future[T]:
+    """On a thread of its own, which is left behind where it never comes back."""
+    given: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            given.set_result(work())
+        except BaseException as error:
+            given.set_exception(error)
+
+    threading.Thread(target=run, name="baton-meeting", daemon=True).start()
+    return given
+
+
+def _soon(work: Callable[[], T], patience_s: float) -> T:
+    """What `work` gives. Raises what it raises, and `TimeoutError`."""
+    return _begun(work).result(patience_s)
 
 
 def _write_failure(store: dist.Store, rank: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""How each end of a pair of sockets knows that the other lives: at once, and between machines by heartbeats."""
+"""How a rank knows that another lives: by a socket that it has connected to it, and between machines by heartbeats."""
 
 from __future__ import annotations
 
@@ -6,44 +6,55 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .errors import GroupFailed
+from .errors import CollectiveFailed, GroupFailed
 
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
-_NO_MEMBER = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | _NO_MEMBER
+_LOOK_MS = 50
+_ENDS = (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED)  # whoever connects tries once
 
 
 class Watch:
-    """Learns that the other end of one of some sockets has gone, and says so once."""
+    """Learns that who is at the other end of one of some sockets has gone, and says so once.
+
+    Of sockets that connect: of one that is bound, libzmq does not tell which of its connections has ended, and anybody
+    may knock there.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], on_loss: Callable[[str], None]) -> None:
         """`on_loss` is called on a thread of this watch, with the name of who has gone."""
         self._monitors: dict[zmq.Socket[bytes], str] = {}
-        self._refused: set[zmq.Socket[bytes]] = set()  # monitors that tell next how a stranger's connection ends
         self._on_loss = on_loss
         self._bell, self._ringer = inproc_pair(context)
         self._thread = threading.Thread(target=self._run, name="baton-group-watch", daemon=True)
 
     def add(self, socket: zmq.Socket[bytes], name: str) -> None:
-        """Watches a socket, with `name` at its other end. Comes before it binds or connects: nothing may be missed."""
-        self._monitors[socket.get_monitor_socket(_EVENTS)] = name
+        """Watches a socket, with `name` at its other end. Comes before it connects: nothing may be missed."""
+        self._monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_ENDS))] = name
 
     def wait_connected(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Comes before `start`. `check` raises where waiting has become pointless. Raises `GroupFailed`."""
+        """Comes before `start`. `check` raises where waiting has become pointless. Raises `GroupFailed`.
+
+        A rank that does not answer, or not any more, may have failed itself, and be about to say why.
+        """
         deadline = time.monotonic() + timeout_s
-        for monitor, name in self._monitors.items():
-            while not self._is_connected(monitor, name):
-                check()
-                if time.monotonic() > deadline:
-                    raise GroupFailed(f"{name} did not connect within {timeout_s:g} s")
+        missing = dict(self._monitors)
+        poller = _poller(self._monitors)
+        while missing:
+            check()
+            if time.monotonic() > deadline:
+                raise GroupFailed(f"{', '.join(missing.values())} did not connect within {timeout_s:g} s")
+            for monitor, _ in poller.poll(_LOOK_MS):
+                message = recv_monitor_message(monitor)
+                if message["event"] in _ENDS:
+                    name, address = self._monitors[monitor], message["endpoint"].decode()
+                    raise _no_member(name, address) if monitor in missing else CollectiveFailed(f"{name} has gone")
+                missing.pop(monitor)
 
     def start(self) -> None:
         self._thread.start()
@@ -56,42 +67,31 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for socket in (self._bell, *self._monitors):
-            poller.register(socket, zmq.POLLIN)
+        poller = _poller([self._bell, *self._monitors])
         while True:
-            ready = dict(poller.poll())
+            ready = [socket for socket, _ in poller.poll()]
             if self._bell in ready:
                 break
-            lost = [name for monitor, name in self._monitors.items() if monitor in ready and self._is_lost(monitor)]
-            if lost:
+            if lost := [
+                self._monitors[monitor] for monitor in ready if recv_monitor_message(monitor)["event"] in _ENDS
+            ]:
                 self._on_loss(lost[0])
                 break
 
-    @staticmethod
-    def _is_connected(monitor: zmq.Socket[bytes], name: str) -> bool:
-        """Waits a little. Raises `GroupFailed` where an attempt has failed: whoever connects tries once."""
-        if not monitor.poll(50):
-            return False
-        message = recv_monitor_message(monitor)
-        if message["event"] == zmq.EVENT_CONNECT_RETRIED:
-            raise GroupFailed(
-                f"{name} did not connect: no member of this group answers at {message['endpoint'].decode()}. Ranks of"
-                f" one machine must share its {tempfile.gettempdir()}, those of several must reach each other's TCP"
-                " ports, and all need the same cluster key"
-            )
-        return message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
-    def _is_lost(self, monitor: zmq.Socket[bytes]) -> bool:
-        """A member is, and not somebody who has only knocked at the port: that has never shaken hands."""
-        event = recv_monitor_message(monitor)["event"]
-        if event & _NO_MEMBER:
-            self._refused.add(monitor)
-        if event != zmq.EVENT_DISCONNECTED:
-            return False
-        known = monitor not in self._refused
-        self._refused.discard(monitor)
-        return known
+def _poller(sockets: Iterable[zmq.Socket[bytes]]) -> zmq.Poller:
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    return poller
+
+
+def _no_member(name: str, address: str) -> CollectiveFailed:
+    return CollectiveFailed(
+        f"{name} did not connect: no member of this group answers at {address}. Ranks of one machine must share its "
+        f"{tempfile.gettempdir()}, those of several must reach each other's TCP ports, and all need the same cluster "
+        "key"
+    )
 
 
 def beat(socket: zmq.Socket[Any]) -> None:

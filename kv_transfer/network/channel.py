@@ -18,6 +18,8 @@ from typing import Protocol
 
 import zmq
 
+from baton.engine.core.endpoints import endpoint, is_ipv6, is_ipv6_url
+
 from ..errors import TransportError
 from .curve import ClusterKey
 from .silence import SILENCE_S, notice_silence
@@ -173,12 +175,11 @@ class ZmqChannel:
         self._broken.update(number for number, monitor in self._monitors.items() if _drain(monitor))
 
     def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
-        server = self._socket(zmq.ROUTER, host)
+        server = self._socket(zmq.ROUTER, ipv6=is_ipv6(host))
         server.router_mandatory = True  # a reply to a peer that left is an error, not silence
         if self._key is not None:
             self._key.secure_server(server)
-        bracketed = f"[{host}]" if ":" in host else host
-        server.bind(f"tcp://{bracketed}:{port or '*'}")
+        server.bind(f"tcp://{endpoint(host, port or '*')}")
         return server
 
     def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
@@ -187,7 +188,7 @@ class ZmqChannel:
             raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
         opened: list[zmq.Socket[bytes]] = []
         try:
-            opened.append(dealer := self._socket(zmq.DEALER, address))
+            opened.append(dealer := self._socket(zmq.DEALER, ipv6=is_ipv6_url(address)))
             if self._key is not None:
                 self._key.secure_client(dealer)
             opened.append(monitor := dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED))
@@ -198,10 +199,10 @@ class ZmqChannel:
             raise TransportError(f"cannot connect to {address!r}: {error}") from error
         return dealer, monitor
 
-    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.linger = LINGER_MS
-        socket.ipv6 = "[" in address or address.count(":") > 1
+        socket.ipv6 = ipv6
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
         socket.connect_timeout = CONNECT_MS

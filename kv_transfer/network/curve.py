@@ -107,8 +107,8 @@ class _Gatekeeper:
         except zmq.ZMQError as error:
             logger.error("the gatekeeper of CURVE sockets stopped, so no new connection is accepted: %s", error)
         finally:
-            with _gatekeepers_lock:
-                _gatekeepers.pop(self._underlying, None)
+            # Without the lock: who holds it may be collecting the context, and wait for this thread.
+            _gatekeepers.pop(self._underlying, None)
             self._authenticator.stop()
             loop.close()
 

@@ -140,6 +140,22 @@ async def test_an_abort_after_the_end_still_reaches_the_engine(client: ZmqEngine
     await until(lambda: engine.aborted == ["a"])
 
 
+async def test_an_abort_of_an_older_generation_says_so_to_the_engine(
+    client: ZmqEngineClient, engine: CountingEngine
+) -> None:
+    """It may hold blocks of the older one while the newer one runs, and those of the newer one when it has run."""
+    record = client.engines()[0].record
+    engine.hold.clear()
+    stream = client.submit(record, make_request("a", generation=2))
+    await until(lambda: "a" in engine.running)
+    client.abort(record, "a", 1)
+    await until(lambda: engine.aborted_up_to == [("a", 1)])
+    engine.hold.set()
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5]
+    client.abort(record, "a", 1)
+    await until(lambda: engine.aborted_up_to == [("a", 1), ("a", 1)])
+
+
 async def test_an_engine_that_ends_fails_its_streams(
     client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:

@@ -6,10 +6,14 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
+from ipv6 import needs_ipv6
 from silent_proxy import SilentProxy
+from strangers import GARBAGE, say
 
+from baton.engine.core.endpoints import split_endpoint
 from baton.kv_transfer.errors import TransportError
 from baton.kv_transfer.network import channel as channels_of_zmq
 from baton.kv_transfer.network.channel import MAX_MESSAGE_BYTES, Route, ZmqChannel
@@ -35,15 +39,35 @@ def next_message(channel: ZmqChannel, timeout_s: float = 30.0) -> tuple[Route, b
     raise AssertionError("no message came")
 
 
-def test_an_answer_comes_back_over_the_connection_of_the_question(channels: list[ZmqChannel]) -> None:
-    channels += [ZmqChannel("127.0.0.1", KEY), ZmqChannel("127.0.0.1", KEY)]
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_an_answer_comes_back_over_the_connection_of_the_question(channels: list[ZmqChannel], host: str) -> None:
+    channels += [ZmqChannel(host, KEY), ZmqChannel(host, KEY)]
     holder, reader = channels
+    assert split_endpoint(holder.address.removeprefix("tcp://"))[0] == host
     link = reader.connect(holder.address)
     assert reader.send(link, b"claim")
     route, data = next_message(holder)
     assert data == b"claim"
     assert holder.send(route, b"granted")
     assert next_message(reader) == (link, b"granted")
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["goes", "stays"])
+def test_what_strangers_say_to_a_channel_is_not_heard(channels: list[ZmqChannel], stays: bool) -> None:
+    channels += [ZmqChannel("127.0.0.1", KEY), ZmqChannel("127.0.0.1", KEY)]
+    holder, reader = channels
+    link = reader.connect(holder.address)
+    with ExitStack() as strangers:
+        for what in GARBAGE.values():
+            stranger = strangers.enter_context(say(split_endpoint(holder.address.removeprefix("tcp://")), what))
+            if not stays:
+                stranger.close()
+        assert reader.send(link, b"claim")
+        assert next_message(holder)[1] == b"claim"
+        late = reader.connect(holder.address)
+        assert reader.send(late, b"another claim")
+        assert next_message(holder)[1] == b"another claim"
+    assert reader.lost() == []
 
 
 def test_a_peer_that_restarts_at_the_same_address_is_reached_again(channels: list[ZmqChannel]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -140,6 +141,18 @@ def test_contexts_end_at_once_though_they_had_servers() -> None:
         with zmq.Context() as context:
             server, _address = server_of(context, ClusterKey.generate())
             server.close()
+
+
+def test_a_context_that_is_collected_while_another_is_secured_ends() -> None:
+    """As the collector may do in the very thread that secures, inside of what it does there."""
+    context = zmq.Context()
+    server, _address = server_of(context, ClusterKey.generate())
+    server.close()
+    collecting = threading.Thread(target=context.term, daemon=True)
+    with curve._gatekeepers_lock:
+        collecting.start()
+        collecting.join(30)
+        assert not collecting.is_alive()
 
 
 def test_a_key_shows_no_secret_and_survives_its_bytes() -> None:

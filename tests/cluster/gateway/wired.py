@@ -88,8 +88,8 @@ class WiredEngine:
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
         self._core.begin(request_id, generation, token_id)
 
-    def abort(self, request_id: str) -> None:
-        self._core.abort(request_id)
+    def abort(self, request_id: str, generation: int | None = None) -> None:
+        self._core.abort(request_id, generation)
 
     def step(self) -> list[EngineOutput]:
         if self.hangs_at_work and self._core.has_work():

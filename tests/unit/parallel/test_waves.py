@@ -85,11 +85,7 @@ def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
 
 
 def go_without_a_word(end: End) -> None:
-    end.waves._watch.close()
-    end.waves._ringer.send(b"")
-    assert end.waves._thread is not None
-    end.waves._thread.join(SOON_S)
-    end.waves._context.destroy(linger=0)
+    end.waves._links.close(well=False, receiver=end.waves._thread)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -136,8 +132,7 @@ def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
 
 def test_what_is_no_wave_is_dropped() -> None:
     with ends(2) as (first, second):
-        (socket,) = first.waves._sockets
-        socket.send(b"nonsense and more")
+        first.waves._links.send(b"nonsense and more")
         first.waves.wake_others(5)
         assert second.heard.get(timeout=SOON_S) == 5
 

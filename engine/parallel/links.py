@@ -1,0 +1,166 @@
+"""A rank's sockets to some others of its group: what it says goes to all of them, and arrives in order.
+
+    rank 0   PULL <──────── PUSH   rank 1      each binds one, and connects to that of every other one: once
+             PUSH ────────> PULL
+
+A rank takes another one for gone where a connection ends that it has made itself, and closes the groups, which ends
+whatever collective waits there. Who else comes to its own port, such as a health check or a scanner, is nobody's loss;
+and what is said there without the word that ranks give each other at their meeting is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+
+import zmq
+
+from .addresses import Addresses, connect
+from .errors import GroupFailed
+from .groups import ParallelGroups
+from .member import Member
+from .rendezvous import Meeting
+from .watch import Watch, inproc_pair
+
+logger = logging.getLogger(__name__)
+
+_END = b""  # in place of a message: this rank ends as it should
+_LINGER_MS = 1000
+_GRACE_S = 1.0  # for a rank's last message to be read before its end counts as a loss
+_MAX_UNREAD = 1000  # messages to one rank: far more than are ever under way
+_MAX_BYTES = 1 << 30  # of a message: a stranger may announce any number
+_REASON_S = 2.0  # for the rendezvous to say why a rank has gone: it may have gone with it
+
+
+class Links:
+    """One rank's end. One thread sends and closes it, one may receive."""
+
+    def __init__(
+        self,
+        name: str,
+        member: Member,
+        meeting: Meeting,
+        groups: ParallelGroups,
+        others: Sequence[int],
+        *,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        """Returns when all `others`, which have links of the same `name`, are connected. Raises `GroupFailed`.
+
+        `grace_s`: none where the others never end by themselves.
+        """
+        self._name, self._meeting, self._groups, self._grace_s = name, meeting, groups, grace_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._addresses = Addresses(member)
+        self._word = secrets.token_hex(8).encode()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.set_hwm(0)
+        self._pull.maxmsgsize = _MAX_BYTES
+        self._peers: dict[zmq.Socket[bytes], tuple[str, bytes]] = {}  # with their names and words
+        self._num_dropped = 0
+        self.loss: str | None = None  # who has gone
+        self._ended = threading.Event()  # a rank has said that it ends
+        self._bell, self._ringer = inproc_pair(self._context)
+        self._watch = Watch(self._context, self._lose)
+        try:
+            self._connect(member, others)
+        except GroupFailed:
+            self._give_back(linger=0)
+            raise
+        self._watch.start()
+        self._poller = zmq.Poller()
+        for socket in (self._pull, self._bell):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def send(self, message: bytes) -> None:
+        """To all; returns at once. Raises `GroupFailed` where one has gone."""
+        self.check()
+        for socket, (name, word) in self._peers.items():
+            try:
+                socket.send_multipart([word, message], zmq.NOBLOCK)
+            except zmq.Again:
+                raise GroupFailed(f"{name} takes nothing any more") from None
+
+    def receive(self) -> bytes | None:
+        """The next message, waited for at no cost; None: another rank, or this one, ends as it should.
+
+        Raises `GroupFailed` where one has gone.
+        """
+        while True:
+            if self._pull not in dict(self._poller.poll()):
+                self.check()
+                return None
+            word, *message = self._pull.recv_multipart()
+            if word != self._word or len(message) != 1:
+                self._drop()
+            elif message[0] == _END:
+                self._ended.set()
+                return None
+            else:
+                return message[0]
+
+    def check(self) -> None:
+        """Raises `GroupFailed` where a rank has gone."""
+        if self.loss is None:
+            return
+        try:
+            reason = self._meeting.failure(_REASON_S)
+        except GroupFailed:  # who kept the rendezvous has gone
+            reason = None
+        raise GroupFailed(reason or f"{self.loss} has gone")
+
+    def close(self, *, well: bool, receiver: threading.Thread | None = None) -> None:
+        """Tells the others that this rank ends, or, where it does not end well, nothing: they see it.
+
+        `receiver`: the thread that receives, if that is another one: it ends first. Closing once is enough.
+        """
+        if self._context.closed:
+            return
+        known = self._ended.is_set()  # to all: whoever ended first has told everyone
+        self._ended.set()
+        self._watch.close()
+        if receiver is not None:
+            self._ring()
+            receiver.join()
+        if well and not known and self.loss is None:
+            for socket, (_, word) in self._peers.items():
+                with contextlib.suppress(zmq.Again):  # one that takes nothing any more is told by the disconnection
+                    socket.send_multipart([word, _END], zmq.NOBLOCK)
+        self._give_back(linger=_LINGER_MS if well else 0)
+
+    def _give_back(self, *, linger: int) -> None:
+        self._context.destroy(linger=linger)
+        self._addresses.remove()
+
+    def _connect(self, member: Member, others: Sequence[int]) -> None:
+        address = self._addresses.bind(self._pull, [self._meeting.get(f"here/{rank}") for rank in others])
+        self._meeting.put(f"{self._name}/{member.rank}", f"{self._word.decode()} {address}")
+        for rank in others:
+            word, _, address = self._meeting.get(f"{self._name}/{rank}").partition(" ")
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(_MAX_UNREAD)
+            self._peers[socket] = f"rank {rank}", word.encode()
+            self._watch.add(socket, f"rank {rank}")
+            connect(socket, address, member)
+        self._watch.wait_connected(member.start_timeout_s, self._meeting.check)
+
+    def _drop(self) -> None:
+        self._num_dropped += 1
+        if self._num_dropped == 1:
+            logger.warning("somebody who is not of this group talks to its port for %s: it is not heard", self._name)
+
+    def _lose(self, name: str) -> None:
+        """A rank that has ended as it should goes as well, right behind its last message."""
+        if self._ended.wait(self._grace_s):
+            return
+        logger.error("%s has gone: the group ends", name)
+        self.loss = name
+        self._groups.close()
+        self._ring()
+
+    def _ring(self) -> None:
+        """Ends a `receive` that waits, and all later ones. For the watch, while there is one."""
+        self._ringer.send(b"", zmq.NOBLOCK)
