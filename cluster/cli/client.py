@@ -15,7 +15,7 @@ from rich.table import Table
 
 from baton.cluster.gateway.dispatch.ranks import spell_ranks
 
-from .words import fail
+from .words import fail, stdout_console
 
 ANSWER_S = 600.0  # silence of a chat's server
 STATUS_S = 10.0  # silence of a gateway that is asked for its state, for which it waits for nobody
@@ -100,9 +100,9 @@ def show_status(url: str, api_key: str | None, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"ready": ready, **ranks}, indent=2))
     else:
-        console = Console()
-        print_ranks(console, ranks)
-        console.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
+        told = stdout_console()
+        print_ranks(told, ranks)
+        told.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
     return 0 if ready else 1
 
 

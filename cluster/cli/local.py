@@ -9,29 +9,30 @@ with LocalApplication(spec) as application:   # a Ray cluster of its own, or one
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
 
-from baton.cluster.contracts import LoadBalancing
 from baton.cluster.spec import REPLICA_CPUS, FleetSpec
+from baton.engine.core.endpoints import endpoint
 
 from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
 from .ray_cluster import NoRayCluster, connect
 from .ray_watch import RayWatch
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
 
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing large travels through Ray
 POLL_S = 0.2
@@ -55,28 +56,6 @@ class Progress:
 Show = Callable[[Progress], None]
 
 
-def check_ports_free(spec: FleetSpec) -> None:
-    """Raises `ServeFailed` where something listens already: gateways that share a port would not notice."""
-    one_a_rank = spec.load_balancing is LoadBalancing.EXTERNAL
-    for index in range(spec.num_gateways(nodes=1) if one_a_rank else 1):
-        _check_port_free(spec.gateway.host, spec.gateway.port + index)
-
-
-def _check_port_free(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            change = "stop the program that has it, or choose another with --port"
-            raise ServeFailed(
-                f"port {port} on {host} cannot be used ({error.strerror}): "
-                f"{change if taken else 'give an address of this machine as --host'}"
-            ) from None
-
-
 class LocalApplication:
     """Starts a Ray cluster (or joins the one at `ray_address`) and runs one application on it.
 
@@ -85,24 +64,31 @@ class LocalApplication:
     """
 
     def __init__(
-        self, spec: FleetSpec, *, name: str, ray_address: str | None = None, on_ray_end: Callable[[], None]
+        self,
+        spec: FleetSpec,
+        *,
+        name: str,
+        ray_address: str | None = None,
+        stop: threading.Event,
+        on_ray_end: Callable[[], None],
     ) -> None:
-        """`on_ray_end` ends this process: it is called where a cluster of its own ends by itself (ray_watch.py)."""
-        self._on_ray_end = on_ray_end
+        """`stop` makes `deploy` and `wait` return early. `on_ray_end` ends this process: it is called where a cluster
+        of its own ends by itself (ray_watch.py).
+        """
+        self._stop, self._on_ray_end = stop, on_ray_end
         self._watch: RayWatch | None = None
         self._spec, self._name, self._ray_address = spec, name, ray_address
         self._deployed = False
-        self.stop = threading.Event()  # set it to make `deploy` and `wait` return early
         host = spec.gateway.host
-        self._host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        self.url = f"http://{self._host}:{spec.gateway.port}"
+        self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.url = f"http://{endpoint(self._host, spec.gateway.port)}"
         keys = spec.gateway.keys()
         self._headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
 
     def __enter__(self) -> LocalApplication:
         if self._ray_address is None:
             adopt_orphans()
-            self._watch = RayWatch(self.stop, self._on_ray_end)
+            self._watch = RayWatch(self._stop, self._on_ray_end)
         return self
 
     def __exit__(
@@ -112,11 +98,12 @@ class LocalApplication:
 
     def deploy(self, show: Show) -> None:
         """Returns when the application answers (or `stop` is set). Raises `ServeFailed`."""
-        with _step("Ray cluster", show):
-            self._start_ray()
-        if not self.stop.is_set():
+        if not self._stop.is_set():
+            with _step("Ray cluster", show):
+                self._start_ray()
+        if not self._stop.is_set():
             self._start_application(show)
-        if not self.stop.is_set():
+        if not self._stop.is_set():
             with _step("first answer", show):
                 self._wait_until_healthy()
 
@@ -127,26 +114,25 @@ class LocalApplication:
 
     def wait(self) -> None:
         """Until `stop` is set."""
-        while not self.stop.wait(1.0):
+        while not self._stop.wait(1.0):
             pass
 
     def _start_ray(self) -> None:
-        on_terminate = signal.getsignal(signal.SIGTERM)
         try:
-            connect(
-                self._ray_address,
-                include_dashboard=False,
-                num_cpus=max(os.cpu_count() or 1, math.ceil(self._logical_cpus())),
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
+            with _no_hangup_for_children():
+                connect(
+                    self._ray_address,
+                    include_dashboard=False,
+                    num_cpus=max(os.cpu_count() or 1, math.ceil(self._logical_cpus())),
+                    object_store_memory=OBJECT_STORE_BYTES,
+                )
         except NoRayCluster as error:
             raise ServeFailed(str(error)) from error
-        signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own there
         if self._watch is not None:
             self._watch.started()
         from .room import why_no_room  # imports Ray, which reads what `connect` has set
 
-        if missing := why_no_room(self._spec, self.stop):
+        if missing := why_no_room(self._spec, self._stop):
             raise ServeFailed(missing)
 
     def _logical_cpus(self) -> float:
@@ -172,53 +158,50 @@ class LocalApplication:
                 )
         args = self._spec.model_dump(mode="json", exclude_unset=True)
         self._deployed = True
-        outcome: list[BaseException | None] = []
         route = "/" if self._ray_address is None else f"/{self._name}"  # a cluster that others use has one "/" for all
+        try:
+            # In this thread: one that still used Ray when it is shut down would end this process then and there.
+            serve.run_many(
+                [serve.RunTarget(build_app(args), name=self._name, route_prefix=route)],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
+        except Exception as error:  # what Ray raises has no common type
+            raise self._failed(str(error)) from error
+        self._follow(show)
 
-        def run() -> None:
-            try:
-                serve.run(build_app(args), name=self._name, route_prefix=route)
-                outcome.append(None)
-            except BaseException as error:
-                outcome.append(error)
+    def _failed(self, otherwise: str) -> ServeFailed:
+        """With Serve's words for what is wrong, where it has any."""
+        return ServeFailed(f"{self._why_it_failed() or otherwise}\nlogs: {_log_folder()}")
 
-        threading.Thread(target=run, name="serve-run", daemon=True).start()
-        self._follow(outcome, show)
-        if outcome and outcome[0] is not None and not self.stop.is_set():
-            raise ServeFailed(f"{self._why_it_failed() or outcome[0]}\nlogs: {_log_folder()}") from outcome[0]
-
-    def _follow(self, outcome: list[BaseException | None], show: Show) -> None:
-        """Shows each deployment from its first replica to its last, until `serve.run` returns."""
+    def _follow(self, show: Show) -> None:
+        """Shows each deployment from its first replica to its last. Raises `ServeFailed`."""
         expected = {"gateway": self._spec.gateway.replicas}  # where they are kept, one that keeps them
         expected |= {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         for name in expected:
             show(Progress(name, done=False))
         waiting = dict(expected)
-        while waiting and not self.stop.is_set() and not (outcome and outcome[0] is not None):
-            for name, running in self._running_replicas().items():
+        while waiting and not self._stop.is_set():
+            application = self._application()
+            if application is not None and application.status == "DEPLOY_FAILED":
+                raise self._failed(application.message)
+            for name, running in _running_replicas(application).items():
                 if name in waiting:
                     detail = f"{running}/{expected[name]}" if expected[name] > 1 else ""
                     show(Progress(name, running >= expected[name], detail))
                     if running >= expected[name]:
                         del waiting[name]
-            self.stop.wait(POLL_S)
+            self._stop.wait(POLL_S)
 
-    def _running_replicas(self) -> dict[str, int]:
+    def _application(self) -> ApplicationStatusOverview | None:
+        """As Serve sees it."""
         from ray import serve
 
-        application = serve.status().applications.get(self._name)
-        if application is None:
-            return {}
-        return {
-            name: sum(count for kind, count in state.replica_states.items() if kind == "RUNNING")
-            for name, state in application.deployments.items()
-        }
+        return serve.status().applications.get(self._name)
 
     def _why_it_failed(self) -> str:
         """Serve's words for what is wrong with the deployments that are not healthy."""
-        from ray import serve
-
-        application = serve.status().applications.get(self._name)
+        application = self._application()
         if application is None:
             return ""
         sick = [
@@ -227,11 +210,11 @@ class LocalApplication:
         return "\n".join(dict.fromkeys(map(gist, sick))) or application.message  # gateway and engines may say the same
 
     def _wait_until_healthy(self) -> None:
-        while not self.stop.is_set():
+        while not self._stop.is_set():
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=5.0).is_success and self._has_a_gateway_for_every_rank():
                     return
-            self.stop.wait(POLL_S)
+            self._stop.wait(POLL_S)
 
     def _has_a_gateway_for_every_rank(self) -> bool:
         table = self.ranks()
@@ -241,14 +224,22 @@ class LocalApplication:
     def _shut_down(self) -> None:
         import ray
 
-        if not ray.is_initialized():
+        if not ray.is_initialized():  # or not wholly
+            if self._watch is not None:
+                self._watch.leave()
+                kill_what_started()
             return
         from ray import serve
 
         started = [] if self._ray_address is not None else descendants(os.getpid())
         if self._deployed:
-            serve.delete(self._name)
-            self._end_directory()
+            try:
+                serve.delete(self._name)
+                self._end_directory()
+            except Exception:  # what Ray raises has no common type
+                if self._watch is None:
+                    raise
+                self._on_ray_end()
         if self._watch is not None:
             self._watch.leave()
         ray.shutdown()
@@ -261,6 +252,15 @@ class LocalApplication:
 
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
             ray.get(ray.get_actor(directory_name(self._name), namespace=NAMESPACE).end.remote())
+
+
+def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str, int]:
+    """By deployment."""
+    deployments = {} if application is None else application.deployments
+    return {
+        name: sum(count for kind, count in state.replica_states.items() if kind == "RUNNING")
+        for name, state in deployments.items()
+    }
 
 
 def gist(message: str) -> str:
@@ -279,6 +279,19 @@ def _log_folder() -> str:
 
     node = worker.global_worker.node
     return node.get_logs_dir_path() if node is not None else "/tmp/ray/session_latest/logs"
+
+
+@contextlib.contextmanager
+def _no_hangup_for_children() -> Iterator[None]:
+    """Processes that begin here, and those below them, never hear of a terminal that closes: we end them, in order.
+
+    A mask is inherited; other threads of this process hear the signal meanwhile.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .bench import bench_app
-from .words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail
+from .words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, stdout_console
 
 MOST_GB = 1e6  # of anything that one machine has
 
@@ -179,8 +179,6 @@ def plan(
 
     baton plan configs/serve/wide_ep.yaml --model configs/models/deepseek-v3 --gpu-memory 141
     """
-    from rich.console import Console
-
     from baton.cluster.planning.plan import GB, Machines, Traffic, make_plan
     from baton.cluster.spec import InvalidSpec, specs_in_file
 
@@ -201,7 +199,7 @@ def plan(
         name: make_plan(spec, machines, Traffic(load, prompt_tokens, output_tokens)) for name, spec in specs.items()
     }
     for name, made in plans.items():
-        print_plan(Console(), name, made)
+        print_plan(stdout_console(), name, made)
     raise SystemExit(1 if any(made.refusals for made in plans.values()) else 0)
 
 

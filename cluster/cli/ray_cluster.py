@@ -7,6 +7,8 @@ import os
 import socket
 from typing import Any
 
+from baton.engine.core.endpoints import split_endpoint
+
 # Ray's own switches; it reads them when it is imported. Its token authentication stays on.
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -30,13 +32,19 @@ def connect(address: str | None, **own: Any) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
+    from ray._private import utils
 
+    utils.set_sigterm_handler = _leave_signals_alone
     options = own if address is None else {"address": _answering(address)}
     try:
         ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
     except Exception as error:  # what Ray raises has no common type
         what = "Ray does not start on this machine" if address is None else f"the Ray cluster at {address} takes nobody"
         raise NoRayCluster(f"{what}: {error}") from error
+
+
+def _leave_signals_alone(handler: object) -> None:
+    """Ray's handler ends the process with 1 wherever it is: what SIGTERM means is the command's to say."""
 
 
 def _answering(address: str) -> str:
@@ -46,8 +54,7 @@ def _answering(address: str) -> str:
     where = address
     try:
         where = canonicalize_bootstrap_address_or_die(address)
-        host, _, port = where.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+        socket.create_connection(split_endpoint(where), PROBE_S).close()
     except (OSError, ValueError) as error:  # ConnectionError: there is none on this machine
         found = "" if where == address else f", which is that of {where}"
         raise NoRayCluster(

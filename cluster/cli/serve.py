@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.status import Status
@@ -16,7 +15,9 @@ from rich.status import Status
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
 
 from .client import print_ranks
-from .local import LocalApplication, Progress, ServeFailed, check_ports_free, kill_what_started
+from .local import LocalApplication, Progress, ServeFailed, kill_what_started
+from .ports import PortTaken, claimed_ports
+from .stop import Output, Stop
 from .words import fail, say_error
 
 DEFAULT_HOST = "127.0.0.1"
@@ -87,58 +88,70 @@ def _application_in(config: Path) -> tuple[str, dict[str, Any]]:
 
 def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
     """Serves until Ctrl-C. Returns the exit code."""
-    console = Console()
+    stop = Stop(kill_what_started)
+    stop.listen()
+    try:
+        with claimed_ports(spec):
+            return Session(spec, name, ray_address, stop).run()
+    except (PortTaken, InvalidSpec) as error:
+        fail(str(error), code=1)
 
-    def end_without_ray() -> None:
-        asked = application.stop.wait(SIGNAL_S)
-        display.close()
+
+class Session:
+    """From the first process to the last, with what is told of it. `run` runs once.
+
+    Raises `InvalidSpec` where the application's API keys cannot be read here.
+    """
+
+    def __init__(self, spec: FleetSpec, name: str, ray_address: str | None, stop: Stop) -> None:
+        self._spec, self._stop = spec, stop
+        self._application = LocalApplication(
+            spec, name=name, ray_address=ray_address, stop=stop.asked, on_ray_end=self._end_without_ray
+        )
+        self._has_own_ray = ray_address is None
+        self._console = Console(file=cast(TextIO, Output(sys.stdout)))
+        self._display = Display(self._console, f"{spec.served_model_id} from {spec.model}")
+        self._ending = threading.Lock()
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        code = 0
+        try:
+            with self._application:
+                self._serve()
+        except ServeFailed as error:
+            code = 1
+            self._display.close()
+            if not self._stop.asked.is_set():
+                say_error(str(error))
+        except Exception:
+            # What Ray raises has no common type. It follows from the end that was asked for, where Ray's processes
+            # heard of that as well.
+            if not (self._has_own_ray and self._stop.asked.wait(SIGNAL_S)):
+                raise
+        finally:
+            self._display.close()
+        self._console.print(ALL_STOPPED if self._has_own_ray else "Stopped.")
+        return self._stop.code if self._stop.asked.is_set() else code
+
+    def _serve(self) -> None:
+        self._application.deploy(self._display.show)
+        self._display.close()
+        if not self._stop.asked.is_set():
+            _print_ready(self._console, self._application, self._spec)
+            self._application.wait()
+
+    def _end_without_ray(self) -> None:
+        """Ends this process: nothing that uses Ray would return. The first thread that comes here does it."""
+        self._ending.acquire()
+        asked = self._stop.asked.wait(SIGNAL_S)
+        self._display.close()
         kill_what_started()
         if not asked:
             say_error("the Ray cluster has ended: a process that it needs is gone. Ray's logs are in /tmp/ray")
-        console.print(ALL_STOPPED)
+        self._console.print(ALL_STOPPED)
         sys.stdout.flush()
-        os._exit(stop.get("code", 1))
-
-    try:
-        check_ports_free(spec)
-        application = LocalApplication(spec, name=name, ray_address=ray_address, on_ray_end=end_without_ray)
-    except (ServeFailed, InvalidSpec) as error:
-        fail(str(error), code=1)
-    stop = _stop_on_signals(application)
-    display = Display(console, f"{spec.served_model_id} from {spec.model}")
-    code = 0
-    try:
-        with application:
-            application.deploy(display.show)
-            display.close()
-            if not application.stop.is_set():
-                _print_ready(console, application, spec)
-                application.wait()
-    except ServeFailed as error:
-        code = 1
-        display.close()
-        say_error(str(error))
-    finally:
-        display.close()
-    console.print(ALL_STOPPED if ray_address is None else "Stopped.")
-    return stop.get("code", code)
-
-
-def _stop_on_signals(application: LocalApplication) -> dict[str, int]:
-    """The first signal asks for an orderly end, the second kills what is left."""
-    seen: dict[str, int] = {}
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        if "code" in seen:
-            kill_what_started()
-            os._exit(128 + number)
-        seen["code"] = 0 if number == signal.SIGTERM else 128 + number
-        application.stop.set()
-        os.write(sys.stderr.fileno(), b"\nStopping (once more to kill) ...\n")
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, on_signal)
-    return seen
+        os._exit(self._stop.code if asked else 1)
 
 
 class Display:

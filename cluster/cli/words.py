@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 EXIT_USAGE = 2
+WIDE = 10_000  # columns
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -38,6 +43,13 @@ def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
     """Ends the command with a message for whoever called it."""
     say_error(message)
     raise SystemExit(code)
+
+
+def stdout_console() -> Console:
+    """stdout. A pipe or a file has no width: nothing in it is cut or wrapped."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
 def _in_a_folder(file: Path | None) -> Path | None:

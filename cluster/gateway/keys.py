@@ -45,7 +45,7 @@ class ApiKeys:
     """The keys that open.
 
     file ──other keys──> they count from the next request on; what has begun goes on
-         ──gone, empty, unreadable──> nothing changes, and the log says so
+         ──gone, empty, unreadable──> nothing changes, and the log says so; it is tried again at every look
 
     So a slip lets nobody in, and shuts nobody out.
     """
@@ -55,6 +55,7 @@ class ApiKeys:
         self._given, self._file, self._now_s = settings.api_keys, settings.api_keys_file, now_s
         self._version = _version(self._file)
         self._look_at_s = now_s() + LOOK_S
+        self._trouble = ""  # with the file, as the log has said
         self._digests = self._read()
 
     @property
@@ -71,21 +72,23 @@ class ApiKeys:
         return given if any(matches) else None
 
     def _look(self) -> None:
-        """One `stat` a second at most."""
+        """One `stat` a second at most, while nothing is wrong."""
         now_s = self._now_s()
         if not self._file or now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
         version = _version(self._file)
-        if version == self._version:
+        if version == self._version and not self._trouble:
             return
-        self._version = version
         try:
             self._digests = self._read()
         except InvalidKeys as error:
-            logger.warning("%s; the keys of before stay valid", error)
+            if str(error) != self._trouble:
+                logger.warning("%s; the keys of before stay valid", error)
+            self._trouble = str(error)  # what ends it, as another mode or a mount, need not change the version
         else:
-            logger.info("gateway.api_keys_file: %s has changed: %d keys open now", self._file, len(self._digests))
+            logger.info("gateway.api_keys_file: %s has been read: %d keys open now", self._file, len(self._digests))
+            self._version, self._trouble = version, ""
 
     def _read(self) -> list[bytes]:
         keys = [*self._given, *(keys_in(self._file) if self._file else [])]

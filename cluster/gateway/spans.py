@@ -9,7 +9,9 @@ exporter, and without one there is no cost. The variables are OpenTelemetry's ow
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -24,6 +26,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from .dispatch.timeline import Timeline
 
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 2.0  # that a gateway which ends waits for its collector
 EXPORTER = "OTEL_TRACES_EXPORTER"
 OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
@@ -49,7 +54,8 @@ class Spans:
         if name in ("", "none"):
             return None
         ours = Resource({SERVICE_NAME: "baton-gateway", "service.instance.id": gateway_id})
-        provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
+        resource = ours.merge(OTELResourceDetector().detect())
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it would wait at the process' end
         provider.add_span_processor(_sending(_exporter_entry(name)))
         return cls(provider)
 
@@ -97,8 +103,14 @@ class Spans:
                 child.end(_ns(reached_s, offset_ns))
 
     def close(self) -> None:
-        """Sends what is left."""
-        self._provider.shutdown()
+        """Sends what is left, unless that takes longer than `CLOSE_S`: exporters wait for a collector that is gone, and
+        try again, for half a minute.
+        """
+        sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(CLOSE_S)
+        if sending.is_alive():
+            logger.warning("the collector did not take the last spans within %g s: they are lost", CLOSE_S)
 
 
 def _exporter_entry(name: str) -> EntryPoint:

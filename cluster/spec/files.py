@@ -10,6 +10,7 @@ from typing import Any
 import pydantic
 
 from .application import FleetSpec
+from .deployments import with_sizes_of
 from .ray_clusters import is_ray_cluster
 from .strict import InvalidSpec
 from .wording import lines_of
@@ -94,6 +95,7 @@ class _Application(pydantic.BaseModel):
     name: str = "default"  # as Serve calls it
     import_path: str
     args: dict[str, Any] = {}
+    deployments: list[dict[str, Any]] = []
 
 
 class _ServeFile(pydantic.BaseModel):
@@ -101,8 +103,8 @@ class _ServeFile(pydantic.BaseModel):
 
 
 def applications_in_file(path: Path) -> dict[str, dict[str, Any]]:
-    """The arguments of Baton's applications in a Serve config file by name, or those of the one that the file holds
-    alone. Raises `InvalidSpec`.
+    """The arguments of Baton's applications in a Serve config file by name, with the sizes that it gives under
+    `deployments`, or those of the one that the file holds alone. Raises `InvalidSpec`.
     """
     return _applications_of(read_mapping(path))
 
@@ -119,10 +121,18 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     names = [each.name for each in applications]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidSpec(f"applications: two are named {twice!r}; give each a `name` of its own")
-    ours = {each.name: each.args for each in applications if each.import_path == IMPORT_PATH}
+    ours = [each for each in applications if each.import_path == IMPORT_PATH]
     if not ours:
         raise InvalidSpec(f"applications: none has import_path {IMPORT_PATH}, which is Baton's")
-    return ours
+    sized, problems = {}, []
+    for each in ours:
+        try:
+            sized[each.name] = with_sizes_of(each.args, each.deployments)
+        except InvalidSpec as error:
+            problems += [f"{each.name}: {line}" if len(ours) > 1 else line for line in str(error).splitlines()]
+    if problems:
+        raise InvalidSpec("\n".join(problems))
+    return sized
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

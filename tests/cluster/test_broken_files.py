@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cluster.cli.main import app
+from baton.cluster.spec import specs_in_file
 
 MODEL = Path(__file__).parents[2] / "configs/demo/model"
 ONE = f"model: {MODEL}\nfleets: {{unified: {{}}}}\n"
@@ -29,6 +30,19 @@ NO_YAML = {
     "a: " + "[" * 5000: "is no YAML that can be read: it is nested too deeply",
     "model: a\nmodel: b\n": "is no YAML: line 2, column 1: the key 'model' is there twice",
     "fleets:\n  unified: {}\n  unified: {}\n": "is no YAML: line 3, column 3: the key 'unified' is there twice",
+}
+LAUGHS = "a: &a0 [lol]\n" + "".join(f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(30))
+MERGED_LAUGHS = "a: &a0 {x: 1}\n" + "".join(
+    f"b{n}: &a{n + 1} {{<<: [{', '.join([f'*a{n}'] * 10)}]}}\n" for n in range(30)
+)
+NO_YAML |= {
+    LAUGHS: "is no YAML that can be read: line 7: its anchors stand for more than 1000000 values",
+    MERGED_LAUGHS: "is no YAML that can be read: line 7: its anchors stand for more than 1000000 values",
+    "model: &a [*a]": "is no YAML that can be read: line 1: an anchor holds itself",
+    "model: &a {<<: *a}": "is no YAML that can be read: line 1: an anchor holds itself",
+    "a: &a0 []\n" + "".join(f"b{n}: &a{n + 1} [*a{n}]\n" for n in range(2000)): (
+        "is no YAML that can be read: it is nested too deeply"
+    ),
 }
 WRONG = {
     "fleets: {unified: {}}": "model: is missing",
@@ -87,6 +101,32 @@ def written(folder: Path, content: str) -> Path:
 @pytest.mark.parametrize(("content", "said"), NO_YAML.items(), ids=lambda text: text[:24])
 def test_what_cannot_be_read_is_refused_with_the_place(tmp_path: Path, content: str, said: str) -> None:
     check_it_is_refused(written(tmp_path, content), said)
+
+
+ANCHORED = f"""
+fleets:
+  prefill: &prefill
+    <<: &any {{num_cpus: 0.1, replicas: 2}}
+    replicas: 1
+    engine: &engine {{max_num_seqs: 8, max_num_batched_tokens: 64}}
+  decode:
+    <<: [*prefill, *any]
+    replicas: 3
+    engine: {{<<: *engine, max_num_seqs: 16}}
+model: {MODEL}
+"""
+
+
+def test_anchors_that_are_merged_over_several_levels_say_what_is_nearest(tmp_path: Path) -> None:
+    (spec,) = specs_in_file(written(tmp_path, ANCHORED)).values()
+    assert [(fleet.replicas, fleet.num_cpus) for fleet in spec.fleets.present.values()] == [(1, 0.1), (3, 0.1)]
+    assert [spec.engine_config(role).max_num_seqs for role in spec.fleets.present] == [8, 16]
+    assert [spec.engine_config(role).max_num_batched_tokens for role in spec.fleets.present] == [64, 64]
+
+
+def test_a_key_that_is_written_twice_beside_a_merged_one_is_refused(tmp_path: Path) -> None:
+    content = "a: &a {x: 1}\nb:\n  <<: *a\n  x: 2\n  x: 3\n"
+    check_it_is_refused(written(tmp_path, content), "is no YAML: line 5, column 3: the key 'x' is there twice")
 
 
 @pytest.mark.parametrize(("content", "said"), WRONG.items(), ids=lambda text: text[:60])

@@ -6,6 +6,9 @@ import io
 import os
 import socket
 import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from served import BATON
 
 from baton.cluster.cli.client import print_ranks
 from baton.cluster.cli.local import gist
+from baton.cluster.cli.ports import PortTaken, claimed_ports
+from baton.cluster.spec import FleetSpec, load_spec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -72,6 +77,72 @@ def test_serve_refuses_a_port_in_use(model: Path) -> None:
     assert done.returncode == 1
     assert f"port {port}" in done.stderr
     assert "--port" in done.stderr
+
+
+@pytest.fixture
+def claimed(model: Path, request: pytest.FixtureRequest) -> Iterator[int]:
+    """A port that another `baton serve` has claimed, at the address of the parameter, but where nobody listens yet."""
+    port = free_port()
+    with claimed_ports(on_port(model, port, request.param)):
+        yield port
+
+
+def on_port(model: Path, port: int, host: str) -> FleetSpec:
+    return load_spec({"model": str(model), "fleets": {"unified": {}}, "gateway": {"host": host, "port": port}})
+
+
+@pytest.mark.parametrize(
+    ("claimed", "host"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("127.0.0.1", "0.0.0.0"),
+        ("::", "0.0.0.0"),
+        ("127.0.0.1", "::"),
+    ],
+    indirect=["claimed"],
+)
+def test_of_two_that_serve_on_one_port_only_the_first_starts(model: Path, claimed: int, host: str) -> None:
+    done = baton("serve", str(model), "--host", host, "--port", str(claimed))
+    assert done.returncode == 1
+    assert f"port {claimed} on {host} cannot be used (another `baton serve`" in done.stderr
+    assert "--port" in done.stderr
+    assert "Ray" not in done.stdout
+
+
+def test_of_many_that_claim_a_port_at_once_exactly_one_gets_it(model: Path) -> None:
+    spec, ready, all_tried = on_port(model, free_port(), "127.0.0.1"), threading.Barrier(8), threading.Barrier(8)
+
+    def claim(_: int) -> bool:
+        ready.wait()
+        try:
+            with claimed_ports(spec):
+                all_tried.wait()
+                return True
+        except PortTaken:
+            all_tried.wait()
+            return False
+
+    with ThreadPoolExecutor(8) as several:
+        assert sum(several.map(claim, range(8))) == 1
+    with claimed_ports(spec):
+        pass
+
+
+def test_addresses_that_do_not_overlap_may_have_the_same_port(model: Path) -> None:
+    port = free_port()
+    with claimed_ports(on_port(model, port, "127.0.0.1")), claimed_ports(on_port(model, port, "127.0.0.2")):
+        pass
+
+
+def test_every_rank_s_port_is_claimed_where_each_has_one(model: Path) -> None:
+    port = free_port()
+    args = {"model": str(model), "load_balancing": "external", "fleets": {"unified": {"replicas": 3}}}
+    with claimed_ports(load_spec({**args, "gateway": {"host": "127.0.0.1", "port": port}})):
+        with pytest.raises(PortTaken, match=str(port + 2)), claimed_ports(on_port(model, port + 2, "127.0.0.1")):
+            pass
+        with claimed_ports(on_port(model, port + 3, "127.0.0.1")):
+            pass
 
 
 def test_serve_refuses_an_address_of_another_machine(model: Path) -> None:

@@ -19,8 +19,8 @@ from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
 from baton.cluster.planning.sizing import block_bytes, weights_of_rank
 from baton.cluster.spec import load_spec, specs_in_file
 from baton.engine.config import EngineConfig
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
-from baton.engine.model_config import ModelConfig
 from baton.engine.models import model_class
 from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
 
@@ -273,9 +273,9 @@ def test_experts_stay_in_8_bits_where_a_rank_has_whole_blocks(engine: dict[str, 
     assert plan.fleets[0].weights / GB == pytest.approx(gigabytes, rel=0.02)
 
 
-def baton(*words: str) -> subprocess.CompletedProcess[str]:
+def baton(*words: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [BATON, *words], capture_output=True, text=True, timeout=50, env={**os.environ, "COLUMNS": "200"}
+        [BATON, *words], capture_output=True, text=True, timeout=50, env={**os.environ, "COLUMNS": str(columns)}
     )
 
 
@@ -294,6 +294,15 @@ def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_pa
     done = baton("plan", file)
     assert done.returncode == 1
     assert "/models/DeepSeek-V3" in done.stderr
+
+
+def test_what_goes_into_a_pipe_is_neither_cut_nor_wrapped() -> None:
+    done = baton("plan", str(CONFIGS / "serve/demo.yaml"), columns=40)
+    lines = done.stdout.splitlines()
+    headings = ("weights", "step (estimated)", "KV", "KV blocks", "max_model_len", "requests of an engine")
+    assert any(all(heading in line for heading in headings) for line in lines)
+    (bandwidth,) = [line for line in lines if line.startswith("At 1 request a second")]
+    assert bandwidth.endswith("to each decode worker")
 
 
 def test_what_is_taken_for_granted_of_nodes_is_said() -> None:

@@ -1,10 +1,19 @@
-"""A terminal that closes signals Ray's processes together with `baton serve`."""
+"""A terminal that closes, and a service manager that stops a service, signal Ray's processes with `baton serve`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
+import select
 import signal
 import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,24 +25,107 @@ from baton.cluster.cli.processes import Process, descendants, kill, wait_until_g
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MODEL = Path(__file__).parents[2] / "configs/demo/model"
+START_S = 120.0
 END_S = 45.0  # Ray's client, left to itself, waits a minute for a control process that is gone, and then aborts
 
+# Whoever runs the tests may ignore signals (nohup), and what is ignored stays so in a program that is started.
+AS_BY_A_SHELL = """
+import fcntl, os, signal, sys, termios
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+if os.isatty(0):
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
-def test_serve_ends_with_everything_when_its_whole_session_is_hung_up(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        words = [BATON, "serve", str(MODEL), "--port", str(free_port())]
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    started: list[Process] = []
+
+@contextlib.contextmanager
+def serving(output: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The leader of a session, with this terminal, or file, for its output. Nothing of it is left afterwards."""
+    words = [sys.executable, "-c", AS_BY_A_SHELL, BATON, "serve", str(MODEL), "--port", str(free_port())]
+    process = subprocess.Popen(words, stdin=output, stdout=output, stderr=output, start_new_session=True)
     try:
-        eventually(lambda: "ok Ray Serve" in log.read_text(), 120.0, log.read_text)
-        started = descendants(process.pid)
-        assert any("gcs_server" in Path(f"/proc/{each.pid}/cmdline").read_text() for each in started)
-        os.killpg(process.pid, signal.SIGHUP)
-        assert process.wait(END_S) == 128 + signal.SIGHUP
-        assert "Stopped: every process has ended." in log.read_text()
-        assert not wait_until_gone(started, 0.0)
+        yield process
     finally:
+        left = descendants(process.pid)
         process.kill()
         process.wait()
-        kill(started)
+        kill(left)
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, int]]:
+    """The side of its window, and the side of its programs."""
+    window, programs = pty.openpty()
+    try:
+        yield window, programs
+    finally:
+        os.close(programs)
+        with contextlib.suppress(OSError):  # a test has closed it
+            os.close(window)
+
+
+def _ended(process: subprocess.Popen[bytes], log: Path) -> bool:
+    assert process.poll() is None, log.read_text()
+    return False
+
+
+def read_until(window: int, words: bytes) -> None:
+    shown = b""
+    deadline_s = time.monotonic() + START_S
+    while words not in shown:
+        assert time.monotonic() < deadline_s, shown.decode()
+        if select.select([window], [], [], 1.0)[0]:
+            shown += os.read(window, 4096)
+
+
+def read_to_the_end(window: int) -> None:
+    """A terminal that nobody reads holds up its programs."""
+    with contextlib.suppress(OSError):
+        while os.read(window, 4096):
+            pass
+
+
+def hears(process: Process, number: signal.Signals) -> bool:
+    """Whether the signal, sent to it now, would do anything."""
+    status = dict(re.findall(r"^(Sig(?:Blk|Ign)):\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.M))
+    return not (int(status["SigBlk"], 16) | int(status["SigIgn"], 16)) >> (number - 1) & 1
+
+
+def test_serve_ends_in_order_when_its_terminal_closes() -> None:
+    """Only `baton serve` hears of it: what it started is there until it ends it."""
+    with terminal() as (window, programs), serving(programs) as process:
+        read_until(window, b"starting gateway")
+        started = descendants(process.pid)
+        assert any("gcs_server" in Path(f"/proc/{each.pid}/cmdline").read_text() for each in started)
+        assert [each for each in started if each.alive() and hears(each, signal.SIGHUP)] == []
+        os.close(window)
+        assert process.wait(END_S) == 128 + signal.SIGHUP
+        assert wait_until_gone(started, 0.0) == []
+
+
+def test_ctrl_c_while_ray_starts_leaves_nothing_behind() -> None:
+    with terminal() as (window, programs), serving(programs) as process:
+        read_until(window, b"starting Ray cluster")
+        eventually(lambda: bool(descendants(process.pid)), START_S, "Ray's first process does not begin")
+        started = descendants(process.pid)
+        os.write(window, termios.tcgetattr(programs)[6][termios.VINTR])
+        threading.Thread(target=read_to_the_end, args=(window,), daemon=True).start()
+        assert process.wait(END_S) == 128 + signal.SIGINT
+        assert wait_until_gone(started, 0.0) == []
+
+
+def test_serve_ends_with_its_own_code_when_all_processes_are_told_to_end_at_once(tmp_path: Path) -> None:
+    """As systemd does (`KillMode=control-group`): Ray's may be gone first."""
+    log = tmp_path / "log"
+    with log.open("w") as output, serving(output.fileno()) as process:
+        eventually(lambda: "ok Ray Serve" in log.read_text() or _ended(process, log), START_S, log.read_text)
+        started = descendants(process.pid)
+        for each in [*reversed(started), process]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGTERM)
+        assert process.wait(END_S) == 0, log.read_text()
+        assert "Stopped: every process has ended." in log.read_text()
+        assert "Traceback" not in log.read_text()
+        assert wait_until_gone(started, 0.0) == []

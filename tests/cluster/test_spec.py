@@ -159,6 +159,72 @@ def test_a_file_that_holds_no_application_is_refused_with_the_place(tmp_path: Pa
         specs_in_file(file)
 
 
+def with_deployments(folder: Path, args: dict[str, Any], *deployments: dict[str, Any]) -> Path:
+    """A Serve config file, with what it says beside `args`."""
+    ours = {"name": "a", "import_path": "baton.cluster.app:build_app", "args": args, "deployments": list(deployments)}
+    file = folder / "f.yaml"
+    file.write_text(yaml.safe_dump({"applications": [ours]}))
+    return file
+
+
+def test_the_sizes_that_serve_is_given_beside_the_arguments_are_the_application_s(model: str, tmp_path: Path) -> None:
+    args = pair(model=model, gateway={"port": 9000})
+    args["fleets"] = {"prefill": {"num_cpus": 2}, "decode": {"replicas": 2}}
+    sizes = ({"name": "decode", "num_replicas": 3}, {"name": "gateway", "num_replicas": 2}, {"name": "prefill"})
+    (spec,) = specs_in_file(with_deployments(tmp_path, args, *sizes)).values()
+    assert [fleet.replicas for fleet in spec.fleets.present.values()] == [1, 3]
+    assert (spec.gateway.replicas, spec.gateway.port) == (2, 9000)
+    assert spec.fleets.present[Role.PREFILL].num_cpus == 2
+
+
+@pytest.mark.parametrize(
+    ("deployment", "said"),
+    [
+        ({"num_replicas": 2}, "deployments.0.name: is missing: one of gateway, prefill, decode"),
+        ({"name": "decod", "num_replicas": 2}, "unknown deployment 'decod'; did you mean 'decode'?"),
+        ({"name": "unified", "num_replicas": 2}, "unknown deployment 'unified'"),
+        ({"name": "decode", "num_replicas": 0}, "num_replicas of decode is 0, must be a whole number, at least 1"),
+        ({"name": "decode", "num_replicas": "auto"}, "num_replicas of decode is 'auto', must be"),
+        ({"name": "decode", "num_replicas": True}, "num_replicas of decode is True, must be"),
+        (
+            {"name": "decode", "autoscaling_config": {}},
+            "autoscaling_config of decode follows from `args`: give fleets.*",
+        ),
+        ({"name": "decode", "ray_actor_options": {}}, "give fleets.decode.num_cpus and fleets.decode.resources"),
+        ({"name": "gateway", "ray_actor_options": {}}, "give gateway.num_cpus and gateway.resources"),
+        (
+            {"name": "decode", "user_config": 1},
+            "user_config of decode follows from `args`: only num_replicas may be given",
+        ),
+    ],
+)
+def test_what_serve_would_change_behind_the_application_s_back_is_refused(
+    model: str, tmp_path: Path, deployment: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=re.escape(said)):
+        specs_in_file(with_deployments(tmp_path, pair(model=model), deployment))
+
+
+def test_a_size_is_given_once_and_not_to_a_fleet_that_is_scaled(model: str, tmp_path: Path) -> None:
+    size = {"name": "decode", "num_replicas": 2}
+    with pytest.raises(InvalidSpec, match="'decode' is there twice"):
+        specs_in_file(with_deployments(tmp_path, pair(model=model), size, size))
+    scaled = {"prefill": {}, "decode": {"min_replicas": 1, "max_replicas": 3}}
+    args = {"model": model, "fleets": scaled, "autoscaling": {}}
+    with pytest.raises(InvalidSpec, match="num_replicas of decode: the autoscaler decides it"):
+        specs_in_file(with_deployments(tmp_path, args, size))
+
+
+@pytest.mark.parametrize("broken", [{"fleets": 3}, {"gateway": 3}, {"fleets": {"decode": 3, "prefill": {}}}])
+def test_sizes_of_arguments_that_are_wrong_leave_those_to_be_named(
+    model: str, tmp_path: Path, broken: dict[str, Any]
+) -> None:
+    (where,) = broken
+    file = with_deployments(tmp_path, pair(model=model) | broken, {"name": "gateway", "num_replicas": 2})
+    with pytest.raises(InvalidSpec, match=f"^{where}"):
+        specs_in_file(file)
+
+
 def test_control_plane_processes_do_not_load_torch() -> None:
     code = (
         "import sys, baton.cluster.app;"

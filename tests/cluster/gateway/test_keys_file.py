@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from gateway_service import Clock, Service
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings
+from baton.cluster.gateway import keys as keys_module
 from baton.cluster.gateway.keys import LOOK_S, ApiKeys, InvalidKeys
 from baton.cluster.spec import GatewaySpec, InvalidSpec
 
@@ -82,6 +84,42 @@ def test_a_file_that_breaks_changes_nothing_and_is_told_once(
     file.write_text("sk-three\n")
     clock.now_s += LOOK_S
     assert opening(keys, "sk-one", "sk-three") == ["sk-three"]
+
+
+def test_a_file_that_could_not_be_read_for_a_while_is_read_once_it_can_be(
+    keys: ApiKeys, file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another mode, or a mount that is back, leaves its times as they are."""
+    caplog.set_level("INFO", keys_module.__name__)
+
+    def refuse(self: Path) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    file.write_text("sk-three\n")
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(Path, "read_text", refuse)
+        for _ in range(3):
+            clock.now_s += LOOK_S
+            assert opening(keys, "sk-one", "sk-three") == ["sk-one"]
+    clock.now_s += LOOK_S
+    assert opening(keys, "sk-one", "sk-three") == ["sk-three"]
+    clock.now_s += LOOK_S
+    assert opening(keys, "sk-three") == ["sk-three"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_file_that_was_away_and_is_the_same_again_is_no_trouble_any_more(
+    keys: ApiKeys, file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    aside = file.with_name("aside")
+    for _ in range(2):
+        file.rename(aside)
+        clock.now_s += LOOK_S
+        assert opening(keys, "sk-one") == ["sk-one"]
+        aside.rename(file)
+        clock.now_s += LOOK_S
+        assert opening(keys, "sk-one") == ["sk-one"]
+    assert len(caplog.records) == 2, "each time it is told"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n \n", b"\xff\xfe", b"two words"])

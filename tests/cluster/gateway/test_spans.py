@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -18,7 +20,7 @@ import grpc
 import pytest
 from gateway_service import Service
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
@@ -107,6 +109,62 @@ async def test_what_the_sampler_drops_costs_no_children(start: Callable[..., Ser
     collector = Collector(sampler=ALWAYS_OFF)
     assert "choices" in await ask(start(Role.UNIFIED, spans=collector.spans))
     assert len(collector) == 0
+
+
+class DeadCollector(SpanExporter):
+    """One that never answers, as exporters see it: they wait, and try again, until `revived`."""
+
+    def __init__(self) -> None:
+        self.asked, self.revived = threading.Event(), threading.Event()
+        self.taken = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.asked.set()
+        self.revived.wait()
+        self.taken += len(spans)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def dead_collector() -> Iterator[DeadCollector]:
+    collector = DeadCollector()
+    yield collector
+    collector.revived.set()
+
+
+async def test_a_dead_collector_costs_no_request_anything_and_does_not_keep_the_gateway(
+    start: Callable[..., Service], dead_collector: DeadCollector, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(dead_collector, schedule_delay_millis=1))
+    told = Spans(provider)
+    service = start(Role.UNIFIED, spans=told)
+    for _ in range(3):
+        assert "choices" in await ask(service)
+    assert await asyncio.to_thread(dead_collector.asked.wait, 20)
+    assert "choices" in await ask(service), "while the exporter waits"
+    ending = threading.Thread(target=told.close, daemon=True)
+    ending.start()
+    await asyncio.to_thread(ending.join, 20)
+    assert not ending.is_alive(), "left to itself the processor waits for 30 s"
+    (record,) = [record for record in caplog.records if record.name == spans.__name__]
+    assert "they are lost" in record.getMessage()
+
+
+def test_what_a_collector_takes_in_time_is_sent_at_the_end(
+    dead_collector: DeadCollector, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(dead_collector))
+    told = Spans(provider)
+    dead_collector.revived.set()
+    told.record("/v1/completions", {}, {"http.response.status_code": 200}, 1.0, 2.0, [])
+    told.close()
+    assert dead_collector.taken == 1
+    assert caplog.records == []
 
 
 def is_installed(exporter: str) -> bool:

@@ -1,0 +1,99 @@
+"""What makes `baton serve` end, and with which code.
+
+SERVING ──SIGINT, SIGTERM, SIGHUP──> STOPPING   in order
+                                        └──SIGINT, SIGTERM once more──> everything is killed
+
+A hangup never counts as the second: shells and kernels repeat it, and systemd may send it with SIGTERM (`SendSIGHUP`).
+Where it was ignored from the beginning (nohup), it stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TextIO
+
+STDOUT, STDERR = 1, 2
+READER_GONE = (errno.EIO, errno.EPIPE)  # of a terminal that was closed, of a pipe
+
+
+class Stop:
+    """Asked for by signals, from `listen` on. `kill` ends all that was started, at once."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        self.asked = threading.Event()
+        self.code = 0  # to exit with, once it was asked for
+        self._kill = kill
+        self._insisted = False
+        self._terminals = [descriptor for descriptor in (STDOUT, STDERR) if os.isatty(descriptor)]
+
+    def listen(self) -> None:
+        """In the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_hangup)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._insisted:
+            self._kill()
+            os._exit(128 + number)
+        self._insisted = True
+        self.code = 0 if number == signal.SIGTERM else 128 + number
+        self.asked.set()
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(STDERR, b"\nStopping (once more to kill) ...\n")
+
+    def _on_hangup(self, number: int, _: FrameType | None) -> None:
+        for descriptor in self._terminals:
+            to_nowhere(descriptor)
+        if not self.asked.is_set():
+            self.code = 128 + number
+            self.asked.set()
+
+
+class Output(io.TextIOBase):
+    """A stream to a reader who may go: what is written then goes nowhere, and whoever writes goes on.
+
+    A terminal that closes refuses output before its signal is here.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._unless_gone(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._unless_gone(self._stream.flush)
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def _unless_gone(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if error.errno not in READER_GONE:
+                raise
+            to_nowhere(self._stream.fileno())
+
+
+def to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

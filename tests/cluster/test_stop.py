@@ -1,0 +1,90 @@
+"""What signals and a terminal that closes mean to `baton serve`, without anything that it would start."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from baton.cluster.cli.stop import Output, to_nowhere
+
+pytestmark = pytest.mark.timeout(60)
+
+# Signals that were ignored or blocked when the tests began would be so in a program that they start.
+SIGNALLED = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+from baton.cluster.cli.stop import Stop
+stop = Stop(lambda: print("killed", flush=True))
+stop.listen()
+for number in sys.argv[2:]:
+    signal.raise_signal(int(number))
+print("asked" if stop.asked.is_set() else "not asked", flush=True)
+sys.exit(stop.code)
+"""
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+def after(*numbers: int, hangup: str = "SIG_DFL") -> tuple[str, int]:
+    """What a command says, and the code that it ends with, after these signals."""
+    words = [sys.executable, "-c", SIGNALLED, hangup, *(str(int(number)) for number in numbers)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50)
+    return done.stdout.strip(), done.returncode
+
+
+@pytest.mark.parametrize(("number", "code"), [(INT, 130), (TERM, 0), (HUP, 129)])
+def test_each_signal_asks_for_an_end_in_order_with_a_code_of_its_own(number: int, code: int) -> None:
+    assert after(number) == ("asked", code)
+
+
+@pytest.mark.parametrize(("first", "second"), [(INT, INT), (TERM, INT), (INT, TERM)])
+def test_a_second_one_kills(first: int, second: int) -> None:
+    assert after(first, second) == ("killed", 128 + second)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"), [((HUP, HUP), 129), ((TERM, HUP), 0), ((HUP, TERM), 0), ((INT, HUP), 130)]
+)
+def test_a_hangup_is_never_the_second_one(numbers: tuple[int, ...], code: int) -> None:
+    """A shell and the kernel both send it, and systemd with `SendSIGHUP` beside SIGTERM."""
+    assert after(*numbers) == ("asked", code)
+
+
+def test_who_is_started_to_outlive_its_terminal_does() -> None:
+    assert after(HUP, hangup="SIG_IGN") == ("not asked", 0)
+
+
+def test_a_hangup_takes_the_terminal_away_and_nothing_else() -> None:
+    """Where the other stream is a file, the last words are in it."""
+    window, programs = pty.openpty()
+    words = [sys.executable, "-c", SIGNALLED, "SIG_DFL", str(int(HUP))]
+    done = subprocess.run(words, stdin=programs, stderr=programs, stdout=subprocess.PIPE, text=True, timeout=50)
+    os.close(window)
+    os.close(programs)
+    assert (done.stdout.strip(), done.returncode) == ("asked", 129)
+
+
+@pytest.mark.parametrize("reader", ["terminal", "pipe"])
+def test_what_is_written_to_a_reader_who_has_gone_goes_nowhere(reader: str) -> None:
+    window, programs = pty.openpty() if reader == "terminal" else os.pipe()
+    with os.fdopen(programs, "w", buffering=1) as stream:
+        output = Output(stream)
+        output.write("heard\n")
+        assert os.read(window, 100).strip() == b"heard"
+        os.close(window)
+        for _ in range(3):
+            output.write("not heard\n")
+            output.flush()
+        assert os.readlink(f"/proc/self/fd/{output.fileno()}") == os.devnull
+
+
+def test_what_else_goes_wrong_with_output_is_not_kept_back() -> None:
+    with open("/dev/full", "w", buffering=1) as stream:
+        with pytest.raises(OSError, match="No space left"):
+            Output(stream).write("too much\n")
+        to_nowhere(stream.fileno())  # what is left is written when it is closed
