@@ -14,10 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, TransferId
+import msgspec
+
+from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, Received, TransferId
 from baton.engine.core.layout import KVRegion
 
 from .errors import RankLost, TransferThreadDied, TransportError
+from .lease_clock import ahead_of_monotonic_s, lease_now
 from .network.channel import Channel, ZmqChannel
 from .network.curve import ClusterKey
 from .protocol.handoff import Handoff
@@ -196,7 +199,7 @@ class TransferConnector(GrowingConnector):
             yield self._commands.popleft()
 
     def _tell(self, event: ConnectorEvent) -> None:
-        self._events.append(event)
+        self._events.append(_by_monotonic(event) if isinstance(event, Received) else event)
         self._wake()
         if not self._has_told:
             self._has_told = True
@@ -220,7 +223,7 @@ class TransferConnector(GrowingConnector):
         self._wake()
 
     def _make_handoff(self, channel: Channel, crew: Crew) -> Handoff:
-        return Handoff(self._me, channel, crew, self._settings, time.monotonic, self._tell)
+        return Handoff(self._me, channel, crew, self._settings, lease_now, self._tell)
 
     def _open_transport(self) -> Transport:
         return open_transport(self._settings, self._region, f"{self._me.engine_id}:{self._me.epoch}")
@@ -232,3 +235,11 @@ class TransferConnector(GrowingConnector):
         except TransportError:
             reader.close()
             raise
+
+
+def _by_monotonic(event: Received) -> Received:
+    """The engine does not count by the clock of leases."""
+    if event.claimed_s is None or event.pulled_s is None:
+        return event
+    ahead_s = ahead_of_monotonic_s()
+    return msgspec.structs.replace(event, claimed_s=event.claimed_s - ahead_s, pulled_s=event.pulled_s - ahead_s)

@@ -13,6 +13,8 @@ from .network.silence import SHORTEST_S, SILENCE_S
 from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
 from .protocol.receive import Patience
 
+SHORTEST_STALL_S = 2.0  # a batch at 1 Gbit/s, and longer than threads of a busy machine wait for their turn
+
 
 class InvalidTransferSettings(ValueError):
     """A setting is out of its range."""
@@ -35,6 +37,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_s: float = 0.5  # an unanswered message is sent again after this
     connect_s: float = 5.0  # a receive fails when the holder's memory cannot be reached within this
     silence_s: float = SILENCE_S  # a peer that says nothing for so long is lost: what is read of it fails
+    # A read of which nothing came for so long fails. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX, which gives a
+    # dead connection up after 10 s (`transports/ucx_environment.py`), is to come first.
+    stall_s: float = 20.0
     batch_bytes: int = 256 << 20  # of one read: 0.7 ms over NVLink; a receive that is given up begins no further one
     reads_in_flight: int = 2  # of one receive
     progressive: bool = True  # long prompts are on offer, and their blocks read, while prefill still runs
@@ -51,6 +56,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidTransferSettings(f"lease_s is {self.lease_s:g}; it must be at most {MAX_LEASE_S:g} seconds")
         if not (math.isfinite(self.silence_s) and self.silence_s >= SHORTEST_S):
             raise InvalidTransferSettings(f"silence_s is {self.silence_s}; it must be at least {SHORTEST_S:g} seconds")
+        if not (math.isfinite(self.stall_s) and self.stall_s >= max(SHORTEST_STALL_S, self.silence_s)):
+            raise InvalidTransferSettings(
+                f"stall_s is {self.stall_s:g}; it must be at least {SHORTEST_STALL_S:g} seconds, and silence_s"
+                f" ({self.silence_s:g}): a peer that is lost is to be noticed first"
+            )
         if not self.margin_s + self.retry_s < self.lease_s * (1 - self.renew_at) or not 0 < self.renew_at < 1:
             raise InvalidTransferSettings(
                 f"lease_s={self.lease_s:g} and renew_at={self.renew_at:g} leave no time to renew before"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -24,6 +23,7 @@ from baton.engine.core.connector import (
     TransferId,
 )
 
+from ..lease_clock import lease_now
 from .copier import Copier
 from .names import Names
 
@@ -50,7 +50,7 @@ class StagedReceives:
         patience_s: float,
         tell: Callable[[ConnectorEvent], None],
         wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lease_now,
     ) -> None:
         """`patience_s`: for places. What a holder promises should last no longer."""
         self._patience_s = patience_s

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Calling it gives seconds, as `time.monotonic` does. Things scheduled happen, in order, while it is moved."""
+    """Calling it gives seconds, as `lease_now` does. Things scheduled happen, in order, while it is moved."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -73,7 +73,7 @@ class Handoff:
         *,
         digest_blocks: int = DIGEST_BLOCKS,
     ) -> None:
-        """`digest_blocks`: so many are digested at a time."""
+        """`clock`: leases are counted by it (`lease_clock.py`). `digest_blocks`: so many are digested at a time."""
         self.leases = LeaseTable(me, settings.lease_s, digest_blocks)
         self.receives = ReceiveTable(me, settings.patience, settings.digest)
         self._pairing = Pairing.of(me, crew, settings.digest)
@@ -83,7 +83,7 @@ class Handoff:
         self._clock = clock
         self._greetings = Greetings(self._pairing, crew, self._mail)
         self._peers = Peers(self._pairing, channel, crew, settings.retry_s)
-        self._pulls = Pulls(crew, settings.batch_bytes, settings.reads_in_flight)
+        self._pulls = Pulls(crew, settings.batch_bytes, settings.reads_in_flight, settings.stall_s)
         verifies = settings.digest is DigestMode.VERIFY
         self._proofs = Proofs(crew, verifies=verifies, digest_blocks=digest_blocks)
         self._deeds = Deeds(self._mail, self._peers, self._pulls, self._proofs, self.receives, clock, emit)
@@ -150,7 +150,7 @@ class Handoff:
         """
         self._make(calls())
         self._crew.pump()
-        for event in self._pulls.poll():  # may copy for a while, so that the grant is there when it is done
+        for event in self._pulls.poll(self._clock()):  # may copy for a while: the grant is there when it is done
             self._on_pull(event)
         arrived = self._mail.receive()
         self._make(calls())

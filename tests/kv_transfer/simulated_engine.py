@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 HEAD_BYTES = 8
 NUM_BLOCKS = 24
 LEASE_S = 6.0
+STALL_S = 12.0
 SETTINGS = TransferSettings(
     transport="fake",
     lease_s=LEASE_S,
     margin_s=0.5,
     retry_s=0.5,
     connect_s=3.0,
+    stall_s=STALL_S,
 )
 SCRIBBLE = b"\xee" * HEAD_BYTES
 

@@ -460,3 +460,45 @@ def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> 
     region = KVRegion(4096, 8, "tpu:0", SMALL, 0, SMALL.num_kv_heads)
     with pytest.raises(TransportError, match="'cpu' and 'cuda:N'"):
         TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
+
+
+# ---------------------------------------------------------------------- the clock of leases
+
+
+@pytest.fixture
+def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """The machine was suspended for so long: its monotonic clock does not know."""
+    slept_s = [0.0]
+    clock_gettime = time.clock_gettime
+
+    def with_sleep(clock: int) -> float:
+        return clock_gettime(clock) + (slept_s[0] if clock == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(time, "clock_gettime", with_sleep)
+
+    def suspend(seconds: float) -> None:
+        slept_s[0] += seconds
+
+    return suspend
+
+
+def test_leases_run_on_while_the_machine_is_suspended(suspend: Callable[[float], None]) -> None:
+    with connecting("holder", msgspec.structs.replace(QUICK, lease_s=3600.0)) as holder:
+        offer = holder.offer("request", 0, [1, 2], 32)
+        wait_until(lambda: holder.stats().leases_held == 1)
+        suspend(3601.0)
+        holder.peers_changed([])  # a call wakes the thread
+        assert events_of(holder, 1) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
+
+
+def test_the_engine_hears_of_times_by_its_own_clock(suspend: Callable[[float], None]) -> None:
+    suspend(3600.0)
+    with connecting("holder") as holder, connecting("reader") as reader:
+        offer = holder.offer("request", 0, [1], 16)
+        began_s = time.monotonic()
+        reader.receive("request", 0, offer.ticket, 0, [1])
+        found: list[ConnectorEvent] = []
+        wait_until(lambda: found.extend(reader.poll()) or bool(found))
+        (received,) = found
+        assert isinstance(received, Received)
+        assert began_s <= received.claimed_s <= received.pulled_s <= time.monotonic()

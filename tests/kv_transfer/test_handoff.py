@@ -317,6 +317,23 @@ def test_a_receive_that_is_given_up_begins_no_further_read() -> None:
     assert engines.reader.stats().bytes_read == 2 * OURS.block_bytes
 
 
+def test_a_read_that_stands_still_fails_and_its_lease_is_no_longer_renewed() -> None:
+    """Also where both ends hear each other all the while. Its blocks come back when the transport lets them go."""
+    engines = Engines(reader_settings=msgspec.structs.replace(SETTINGS, stall_s=20.0))
+    engines.fabric.faults.read_s = (300.0, 300.0)
+    engines.hand_over()
+    engines.pass_time(190)
+    assert engines.events == []
+    engines.pass_time(20)
+    failed, ended = engines.events
+    assert failed.reason == "the read failed: no part of it has come for 20 s (transfer.stall_s)"
+    assert ended == OfferEnded(1, OfferOutcome.WITHDRAWN), "nobody renews it"
+    assert engines.reader.stats().blocks_quarantined == 1
+    engines.pass_time(3000)
+    assert engines.events[2:] == [BlocksReleased(1)]
+    assert engines.reader.stats().blocks_quarantined == 0
+
+
 def test_nobody_waits_for_what_a_peer_offers_that_is_cut_off_until_it_answers() -> None:
     engines = Engines(OURS)
     engines.meet()

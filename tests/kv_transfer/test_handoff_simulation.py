@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from simulated_engine import LEASE_S, Engine, Violation
+from simulated_engine import LEASE_S, STALL_S, Engine, Violation, require
 from simulation import World
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
@@ -140,6 +141,22 @@ class HandoffMachine(RuleBasedStateMachine):
             self.world.pump(self.world.engines[decode])
             self.world.fabric.faults = faults
             self.world.pass_time(1.5 * LEASE_S, stalled=self.world.engines[decode])
+
+    @rule(prefill=PREFILL, decode=DECODE)
+    def a_read_hangs(self, prefill: str, decode: str) -> None:
+        """Nothing of it comes, and both ends hear each other all the while."""
+        engine, offering = self.world.engines[decode], self.world.engines[prefill].offer(3, 3, "hangs", 0)
+        if offering is None:
+            return
+        faults = self.world.fabric.faults
+        self.world.fabric.faults = TransportFaults(read_s=(1.5 * STALL_S, 1.7 * STALL_S))
+        receive = engine.receive(offering, 0)
+        self.world.pump(engine)
+        self.world.fabric.faults = faults
+        has_begun = receive in engine.handoff._pulls
+        self.world.pass_time(STALL_S + 1.0)
+        if has_begun and receive in engine.receives and self.world.engines[decode] is engine:
+            require(engine.receives[receive].failed, "a read of which nothing comes is waited for")
 
     @rule(name=ANY_ENGINE, rank=st.integers(1, 3))
     def lose_a_rank(self, name: str, rank: int) -> None:
@@ -318,6 +335,27 @@ def count_the_lease_from_the_grant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReceiveTable, "_granted", from_now)
 
 
+def count_no_time_while_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_time = World.pass_time
+
+    def by_a_clock_that_stands_still(self, seconds, stalled=None, rank=None, **options):
+        pass_time(self, seconds, stalled, rank, **options)
+        if stalled is not None and rank is None:
+            clock = stalled.handoff._clock
+            stalled.handoff._clock = lambda: clock() - seconds
+
+    monkeypatch.setattr(World, "pass_time", by_a_clock_that_stands_still)
+
+
+def wait_for_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Pulls.__init__
+
+    def patient(self, crew, batch_bytes, reads_in_flight, stall_s):
+        init(self, crew, batch_bytes, reads_in_flight, math.inf)
+
+    monkeypatch.setattr(Pulls, "__init__", patient)
+
+
 def forget_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseTable, "expire", lambda self, now: [])
 
@@ -359,6 +397,8 @@ BUGS = [
     commit_after_expiry,
     commit_without_a_grant,
     count_the_lease_from_the_grant,
+    count_no_time_while_suspended,
+    wait_for_what_hangs,
     forget_expiry,
     read_what_is_not_written_yet,
     promise_more_than_is_written,

@@ -17,6 +17,7 @@ from baton.kv_transfer.transports.fake import FakeFabric, TransportFaults
 LAYOUT = KVLayout(model="pulls", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 NUM_BLOCKS = 8
 READ_S = 1.0
+STALL_S = 5.0
 
 
 class Reader:
@@ -29,7 +30,7 @@ class Reader:
         holder, self.crew = (self._crew(fabric, name) for name in ("holder", "reader"))
         self.peer = self.crew.add_peer(holder.metadata)
         self.clock.advance(1.0)
-        self.pulls = Pulls(self.crew, LAYOUT.block_bytes, reads_in_flight=2)
+        self.pulls = Pulls(self.crew, LAYOUT.block_bytes, reads_in_flight=2, stall_s=STALL_S)
 
     def _crew(self, fabric: FakeFabric, name: str) -> Crew:
         region = KVRegion(0, NUM_BLOCKS, "cpu", LAYOUT, 0, 1)
@@ -38,6 +39,10 @@ class Reader:
     def start(self, num_blocks: int) -> None:
         self.pulls.start(1, self.peer, num_blocks)
         self.pulls.extend(1, range(num_blocks), range(num_blocks))
+
+    def look(self, after_s: float = 0.0) -> list[PullEvent]:
+        self.clock.advance(after_s)
+        return self.pulls.poll(self.clock())
 
     @property
     def num_begun(self) -> int:
@@ -51,27 +56,27 @@ def reader() -> Reader:
 
 def test_no_more_batches_are_on_their_way_than_allowed(reader: Reader) -> None:
     reader.start(5)
-    assert reader.pulls.poll() == reader.pulls.poll() == []
+    assert reader.look() == reader.look() == []
     assert reader.num_begun == 2
 
 
 def test_what_has_ended_makes_room_for_the_next_batches_in_the_same_look(reader: Reader) -> None:
     """Otherwise the wire stands still until the thread looks again."""
     reader.start(5)
-    reader.pulls.poll()
+    reader.look()
     reader.clock.advance(READ_S)
-    assert reader.pulls.poll() == []
+    assert reader.look() == []
     assert reader.num_begun == 4
 
 
 def test_an_order_names_no_more_blocks_than_a_message_takes(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulls, "MAX_ORDER_BLOCKS", 3)
-    reader.pulls = Pulls(reader.crew, 1 << 40, reads_in_flight=9)
+    reader.pulls = Pulls(reader.crew, 1 << 40, reads_in_flight=9, stall_s=STALL_S)
     reader.start(8)
     asked = []
     read = reader.crew.read
     monkeypatch.setattr(reader.crew, "read", lambda *blocks: asked.append(blocks[1:]) or read(*blocks))
-    reader.pulls.poll()
+    reader.look()
     assert [len(blocks) for _, blocks in asked] == [3, 3, 2]
 
 
@@ -80,7 +85,7 @@ def test_it_is_finished_with_the_last_batch(reader: Reader) -> None:
     found: list[PullEvent] = []
     for _ in range(3):
         assert found == []
-        found = reader.pulls.poll()
+        found = reader.look()
         reader.clock.advance(READ_S)
     assert found == [PullEvent(1, PullOutcome.FINISHED)]
     assert len(reader.pulls) == 0
@@ -88,21 +93,65 @@ def test_it_is_finished_with_the_last_batch(reader: Reader) -> None:
 
 def test_whoever_gives_up_begins_no_further_batch_though_there_is_room(reader: Reader) -> None:
     reader.start(5)
-    reader.pulls.poll()
+    reader.look()
     reader.pulls.stop(1)
     reader.clock.advance(READ_S)
-    assert reader.pulls.poll() == [PullEvent(1, PullOutcome.RELEASED)]
+    assert reader.look() == [PullEvent(1, PullOutcome.RELEASED)]
     assert reader.num_begun == 2
 
 
 def test_a_batch_that_failed_lets_no_other_begin(reader: Reader) -> None:
     reader.faults.fail = 1.0
     reader.start(5)
-    reader.pulls.poll()
+    reader.look()
     reader.clock.advance(READ_S)
-    failed, *_ = reader.pulls.poll()
+    failed, *_ = reader.look()
     assert failed.outcome is PullOutcome.FAILED
     reader.clock.advance(60.0)
-    reader.pulls.poll()
+    reader.look()
     assert reader.num_begun == 2
     assert len(reader.pulls) == 0
+
+
+def test_a_read_that_neither_ends_nor_fails_is_given_up_and_its_blocks_wait_for_its_end(reader: Reader) -> None:
+    reader.faults.read_s = (100.0, 100.0)
+    reader.start(5)
+    assert reader.look() == reader.look(STALL_S - 0.1) == []
+    failed = PullEvent(1, PullOutcome.FAILED, "no part of it has come for 5 s (transfer.stall_s)")
+    assert reader.look(0.2) == [failed]
+    assert reader.look(50.0) == []
+    assert len(reader.pulls) == 1
+    assert reader.look(50.0) == [PullEvent(1, PullOutcome.RELEASED)]
+    assert reader.num_begun == 2
+
+
+def test_a_read_that_is_slow_goes_on_for_as_long_as_batches_of_it_end(reader: Reader) -> None:
+    reader.faults.read_s = (STALL_S - 0.1, STALL_S - 0.1)
+    reader.start(6)
+    assert reader.look() == reader.look(STALL_S) == reader.look(STALL_S) == []
+    assert reader.look(STALL_S) == [PullEvent(1, PullOutcome.FINISHED)]
+
+
+def test_what_ended_while_nobody_looked_is_no_stall(reader: Reader) -> None:
+    reader.start(2)
+    reader.look()
+    assert reader.look(10 * STALL_S) == [PullEvent(1, PullOutcome.FINISHED)]
+
+
+def test_waiting_for_what_the_holder_writes_is_no_stall(reader: Reader) -> None:
+    reader.pulls.start(1, reader.peer, 3)
+    reader.pulls.extend(1, [0], [0])
+    assert reader.look() == reader.look(READ_S) == reader.look(10 * STALL_S) == []
+    reader.pulls.extend(1, [1, 2], [1, 2])
+    assert reader.look() == []
+    assert reader.look(READ_S) == [PullEvent(1, PullOutcome.FINISHED)]
+
+
+def test_a_read_that_failed_and_is_not_let_go_fails_once(reader: Reader) -> None:
+    reader.faults.fail, reader.faults.late_s = 1.0, (100.0, 100.0)
+    reader.start(1)
+    reader.look()
+    (failed,) = reader.look(READ_S)
+    assert failed.outcome is PullOutcome.FAILED
+    assert reader.look(2 * STALL_S) == []
+    assert reader.look(100.0) == [PullEvent(1, PullOutcome.RELEASED)]
