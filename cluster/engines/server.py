@@ -42,7 +42,7 @@ class Engine(Reported, Protocol):
 
     def add(self, request: EngineRequest, came_s: float | None = None) -> None: ...
     def begin(self, request_id: str, generation: int, token_id: int) -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, generation: int | None = None) -> None: ...
     def step(self) -> list[EngineOutput]: ...
 
 
@@ -230,7 +230,7 @@ class EngineServer:
             return
         if owner is not None:  # a newer generation takes the place of the older one
             self._owners.remove(request.request_id)
-            self._engine.abort(request.request_id)
+            self._engine.abort(request.request_id, owner.generation)
         if not _brings_work(request) and self._queue_limits.reached(stats := self._engine.stats()):
             self._refuse(gateway, request.request_id, request.generation, _full(stats, self._queue_limits))
             return
@@ -260,9 +260,10 @@ class EngineServer:
         owner = self._owners.of(request_id)
         if owner is not None and owner.generation > generation:
             self.counters.stale_messages += 1
-            return
-        self._owners.remove(request_id)
-        self._engine.abort(request_id)  # also a request that has ended here: it may hold blocks for a reader
+        else:
+            self._owners.remove(request_id)
+        # Also where it has ended here, or a newer one has taken its place: it may hold blocks for a reader.
+        self._engine.abort(request_id, generation)
 
     def _abort_all_of(self, gateway: bytes) -> list[EngineOutput]:
         """Returns the last words about the requests."""

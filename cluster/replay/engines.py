@@ -158,7 +158,7 @@ class VirtualEngine:
         self.busy_s = 0.0
         self._time, self._speed, self._publish = time, speed, publish
         self._scheduler = Scheduler(config, connector, clock=time, tiers=tiers)
-        self._log = self._scheduler.tiering.block_log()
+        self._log = self._scheduler.tier_copies.block_log()
         self._cached = CachedBlocks(config.num_blocks, record.num_tier_blocks)
         self._cached.apply(self._log.snapshot())
         self._stats = self._with_tokens = self._scheduler.stats()

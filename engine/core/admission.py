@@ -10,7 +10,7 @@ from .queue import WaitingQueue
 from .request import Request
 from .running import RunningRequests
 from .stages import Stage
-from .tiering import Tiering
+from .tier_copies import TierCopies
 
 
 class Admission:
@@ -23,7 +23,7 @@ class Admission:
         running: RunningRequests,
         memory: RequestMemory,
         fence: Fence,
-        tiering: Tiering,
+        tier_copies: TierCopies,
     ) -> None:
         self.num_prompt_tokens = 0  # of all that were ever admitted with their prompts to read
         self._waiting = waiting
@@ -31,7 +31,7 @@ class Admission:
         self._running = running
         self._memory = memory
         self._fence = fence
-        self._tiering = tiering
+        self._tier_copies = tier_copies
 
     def make_way(self) -> None:
         """For the head of the queue, where its priority is higher than that of requests that run."""
@@ -75,5 +75,5 @@ class Admission:
             request.stages.reach(Stage.STARTED)
             request.num_cached_tokens = min(request.num_computed, request.num_prompt)
             self.num_prompt_tokens += 0 if request.message.kv_source else request.num_prompt
-            self._tiering.started(request)
+            self._tier_copies.started(request)
         self._running.start(request, draft)

@@ -74,9 +74,12 @@ class EngineCore:
         """
         self._scheduler.add(request, came_s)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request, which is answered with ABORT, or withdraws its offer. Unknown ids are ignored."""
-        self._scheduler.abort(request_id)
+    def abort(self, request_id: str, generation: int | None = None) -> None:
+        """Ends a request, which is answered with ABORT, and withdraws its offers. Unknown ids are ignored.
+
+        With a `generation`, what belongs to a newer one lives on.
+        """
+        self._scheduler.abort(request_id, generation)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
         """The token that a request with `awaits_first_token` goes on from. One that waits for none ignores it."""
@@ -89,7 +92,7 @@ class EngineCore:
 
     def block_log(self) -> BlockLog:
         """News of the prefix cache and of tiers; kept from the first call on."""
-        return self._scheduler.tiering.block_log()
+        return self._scheduler.tier_copies.block_log()
 
     def has_work(self) -> bool:
         """False: `step` would do nothing until a request, an abort, an event of the connector or a wake comes."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from operator import attrgetter
 
 from .request import Request
 
+_rank = attrgetter("rank")
+
 
 class FilledRequests:
-    """In the order in which they became ready. Those that do not know their first token yet stand aside.
+    """By rank, as those that wait: by priority, then by arrival. Those that do not know their first token stand aside.
 
     add ──> aside ──its token is known──> ready ──> taken
      └──────────────────────────────────────^
     """
 
     def __init__(self) -> None:
-        self._ready: deque[Request] = deque()
+        self._ready: list[Request] = []  # by rank
         self._aside: set[Request] = set()
 
     def __len__(self) -> int:
@@ -33,17 +36,17 @@ class FilledRequests:
         if request.awaits_token:
             self._aside.add(request)
         else:
-            self._ready.append(request)
+            insort(self._ready, request, key=_rank)
 
     def token_known(self, request: Request) -> None:
         """Where its blocks are not there yet, nothing happens."""
         if request in self._aside:
             self._aside.remove(request)
-            self._ready.append(request)
+            insort(self._ready, request, key=_rank)
 
     def take(self) -> Request:
         """The head."""
-        return self._ready.popleft()
+        return self._ready.pop(0)
 
     def remove(self, request: Request) -> None:
         """One of these."""

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from .fence import Fence
 from .filled import FilledRequests
-from .handoff import Handoffs
 from .memory import RequestMemory
 from .messages import EngineError, ErrorKind
 from .queue import WaitingQueue
 from .request import Request, RequestStatus
-from .tiering import Restoration, Tiering
+from .tier_copies import Restoration, TierCopies
+from .transfers import Transfers
 
 
 class Filling:
     def __init__(
         self,
-        handoffs: Handoffs,
-        tiering: Tiering,
+        transfers: Transfers,
+        tier_copies: TierCopies,
         memory: RequestMemory,
         fence: Fence,
         waiting: WaitingQueue,
@@ -32,8 +32,8 @@ class Filling:
     ) -> None:
         """`batch`: how many requests can run at once."""
         self.filled = FilledRequests()
-        self._handoffs = handoffs
-        self._tiering = tiering
+        self._transfers = transfers
+        self._tier_copies = tier_copies
         self._memory = memory
         self._fence = fence
         self._waiting = waiting
@@ -41,50 +41,50 @@ class Filling:
 
     @property
     def num_coming(self) -> int:
-        return self._handoffs.num_pulling + self._tiering.num_restoring
+        return self._transfers.num_pulling + self._tier_copies.num_restoring
 
     def begin_transfer(self, request: Request) -> bool:
         """False where it has to wait for others."""
         if not self._may_run_ahead or not self._memory.reserve(request):
             return False
         self._wait_for_kv(request)
-        self._handoffs.receive(request)
+        self._transfers.receive(request)
         return True
 
     def is_in_tiers(self, request: Request) -> bool:
         """Enough of it to be worth a restore."""
-        if not self._tiering.exists or not self._fence.has_passed(request.last_step):
+        if not self._tier_copies.exists or not self._fence.has_passed(request.last_step):
             return False
-        return self._tiering.pays(self._memory.missing(request))
+        return self._tier_copies.pays(self._memory.missing(request))
 
     def begin_restore(self, request: Request) -> bool:
         """As a transfer; where another request has the same blocks restored, it waits to find them in the pool."""
         missing = self._memory.missing(request)
-        if self._tiering.is_coming(missing[0]) or not self._may_run_ahead or not self._memory.reserve(request):
+        if self._tier_copies.is_coming(missing[0]) or not self._may_run_ahead or not self._memory.reserve(request):
             return False
         self._wait_for_kv(request)
-        self._tiering.restore(request, missing)
+        self._tier_copies.restore(request, missing)
         return True
 
     def poll(self) -> list[tuple[Request, EngineError]]:
         """Lets requests go on whose KV came. Returns those whose KV is lost."""
         lost = []
-        for request, failure in self._handoffs.poll():
+        for request, failure in self._transfers.poll():
             if failure is None:
                 self._arrived(request)
             else:
                 reason = f"the KV blocks of the prompt did not arrive: {failure}"
                 lost.append((request, EngineError(ErrorKind.KV_LOST, reason)))
-        for restoration in self._tiering.poll():
+        for restoration in self._tier_copies.poll():
             self._restored(restoration)
         return lost
 
     def remove(self, request: Request) -> None:
         """It is over. One that nobody fills or has filled is ignored."""
-        if self._tiering.restores(request):
-            self._tiering.cancel(request)
+        if self._tier_copies.restores(request):
+            self._tier_copies.cancel(request)
         elif request.status is RequestStatus.WAITING_FOR_KV:
-            self._handoffs.cancel(request)
+            self._transfers.cancel(request)
         elif request.block_ids:
             self.filled.remove(request)
 

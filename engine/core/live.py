@@ -18,12 +18,12 @@ from .deadlines import Deadlines
 from .fence import Fence
 from .filling import Filling
 from .finish import FinishRule
-from .handoff import Handoffs
 from .messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 from .queue import WaitingQueue
 from .request import STATUS_AFTER, Request, RequestStatus
 from .running import RunningRequests
 from .stages import Stages
+from .transfers import Transfers
 from .validate import refusal
 
 
@@ -37,7 +37,7 @@ class LiveRequests(Mapping[str, Request]):
         filling: Filling,
         running: RunningRequests,
         constraints: Constraints,
-        handoffs: Handoffs,
+        transfers: Transfers,
         fence: Fence,
         clock: Callable[[], float],
     ) -> None:
@@ -49,7 +49,7 @@ class LiveRequests(Mapping[str, Request]):
         self._filling = filling
         self._running = running
         self._constraints = constraints
-        self._handoffs = handoffs
+        self._transfers = transfers
         self._fence = fence
         self._by_id: dict[str, Request] = {}
         self._num_added = 0
@@ -97,7 +97,7 @@ class LiveRequests(Mapping[str, Request]):
         """`live` has its id."""
         if live is not None and message.generation <= live.generation:
             return EngineError(ErrorKind.INVALID, f"request id {message.request_id!r} is in use by a live request")
-        can_transfer, can_constrain = self._handoffs.exist, self._constraints.can_open
+        can_transfer, can_constrain = self._transfers.exist, self._constraints.can_open
         return refusal(message, self._config, can_transfer=can_transfer, can_constrain=can_constrain)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> bool:
@@ -127,11 +127,11 @@ class LiveRequests(Mapping[str, Request]):
 
     # -------------------------------------------------------------------------------- ends
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is, and withdraws what it has on offer. Unknown ids are ignored."""
-        self._handoffs.withdraw(request_id)
+    def abort(self, request_id: str, newest: float) -> None:
+        """As `Scheduler.abort`, of generations up to `newest`."""
+        self._transfers.withdraw(request_id, newest)
         request = self._by_id.get(request_id)
-        if request is not None:
+        if request is not None and request.generation <= newest:
             self.end(request, FinishReason.ABORT)
 
     def end_expired(self) -> None:
@@ -162,9 +162,9 @@ class LiveRequests(Mapping[str, Request]):
         """The request is over. Its memory goes to its reader or behind the fence."""
         source = None
         if reason is FinishReason.HANDOFF:
-            source = self._handoffs.offer(request)
+            source = self._transfers.offer(request)
         else:
-            self._handoffs.give_up_early(request)
+            self._transfers.give_up_early(request)
         request.move_to(STATUS_AFTER[reason])
         del self._by_id[request.request_id]
         self._waiting.remove(request)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from .blocks import BlockPool
 from .connector import TransferId
+
+
+class _Held(NamedTuple):
+    request_id: str
+    generation: int
+    blocks: list[int]
 
 
 class HeldBlocks:
@@ -13,31 +20,36 @@ class HeldBlocks:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._offers: dict[TransferId, tuple[str, list[int]]] = {}
+        self._offers: dict[TransferId, _Held] = {}
         self._holders: Counter[int] = Counter()  # prefixes are shared, so a block may be held for several readers
 
     @property
     def num_blocks(self) -> int:
         return len(self._holders)
 
-    def hold(self, transfer_id: TransferId, request_id: str, blocks: list[int]) -> None:
-        self._offers[transfer_id] = (request_id, blocks)
+    def hold(self, transfer_id: TransferId, request_id: str, generation: int, blocks: list[int]) -> None:
+        self._offers[transfer_id] = _Held(request_id, generation, blocks)
         self._holders.update(blocks)
 
     def release(self, transfer_id: TransferId) -> bool:
         """False where the offer is unknown."""
-        _, blocks = self._offers.pop(transfer_id, ("", None))
-        if blocks is None:
+        held = self._offers.pop(transfer_id, None)
+        if held is None:
             return False
-        for block in blocks:
+        for block in held.blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
-        self._pool.release(blocks)
+        self._pool.release(held.blocks)
         return True
 
-    def offers_of(self, request_id: str) -> list[TransferId]:
-        return [transfer for transfer, (owner, _) in self._offers.items() if owner == request_id]
+    def offers_of(self, request_id: str, newest: float) -> list[TransferId]:
+        """Of generations up to `newest`."""
+        return [
+            transfer
+            for transfer, held in self._offers.items()
+            if held.request_id == request_id and held.generation <= newest
+        ]
 
 
 class Quarantine:

@@ -14,11 +14,11 @@ from operator import attrgetter
 
 from .draft import StepDraft
 from .fence import Fence, RowPool
-from .handoff import Handoffs
 from .memory import RequestMemory
 from .queue import WaitingQueue
 from .request import Request, RequestStatus
 from .step import Chunk
+from .transfers import Transfers
 
 _NO_BLOCKS: list[int] = []  # shared by all chunks that bring none; never written to
 _rank = attrgetter("rank")
@@ -28,14 +28,14 @@ class RunningRequests:
     """By rank. Who draws gets one token of each step; who still reads, what is left of the step's budget."""
 
     def __init__(
-        self, rows: RowPool, memory: RequestMemory, fence: Fence, handoffs: Handoffs, waiting: WaitingQueue
+        self, rows: RowPool, memory: RequestMemory, fence: Fence, transfers: Transfers, waiting: WaitingQueue
     ) -> None:
         self.num_preemptions = 0
         self.lacks_blocks = False  # one of them does in this step: nobody new gets any
         self._rows = rows
         self._memory = memory
         self._fence = fence
-        self._handoffs = handoffs
+        self._transfers = transfers
         self._waiting = waiting
         self._by_rank: list[Request] = []
         self._reading: list[Request] = []  # those of the newest step that may have more of their prompts left
@@ -134,13 +134,13 @@ class RunningRequests:
 
     def _gives_way(self, request: Request) -> bool:
         """Its blocks would be free soon after it was preempted; what is on offer waits for its reader."""
-        return request.has_unplanned_tokens and not self._handoffs.grows(request)
+        return request.has_unplanned_tokens and not self._transfers.grows(request)
 
     def _grow(self, request: Request, draft: StepDraft) -> list[int]:
         """One more block; none where the request has to sit this step out."""
         while not (new_blocks := self._memory.grow(request)):
             self.lacks_blocks = True
-            if self._fence.closed or self._handoffs.any_asked_back:  # blocks are on their way back
+            if self._fence.closed or self._transfers.any_asked_back:  # blocks are on their way back
                 return []
             last = self._last_in_rank()
             if last is not None and last is not request:
@@ -162,6 +162,6 @@ class RunningRequests:
         self.num_preemptions += 1
         self._by_rank.remove(request)
         request.move_to(RequestStatus.PREEMPTED)
-        self._handoffs.give_up_early(request)
+        self._transfers.give_up_early(request)
         self._fence.retire(*request.give_up_memory(), request.last_step)
         self._waiting.push(request)

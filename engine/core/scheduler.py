@@ -24,6 +24,7 @@ Who holds blocks, and what brings them back:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -37,7 +38,6 @@ from .exclusions import nothing_drawn
 from .fence import Fence, RowPool
 from .filling import Filling
 from .grammar import GrammarSource
-from .handoff import Handoffs
 from .in_flight import StepMismatch, StepsInFlight
 from .live import LiveRequests
 from .memory import RequestMemory
@@ -46,8 +46,9 @@ from .queue import WaitingQueue
 from .request import Request, RequestStatus
 from .running import RunningRequests
 from .step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
-from .tiering import Tiering
+from .tier_copies import TierCopies
 from .tiers import KVTiers
+from .transfers import Transfers
 from .unread import UnreadPrompts
 
 
@@ -67,21 +68,23 @@ class Scheduler:
         self.rows = RowPool(config.max_num_seqs)
         self.fence = Fence(self.rows, self.pool)
         self.memory = RequestMemory(self.pool, block_size, config.enable_prefix_caching)
-        self.handoffs = Handoffs(connector, self.pool, block_size)
-        self.tiering = Tiering(tiers, self.pool, block_size, clock)
+        self.transfers = Transfers(connector, self.pool, block_size)
+        self.tier_copies = TierCopies(tiers, self.pool, block_size, clock)
         self.constraints = Constraints(grammars)
         self.unread = UnreadPrompts(self.memory, self.pool, block_size)
         self.waiting = WaitingQueue(self.unread)
-        self.filling = Filling(self.handoffs, self.tiering, self.memory, self.fence, self.waiting, config.max_num_seqs)
-        self.running = RunningRequests(self.rows, self.memory, self.fence, self.handoffs, self.waiting)
-        self.admission = Admission(self.waiting, self.filling, self.running, self.memory, self.fence, self.tiering)
+        self.filling = Filling(
+            self.transfers, self.tier_copies, self.memory, self.fence, self.waiting, config.max_num_seqs
+        )
+        self.running = RunningRequests(self.rows, self.memory, self.fence, self.transfers, self.waiting)
+        self.admission = Admission(self.waiting, self.filling, self.running, self.memory, self.fence, self.tier_copies)
         self.requests = LiveRequests(
             config,
             self.waiting,
             self.filling,
             self.running,
             self.constraints,
-            self.handoffs,
+            self.transfers,
             self.fence,
             clock,
         )
@@ -99,10 +102,13 @@ class Scheduler:
         self._stuck = False
         self.requests.add(message, came_s)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is, and withdraws what it has on offer. Unknown ids are ignored."""
+    def abort(self, request_id: str, generation: int | None = None) -> None:
+        """Ends a request wherever it is, and withdraws what it has on offer. Unknown ids are ignored.
+
+        `generation`: what came, or was put on offer, under a newer one lives on.
+        """
         self._stuck = False
-        self.requests.abort(request_id)
+        self.requests.abort(request_id, math.inf if generation is None else generation)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
         """The first token of a request that awaits it. Where it is over or does not, nothing happens."""
@@ -143,7 +149,7 @@ class Scheduler:
             self._rest()
             return None
         plan = self.steps.enter(draft, self.rows.drain_freed(), constrained=self.constraints.num_live > 0)
-        self.tiering.planned(plan.step)
+        self.tier_copies.planned(plan.step)
         self._stuck = False
         return plan
 
@@ -151,7 +157,7 @@ class Scheduler:
         """Where a prompt takes several steps, its reader may begin before the last."""
         for request in started:
             if request.finish_rule.hands_off and request.num_computed < len(request.token_ids):
-                source = self.handoffs.offer_early(request)
+                source = self.transfers.offer_early(request)
                 if source is not None:
                     self.requests.outputs.append(on_offer(request, source))
 
@@ -182,12 +188,12 @@ class Scheduler:
                 outputs.append(self._accept(request, drawn))
                 num_drawn += 1
             elif request.message.keep_kv:
-                self.handoffs.advance(request, chunk.start + chunk.num_tokens)
+                self.transfers.advance(request, chunk.start + chunk.num_tokens)
         self._num_drawn += num_drawn
         if len(self.requests) != num_live:
             self.running.remove_ended()
-        if self.tiering.exists:
-            self.tiering.settled(plan.step, newest_planned=self.steps.num_planned - 1, num_tokens=plan.num_tokens)
+        if self.tier_copies.exists:
+            self.tier_copies.settled(plan.step, newest_planned=self.steps.num_planned - 1, num_tokens=plan.num_tokens)
         return self.take_outputs()
 
     def _accept(self, request: Request, drawn: ChunkResult) -> EngineOutput:
@@ -214,9 +220,9 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Where nothing is left to do, nothing may be left over. Raises `BlockPoolCorrupted`."""
-        if self.requests or self.steps or self.tiering.any_lent:  # what is lent may be held, too
+        if self.requests or self.steps or self.tier_copies.any_lent:  # what is lent may be held, too
             return
-        held, quarantined = self.handoffs.held.num_blocks, self._num_quarantined
+        held, quarantined = self.transfers.held.num_blocks, self._num_quarantined
         if self.pool.num_free + held + quarantined != self.pool.num_blocks:
             raise BlockPoolCorrupted(
                 f"no request is left, yet of {self.pool.num_blocks} blocks {self.pool.num_free} are free, "
@@ -229,7 +235,7 @@ class Scheduler:
 
     @property
     def _num_quarantined(self) -> int:
-        return self.handoffs.quarantine.num_blocks + self.tiering.quarantine.num_blocks
+        return self.transfers.quarantine.num_blocks + self.tier_copies.quarantine.num_blocks
 
     def stats(self) -> EngineStats:
         grammars = self.constraints.stats()
@@ -240,7 +246,7 @@ class Scheduler:
             num_waiting_tokens=self.unread.num_tokens + self.steps.num_prompt_tokens + self.running.num_unread_tokens,
             num_blocks=self.pool.num_blocks,
             num_blocks_free=self.pool.num_free,
-            num_blocks_held=self.handoffs.held.num_blocks,
+            num_blocks_held=self.transfers.held.num_blocks,
             num_blocks_quarantined=self._num_quarantined,
             num_preemptions=self.running.num_preemptions,
             num_steps=self.steps.num_planned,
@@ -252,7 +258,7 @@ class Scheduler:
             num_grammars_refused=grammars.num_refused,
             num_grammar_hits=grammars.num_hits,
             grammar_compile_s=grammars.compile_s,
-            tiers=self.tiering.stats(),
+            tiers=self.tier_copies.stats(),
         )
 
 

@@ -33,6 +33,7 @@ class CountingEngine:
         self.explode = False
         self.running: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
+        self.aborted_up_to: list[tuple[str, int | None]] = []
         self.begun: list[tuple[str, int, int]] = []
         self.steps = 0
         self._done: dict[str, int] = {}
@@ -46,9 +47,12 @@ class CountingEngine:
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
         self.begun.append((request_id, generation, token_id))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, generation: int | None = None) -> None:
         self.aborted.append(request_id)
-        self.running.pop(request_id, None)
+        self.aborted_up_to.append((request_id, generation))
+        live = self.running.get(request_id)
+        if live is not None and (generation is None or live.generation <= generation):
+            del self.running[request_id]
 
     def step(self) -> list[EngineOutput]:
         self.steps += 1
@@ -120,13 +124,14 @@ def serve_engine(
     rank: int = 0,
     transfers: Callable[[], TransferStats | None] = lambda: None,
     silence_s: float = SILENCE_S,
+    host: str = "127.0.0.1",
 ) -> tuple[EngineServer, EngineRecord]:
     server = EngineServer(
         engine,
         engine_id=f"engine-{rank}",
         epoch=epoch,
         key=key,
-        host="127.0.0.1",
+        host=host,
         transfers=transfers,
         silence_s=silence_s,
     )

@@ -215,6 +215,7 @@ class FakePendingStep:
 @dataclass
 class OpenOffer:
     request_id: str
+    generation: int
     blocks: list[int]
     content: list[int]  # of what is written
     num_tokens: int
@@ -255,13 +256,13 @@ class FakeConnector(GrowingConnector):
         transfer_id = self._new_id()
         content = self._memory.read(block_ids, num_tokens)
         assert GARBAGE not in content, "an offer of blocks that were not written"
-        self.offers[transfer_id] = OpenOffer(request_id, list(block_ids), content, num_tokens)
+        self.offers[transfer_id] = OpenOffer(request_id, generation, list(block_ids), content, num_tokens)
         return Offer(transfer_id, str(transfer_id).encode())
 
     def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
         transfer_id = self._new_id()
         assert len(block_ids) == -(-num_tokens // self._memory.block_size), "exactly the prompt's blocks are offered"
-        self.offers[transfer_id] = OpenOffer(request_id, list(block_ids), [], num_tokens)
+        self.offers[transfer_id] = OpenOffer(request_id, generation, list(block_ids), [], num_tokens)
         return Offer(transfer_id, str(transfer_id).encode())
 
     def advance(self, transfer_id: TransferId, num_ready: int) -> None:

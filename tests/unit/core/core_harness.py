@@ -204,23 +204,23 @@ class Harness:
 
 def check_references(scheduler: Scheduler) -> None:
     """Every reference has an owner, and what may be written belongs to one table only."""
-    handoffs, size = scheduler.handoffs, scheduler.config.block_size
+    transfers, size = scheduler.transfers, scheduler.config.block_size
     tables = [request.block_ids for request in scheduler.requests.values()]
     tables += [blocks for retired in scheduler.fence._retired.values() for _, blocks in retired]
-    tables += [blocks for _, blocks in handoffs.held._offers.values()]
-    tables += list(handoffs.quarantine._blocks.values())
-    tables += [*scheduler.tiering.quarantine._blocks.values(), *scheduler.tiering._lent.values()]
+    tables += [held.blocks for held in transfers.held._offers.values()]
+    tables += list(transfers.quarantine._blocks.values())
+    tables += [*scheduler.tier_copies.quarantine._blocks.values(), *scheduler.tier_copies._lent.values()]
     owners = Counter(block for table in tables for block in table)
     for block in range(scheduler.pool.num_blocks):
         assert scheduler.pool.references(block) == owners[block], f"block {block}"
     for request in scheduler.requests.values():
         assert len(set(request.block_ids)) == len(request.block_ids)
         for block in request.block_ids[request.num_computed // size :]:
-            own = 1 + handoffs.grows(request)  # the offer of what it is about to write is its own
+            own = 1 + transfers.grows(request)  # the offer of what it is about to write is its own
             assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
-    held = {block for _, blocks in handoffs.held._offers.values() for block in blocks}
-    assert handoffs.held.num_blocks == len(held)
-    assert handoffs.quarantine.num_blocks == sum(len(blocks) for blocks in handoffs.quarantine._blocks.values())
+    held = {block for each in transfers.held._offers.values() for block in each.blocks}
+    assert transfers.held.num_blocks == len(held)
+    assert transfers.quarantine.num_blocks == sum(len(blocks) for blocks in transfers.quarantine._blocks.values())
 
 
 def check_rows(scheduler: Scheduler) -> None:
@@ -231,7 +231,7 @@ def check_rows(scheduler: Scheduler) -> None:
 
 def check_places(scheduler: Scheduler) -> None:
     """Each live request is in exactly the one place that fits its status, and its counts are in order."""
-    pulling = {request for request, _ in scheduler.handoffs._pulling.values()} | set(scheduler.tiering._copy_of)
+    pulling = {request for request, _ in scheduler.transfers._pulling.values()} | set(scheduler.tier_copies._copy_of)
     assert list(scheduler.running) == sorted(scheduler.running, key=lambda each: each.rank)
     for request in scheduler.requests.values():
         places = {

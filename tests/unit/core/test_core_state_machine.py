@@ -78,7 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine.think_late()
         self.now = 0.0
-        for part in (self.engine.scheduler.tiering, self.engine.scheduler.requests.deadlines):
+        for part in (self.engine.scheduler.tier_copies, self.engine.scheduler.requests.deadlines):
             part._clock = lambda: self.now
 
     def new_id(self) -> str:
@@ -161,6 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt_token_ids=old.prompt_token_ids,
                 sampling=old.sampling,
                 generation=live.generation + 1,
+                keep_kv=old.keep_kv,
             )
         )
 
@@ -175,6 +176,21 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.core.abort(request_id)
         for offer in self.engine.connector.offers.values():
             assert offer.request_id != request_id or offer.withdrawn
+        self.engine.check()
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data(), newest=st.integers(0, 2))
+    def abort_an_attempt(self, data: st.DataObject, newest: int) -> None:
+        """And those before it. What came later lives on."""
+        request_id = f"r{data.draw(st.integers(1, self.count))}"
+        live, offers = self.engine.scheduler.requests, self.engine.connector.offers
+        later = request_id in live and live[request_id].generation > newest
+        withdrawn = {transfer: offer.withdrawn for transfer, offer in offers.items()}
+        self.engine.core.abort(request_id, newest)
+        assert (request_id in live) == later
+        for transfer, offer in offers.items():
+            meant = offer.request_id == request_id and offer.generation <= newest
+            assert offer.withdrawn == (withdrawn[transfer] or meant)
         self.engine.check()
 
     @precondition(lambda self: self.engine.connector.pulls)
@@ -240,7 +256,9 @@ class EngineMachine(RuleBasedStateMachine):
         outside = self.engine.connector.offers or self.engine.unbegun
         if not outside and not self.engine.connector.pulls and not waits_for_copies:
             assert not self.live_ids()
-        if not self.engine.scheduler.handoffs.any_asked_back:  # else who runs may wait for a reader to let go of blocks
+        if (
+            not self.engine.scheduler.transfers.any_asked_back
+        ):  # else who runs may wait for a reader to let go of blocks
             statuses = {request.status for request in self.engine.scheduler.requests.values()}
             assert RequestStatus.RUNNING not in statuses
 

@@ -53,6 +53,36 @@ class TestPrefillSide:
         engine.step()
         engine.check_all_given_back()
 
+    @pytest.mark.parametrize("offers_early", [False, True], ids=["read", "growing"])
+    def test_an_abort_of_an_older_attempt_withdraws_nothing_that_is_on_offer_anew(self, offers_early: bool) -> None:
+        """Neither before the newer one has ended nor behind it: who gave the older up may say so late."""
+        engine = Harness(config(max_num_batched_tokens=8), offers_early=offers_early)
+        engine.add(request("a", 20, keep_kv=True, max_tokens=8, generation=2))
+        engine.step()
+        engine.core.abort("a", 1)
+        assert not engine.is_answered("a", 2)
+        engine.run()
+        assert engine.answer("a", 2).finish_reason is FinishReason.HANDOFF
+        engine.core.abort("a", 1)
+        assert not engine.connector.offers[engine.only_offer()].withdrawn
+        engine.core.abort("a", 2)
+        assert engine.connector.offers[engine.only_offer()].withdrawn
+        engine.run_to_the_end()
+
+    def test_an_abort_withdraws_the_offer_of_an_attempt_whose_successor_lives(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", 10, keep_kv=True, max_tokens=8, generation=1))
+        engine.run()
+        old = engine.only_offer()
+        engine.add(request("a", 10, keep_kv=True, max_tokens=8, generation=2))
+        engine.core.abort("a", 1)
+        assert engine.connector.offers[old].withdrawn
+        engine.run()
+        assert engine.answer("a", 2).finish_reason is FinishReason.HANDOFF
+        (new,) = set(engine.connector.offers) - {old}
+        assert not engine.connector.offers[new].withdrawn
+        engine.run_to_the_end()
+
     def test_an_abort_withdraws_what_is_on_offer_without_another_answer(self) -> None:
         engine = Harness(config())
         engine.add(request("a", 10, keep_kv=True, max_tokens=8))
@@ -257,6 +287,28 @@ class TestDecodeSide:
         engine.connector.complete(engine.only_pull())
         engine.run_to_the_end()
 
+    def test_those_whose_blocks_came_start_by_priority_then_arrival_in_whatever_order_they_came(self) -> None:
+        engine = Harness(config(max_num_seqs=3))
+        engine.add(*(request(f"r{row}", 3, max_tokens=10 + 5 * row, ignore_eos=True) for row in range(3)))
+        engine.step()
+        late, early = arriving("late", [5] * 6, arrival_s=9.0), arriving("early", [6] * 6, arrival_s=1.0)
+        urgent = arriving("urgent", [7] * 6, arrival_s=10.0, priority=-1)
+        engine.add_during_prefill(msgspec.structs.replace(early, output_token_ids=[]), 3)  # its token comes last
+        engine.add(late, urgent)
+        engine.step()
+        for transfer_id in sorted(engine.connector.pulls):
+            engine.connector.complete(transfer_id)
+            engine.step()
+        engine.begin("early")
+        assert len(engine.scheduler.filling.filled) == 3
+        order: list[str] = []
+        while len(order) < 3:  # rows come free one by one
+            engine.step()
+            running = [each.request_id for each in engine.scheduler.running]
+            order += [name for name in ("late", "early", "urgent") if name in running and name not in order]
+        assert order == ["urgent", "early", "late"]
+        engine.run_to_the_end()
+
     def test_a_single_token_waits_for_the_one_that_completes_its_prefix(self) -> None:
         engine = Harness(config())
         prompt = [5] * (2 * BLOCK_SIZE - 1)
@@ -307,7 +359,7 @@ class TestTwoEngines:
         whole = [request(f"r{index}", 9 + 3 * index, max_tokens=12, seed=index) for index in range(5)]
         offers = prefill.connector.offers
         decode.connector = FakeConnector(decode.runner.memory, lambda ticket: offers[int(ticket)].content)
-        decode.scheduler.handoffs._connector = decode.connector
+        decode.scheduler.transfers._connector = decode.connector
 
         prefill.add(*(msgspec.structs.replace(each, keep_kv=True) for each in whole))
         prefill.run()

@@ -8,11 +8,11 @@ from core_fakes import expected_answer, kv_of, ticket_for
 from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.messages import KVSource
-from baton.engine.core.pace import FORGOTTEN_S
+from baton.engine.core.paces import FORGOTTEN_S
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.request import RequestStatus
 from baton.engine.core.step import PendingStep, StepPlan
-from baton.engine.core.tiering import PATIENCE_S
+from baton.engine.core.tier_copies import PATIENCE_S
 from baton.engine.core.tiers import Stored, Tier
 
 PROMPT = [(11 * position + 5) % 50 for position in range(21)]  # five full blocks and a token
@@ -124,7 +124,7 @@ class TestPays:
         """An engine that took so long for the prompt, each way."""
         engine = with_tiers(num_blocks=600, max_num_batched_tokens=300, max_model_len=400)
         now = [1000.0]
-        monkeypatch.setattr(engine.scheduler.tiering, "_clock", lambda: now[0])
+        monkeypatch.setattr(engine.scheduler.tier_copies, "_clock", lambda: now[0])
         assert engine.tiers is not None
         launch = engine.runner.launch
 
@@ -317,7 +317,7 @@ class TestUp:
         fill_tiers(engine)
         assert engine.tiers is not None
         now = 100.0
-        engine.scheduler.tiering._clock = lambda: now
+        engine.scheduler.tier_copies._clock = lambda: now
         asked = request("a", PROMPT, max_tokens=8)
         first = expected_answer(asked, engine.config)[0][0]
         source = KVSource(ticket_for(PROMPT), len(PROMPT))
@@ -341,7 +341,7 @@ class TestUp:
         fill_tiers(engine)
         assert engine.tiers is not None
         now = 100.0
-        engine.scheduler.tiering._clock = lambda: now
+        engine.scheduler.tier_copies._clock = lambda: now
         engine.add(*(request(name, PROMPT, max_tokens=2) for name in "ab"))
         engine.run()
         now += PATIENCE_S + 1
@@ -376,7 +376,7 @@ class TestUp:
         kept = block_hashes(other, BLOCK_SIZE)
         engine.tiers.keep({name: kv[4 * number : 4 * number + 4] for number, name in enumerate(kept)})
         now = 100.0
-        engine.scheduler.tiering._clock = lambda: now
+        engine.scheduler.tier_copies._clock = lambda: now
         engine.add(request("hangs", PROMPT, max_tokens=2))
         engine.run()
         (hung,) = engine.tiers.restores

@@ -46,7 +46,7 @@ class GrowingOffer(NamedTuple):
     source: KVSource
 
 
-class Handoffs:
+class Transfers:
     """All of an engine's transfers. Works without a connector, too: then there are none."""
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
@@ -89,7 +89,7 @@ class Handoffs:
         offer = self._early.offer_growing(request.request_id, request.generation, blocks, num_tokens)
         for block in blocks:
             self._pool.lend(block)
-        self.held.hold(offer.transfer_id, request.request_id, blocks)
+        self.held.hold(offer.transfer_id, request.request_id, request.generation, blocks)
         source = KVSource(offer.ticket, num_tokens)
         self._growing[request] = GrowingOffer(offer.transfer_id, source)
         return source
@@ -117,12 +117,13 @@ class Handoffs:
             return growing.source
         blocks, num_tokens = request.block_ids, request.num_computed
         offer = self._connector.offer(request.request_id, request.generation, blocks, num_tokens)
-        self.held.hold(offer.transfer_id, request.request_id, blocks)
+        self.held.hold(offer.transfer_id, request.request_id, request.generation, blocks)
         request.block_ids = []  # the offer's now
         return KVSource(offer.ticket, num_tokens)
 
-    def withdraw(self, request_id: str) -> None:
-        for transfer_id in self.held.offers_of(request_id):
+    def withdraw(self, request_id: str, newest: float) -> None:
+        """What the request has on offer of generations up to `newest`."""
+        for transfer_id in self.held.offers_of(request_id, newest):
             assert self._connector is not None
             self._connector.withdraw(transfer_id)
 

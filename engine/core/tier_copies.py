@@ -51,7 +51,7 @@ class _Restore(NamedTuple):
     since: float
 
 
-class Tiering:
+class TierCopies:
     """Works without tiers, too: then nothing is stored and nothing found."""
 
     def __init__(
