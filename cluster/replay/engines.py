@@ -24,7 +24,7 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import StepPlan
 from baton.engine.core.tiers import KVTiers
 

@@ -18,7 +18,7 @@ from .config import EngineCoreConfig
 from .layout import BLOCK_SIZE
 from .messages import EngineRequest
 from .sampling import SamplingParams
-from .scheduler import Scheduler
+from .scheduling.scheduler import Scheduler
 from .step import ChunkResult, StepPlan, StepResult
 
 VOCAB_SIZE = 32_000

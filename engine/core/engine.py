@@ -25,7 +25,7 @@ from .connector import KVConnector
 from .grammar import GrammarSource
 from .lockstep import EMPTY_STEP, Lockstep
 from .messages import EngineOutput, EngineRequest, EngineStats, ExpertReview
-from .scheduler import Scheduler
+from .scheduling.scheduler import Scheduler
 from .step import PendingStep, Runner
 from .tiers import KVTiers
 

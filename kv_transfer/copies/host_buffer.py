@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-from baton.engine.core.blocks import BlockPool
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -31,6 +30,7 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
+from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.layout import KVRegion
 
 from ..connector import TransferConnector

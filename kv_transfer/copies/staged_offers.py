@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.engine.core.blocks import BlockPool
 from baton.engine.core.connector import ConnectorEvent, Offer, OfferEnded, OfferOutcome, TransferId
+from baton.engine.core.kv.blocks import BlockPool
 
 from ..connector import TransferConnector
 from ..protocol.messages import Ticket

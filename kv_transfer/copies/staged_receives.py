@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.engine.core.blocks import BlockPool
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -22,6 +21,7 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
+from baton.engine.core.kv.blocks import BlockPool
 
 from ..lease_clock import lease_now
 from .copier import Copier

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.engine.core.blocks import BlockPool
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -22,6 +21,7 @@ from baton.engine.core.connector import (
     Received,
     ReceiveFailed,
 )
+from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.protocol import messages
 from baton.kv_transfer.protocol.handoff import Handoff

@@ -14,9 +14,9 @@ from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.messages import EngineRequest, FinishReason
-from baton.engine.core.request import NO_ROW, RequestStatus
+from baton.engine.core.requests.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50

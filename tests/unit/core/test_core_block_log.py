@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.cluster.cached_blocks import CachedBlocks, FoundPrefix
 from baton.engine.core.block_log import BlockLog, BlockNews, BlocksCached, BlocksChanged, pack_names, unpack_names
-from baton.engine.core.blocks import BlockPool
+from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import Tier
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.core.blocks import BlockPool, BlockPoolCorrupted
+from baton.engine.core.kv.blocks import BlockPool, BlockPoolCorrupted
 from baton.engine.core.prefix import block_hashes
 
 TOKENS = list(range(100, 112))

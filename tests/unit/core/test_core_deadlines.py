@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from core_harness import Harness, config, request
 
-from baton.engine.core.deadlines import SPARE_ENTRIES, Deadlines
 from baton.engine.core.messages import EngineOutput, ErrorKind
+from baton.engine.core.requests.deadlines import SPARE_ENTRIES, Deadlines
 from baton.engine.core.stages import Stage
 
 

@@ -13,9 +13,9 @@ from core_harness import Harness, config, request
 
 import baton.engine.core
 from baton.engine.core.engine import EngineCore, EngineFailed
-from baton.engine.core.in_flight import StepMismatch
 from baton.engine.core.messages import ErrorKind, FinishReason
-from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.scheduling.in_flight import StepMismatch
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.stages import Stage
 from baton.engine.core.step import ChunkResult, StepResult
 
@@ -202,7 +202,7 @@ class TestFailure:
 
 
 def test_the_core_is_plain_python() -> None:
-    modules = [module.name for module in pkgutil.iter_modules(baton.engine.core.__path__, "baton.engine.core.")]
+    modules = [module.name for module in pkgutil.walk_packages(baton.engine.core.__path__, "baton.engine.core.")]
     assert len(modules) > 10
     program = (
         "import importlib, sys\n"

@@ -6,16 +6,16 @@ import pytest
 from core_fakes import logprob_of
 from core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request
 
-from baton.engine.core.blocks import BlockPool
 from baton.engine.core.config import EngineCoreConfig, InvalidEngineCoreConfig
-from baton.engine.core.finish import FinishRule
-from baton.engine.core.memory import RequestMemory
+from baton.engine.core.kv.blocks import BlockPool
+from baton.engine.core.kv.memory import RequestMemory
 from baton.engine.core.messages import ErrorKind, FinishReason, KVSource
-from baton.engine.core.queue import WaitingQueue
-from baton.engine.core.request import TRANSITIONS, IllegalTransition, PromptLogprobs, Request, RequestStatus
+from baton.engine.core.requests.finish import FinishRule
+from baton.engine.core.requests.request import TRANSITIONS, IllegalTransition, PromptLogprobs, Request, RequestStatus
+from baton.engine.core.requests.validate import refusal
+from baton.engine.core.scheduling.queue import WaitingQueue
+from baton.engine.core.scheduling.unread import UnreadPrompts
 from baton.engine.core.stages import Stages
-from baton.engine.core.unread import UnreadPrompts
-from baton.engine.core.validate import refusal
 
 FINISHED = [status for status in RequestStatus if status.name.startswith("FINISHED")]
 

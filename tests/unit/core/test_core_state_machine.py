@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, KVSource
-from baton.engine.core.request import RequestStatus
+from baton.engine.core.requests.request import RequestStatus
 from baton.engine.core.sampling import SamplingParams, StructuredOutputsParams
 
 # Few stems, so that prompts share prefixes of any length.

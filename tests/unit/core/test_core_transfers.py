@@ -10,7 +10,7 @@ from core_harness import BLOCK_SIZE, Harness, config, request
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received
 from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, KVSource
 from baton.engine.core.prefix import block_hashes
-from baton.engine.core.request import RequestStatus
+from baton.engine.core.requests.request import RequestStatus
 
 
 def arriving(request_id: str, prompt: list[int], first: int = 3, **changes: object) -> EngineRequest:

@@ -10,14 +10,14 @@ That needs neither row nor budget, so it runs ahead of the rows, by one batch at
 
 from __future__ import annotations
 
-from .fence import Fence
+from ..kv.fence import Fence
+from ..kv.memory import RequestMemory
+from ..kv.tier_copies import Restoration, TierCopies
+from ..kv.transfers import Transfers
+from ..messages import EngineError, ErrorKind
+from ..requests.request import Request, RequestStatus
 from .filled import FilledRequests
-from .memory import RequestMemory
-from .messages import EngineError, ErrorKind
 from .queue import WaitingQueue
-from .request import Request, RequestStatus
-from .tier_copies import Restoration, TierCopies
-from .transfers import Transfers
 
 
 class Filling:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .config import EngineCoreConfig
-from .messages import EngineRequest, FinishReason
+from ..config import EngineCoreConfig
+from ..messages import EngineRequest, FinishReason
 
 
 class FinishRule:

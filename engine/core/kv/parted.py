@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from ..connector import TransferId
 from .blocks import BlockPool
-from .connector import TransferId
 
 
 class _Held(NamedTuple):

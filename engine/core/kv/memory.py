@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ..prefix import BlockHash, extend_block_hashes
+from ..requests.request import Request
 from .blocks import BlockPool
-from .prefix import BlockHash, extend_block_hashes
-from .request import Request
 
 
 class RequestMemory:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .grammar import ASKED_BY
-from .messages import EngineError, ErrorKind
+from ..grammar import ASKED_BY
+from ..messages import EngineError, ErrorKind
+from ..sampling import SamplingParams
 from .request import Request
-from .sampling import SamplingParams
 
 
 def nothing_drawn(request: Request) -> EngineError:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from .prefix import BlockHash
+from ..prefix import BlockHash
 
 NO_BLOCK = -2  # not adjacent to any block
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from ..kv.fence import Fence
+from ..kv.memory import RequestMemory
+from ..kv.tier_copies import TierCopies
+from ..requests.request import Request
+from ..stages import Stage
 from .draft import StepDraft
-from .fence import Fence
 from .filling import Filling
-from .memory import RequestMemory
 from .queue import WaitingQueue
-from .request import Request
 from .running import RunningRequests
-from .stages import Stage
-from .tier_copies import TierCopies
 
 
 class Admission:

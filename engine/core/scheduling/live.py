@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from .answers import last_words
-from .config import EngineCoreConfig
-from .constraints import Constraints
-from .deadlines import Deadlines
-from .fence import Fence
+from ..config import EngineCoreConfig
+from ..kv.fence import Fence
+from ..kv.transfers import Transfers
+from ..messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
+from ..requests.answers import last_words
+from ..requests.constraints import Constraints
+from ..requests.deadlines import Deadlines
+from ..requests.finish import FinishRule
+from ..requests.request import STATUS_AFTER, Request, RequestStatus
+from ..requests.validate import refusal
+from ..stages import Stages
 from .filling import Filling
-from .finish import FinishRule
-from .messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 from .queue import WaitingQueue
-from .request import STATUS_AFTER, Request, RequestStatus
 from .running import RunningRequests
-from .stages import Stages
-from .transfers import Transfers
-from .validate import refusal
 
 
 class LiveRequests(Mapping[str, Request]):

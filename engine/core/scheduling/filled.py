@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from .request import Request
+from ..requests.request import Request
 
 _rank = attrgetter("rank")
 

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..requests.request import Request
+from ..step import StepPlan, StepResult
 from .draft import StepDraft
-from .request import Request
-from .step import StepPlan, StepResult
 
 
 class _Step(NamedTuple):

@@ -8,8 +8,8 @@ planned before anyone knew. Until the newest such step is over, nobody else may 
 
 from __future__ import annotations
 
+from ..requests.request import NEVER, NO_ROW
 from .blocks import BlockPool
-from .request import NEVER, NO_ROW
 
 
 class RowPool:

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from .block_log import BlockLog
+from ..block_log import BlockLog
+from ..prefix import BlockHash
+from ..requests.request import Request
+from ..tiers import CopyId, KVTiers, Restored, Stored, Tier, TierStats
 from .blocks import BlockPool
 from .paces import Paces
 from .parted import Quarantine
-from .prefix import BlockHash
-from .request import Request
-from .tiers import CopyId, KVTiers, Restored, Stored, Tier, TierStats
 
 logger = logging.getLogger(__name__)
 

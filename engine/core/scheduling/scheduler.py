@@ -28,27 +28,27 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from ..config import EngineCoreConfig
+from ..connector import KVConnector
+from ..grammar import GrammarSource
+from ..kv.blocks import BlockPool, BlockPoolCorrupted
+from ..kv.fence import Fence, RowPool
+from ..kv.memory import RequestMemory
+from ..kv.tier_copies import TierCopies
+from ..kv.transfers import Transfers
+from ..messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
+from ..requests.answers import first_or_last_token, last_words, next_token, on_offer
+from ..requests.constraints import Constraints
+from ..requests.exclusions import nothing_drawn
+from ..requests.request import Request, RequestStatus
+from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
+from ..tiers import KVTiers
 from .admission import Admission
-from .answers import first_or_last_token, last_words, next_token, on_offer
-from .blocks import BlockPool, BlockPoolCorrupted
-from .config import EngineCoreConfig
-from .connector import KVConnector
-from .constraints import Constraints
-from .exclusions import nothing_drawn
-from .fence import Fence, RowPool
 from .filling import Filling
-from .grammar import GrammarSource
 from .in_flight import StepMismatch, StepsInFlight
 from .live import LiveRequests
-from .memory import RequestMemory
-from .messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from .queue import WaitingQueue
-from .request import Request, RequestStatus
 from .running import RunningRequests
-from .step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
-from .tier_copies import TierCopies
-from .tiers import KVTiers
-from .transfers import Transfers
 from .unread import UnreadPrompts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .tiers import Restored, Tier
+from ..tiers import Restored, Tier
 
 KEPT = 0.8  # of what earlier pieces count for, with each further piece
 FORGOTTEN_S = 30.0  # a pace that was measured longer ago is none

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .request import Request
-from .step import Chunk, RowStart, StepPlan, TokenMask
+from ..requests.request import Request
+from ..step import Chunk, RowStart, StepPlan, TokenMask
 
 
 class StepDraft:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .messages import EngineError, EngineOutput, EngineRequest, FinishReason, KVSource
+from ..messages import EngineError, EngineOutput, EngineRequest, FinishReason, KVSource
+from ..stages import Ages
+from ..step import ChunkResult
 from .request import Request
-from .stages import Ages
-from .step import ChunkResult
 
 
 def next_token(request: Request, drawn: ChunkResult) -> EngineOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from .request import Request
+from ..requests.request import Request
 from .unread import UnreadPrompts
 
 SPARE_ENTRIES = 256  # of requests that are over, before the heap is built anew

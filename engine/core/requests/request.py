@@ -16,12 +16,12 @@ from __future__ import annotations
 import enum
 import sys
 
+from ..grammar import Grammar
+from ..messages import EngineRequest, FinishReason, TokenLogprobs
+from ..prefix import BlockHash, prefix_root
+from ..stages import Stages
+from ..step import RowStart
 from .finish import FinishRule
-from .grammar import Grammar
-from .messages import EngineRequest, FinishReason, TokenLogprobs
-from .prefix import BlockHash, prefix_root
-from .stages import Stages
-from .step import RowStart
 
 NO_ROW = -1
 NEVER = -1  # the number of no step

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from .grammar import ASKED_BY, Grammar, GrammarRefused, GrammarSource, GrammarStats
-from .messages import EngineError, ErrorKind
+from ..grammar import ASKED_BY, Grammar, GrammarRefused, GrammarSource, GrammarStats
+from ..messages import EngineError, ErrorKind
 from .request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)

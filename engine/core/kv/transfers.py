@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from .blocks import BlockPool
-from .connector import (
+from ..connector import (
     BlocksReleased,
     ConnectorEvent,
     GrowingConnector,
@@ -24,10 +23,11 @@ from .connector import (
     ReceiveFailed,
     TransferId,
 )
-from .messages import KVSource
+from ..messages import KVSource
+from ..requests.request import Request
+from ..stages import Stage
+from .blocks import BlockPool
 from .parted import HeldBlocks, Quarantine
-from .request import Request
-from .stages import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ prompt comes, and one when it goes, however long it waits.
 
 from __future__ import annotations
 
-from .blocks import BlockPool
-from .memory import RequestMemory
-from .prefix import BlockHash
-from .request import Request
+from ..kv.blocks import BlockPool
+from ..kv.memory import RequestMemory
+from ..prefix import BlockHash
+from ..requests.request import Request
 
 
 class UnreadPrompts:

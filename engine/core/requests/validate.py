@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .config import EngineCoreConfig
-from .grammar import ASKED_BY
-from .messages import EngineError, EngineRequest, ErrorKind
-from .sampling import SEED_BITS, InvalidSamplingParams
+from ..config import EngineCoreConfig
+from ..grammar import ASKED_BY
+from ..messages import EngineError, EngineRequest, ErrorKind
+from ..sampling import SEED_BITS, InvalidSamplingParams
 
 
 def refusal(

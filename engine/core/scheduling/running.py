@@ -12,13 +12,13 @@ from bisect import insort
 from collections.abc import Iterator
 from operator import attrgetter
 
+from ..kv.fence import Fence, RowPool
+from ..kv.memory import RequestMemory
+from ..kv.transfers import Transfers
+from ..requests.request import Request, RequestStatus
+from ..step import Chunk
 from .draft import StepDraft
-from .fence import Fence, RowPool
-from .memory import RequestMemory
 from .queue import WaitingQueue
-from .request import Request, RequestStatus
-from .step import Chunk
-from .transfers import Transfers
 
 _NO_BLOCKS: list[int] = []  # shared by all chunks that bring none; never written to
 _rank = attrgetter("rank")

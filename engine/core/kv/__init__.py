@@ -1,0 +1,1 @@
+"""Blocks: who has them, who may still touch them, and their copies to other engines and tiers."""
