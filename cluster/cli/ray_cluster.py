@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from typing import Any
 
@@ -27,7 +28,7 @@ class NoRayCluster(RuntimeError):
 def connect(address: str | None, **own: Any) -> None:
     """Joins the cluster at `address` ('auto': this machine's), or with None starts one here, with the options `own`.
 
-    Raises `NoRayCluster`.
+    In the main thread. Raises `NoRayCluster`.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -35,12 +36,15 @@ def connect(address: str | None, **own: Any) -> None:
     from ray._private import utils
 
     utils.set_sigterm_handler = _leave_signals_alone
+    on_terminate = signal.getsignal(signal.SIGTERM)
     options = own if address is None else {"address": _answering(address)}
     try:
         ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
     except Exception as error:  # what Ray raises has no common type
         what = "Ray does not start on this machine" if address is None else f"the Ray cluster at {address} takes nobody"
         raise NoRayCluster(f"{what}: {error}") from error
+    finally:
+        signal.signal(signal.SIGTERM, on_terminate)  # Ray's library puts its own below Python's, which aborts after 3 s
 
 
 def _leave_signals_alone(handler: object) -> None:

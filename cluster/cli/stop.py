@@ -45,6 +45,7 @@ class Stop:
             self._kill()
             os._exit(128 + number)
         self._insisted = True
+        signal.alarm(0)  # while Ray starts, its library may hear of SIGTERM first, and would abort 3 s later
         self.code = 0 if number == signal.SIGTERM else 128 + number
         self.asked.set()
         with contextlib.suppress(OSError):  # nobody reads it

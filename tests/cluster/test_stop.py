@@ -22,10 +22,12 @@ signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
 from baton.cluster.cli.stop import Stop
 stop = Stop(lambda: print("killed", flush=True))
 stop.listen()
+signal.alarm(40)  # Ray's library, where it hears of SIGTERM first, orders an abort and calls whose handler was there
 for number in sys.argv[2:]:
     signal.raise_signal(int(number))
 print("asked" if stop.asked.is_set() else "not asked", flush=True)
-sys.exit(stop.code)
+terminated = str(int(signal.SIGTERM)) in sys.argv
+sys.exit("an abort follows" if terminated and signal.alarm(0) else stop.code)
 """
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
