@@ -102,6 +102,42 @@ GLM45 = (
     "{% else %}<|system|>\n{{ shown(m.content) }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+MINIMAX_M2 = (
+    "{% set toolcall_begin_token = '<minimax:tool_call>' %}{% set toolcall_end_token = '</minimax:tool_call>' %}"
+    "]~!b[]~b]system\n{% if tools %}# Tools\n<tools>{% for tool in tools %}\n<tool>{{ tool.function | tojson }}</tool>"
+    "{% endfor %}\n</tools>\n\n{{ toolcall_begin_token }}\n"
+    '<invoke name="tool-name-1">\n<parameter name="param-key-1">param-value-1</parameter>\n...\n</invoke>\n'
+    "{{ toolcall_end_token }}{% endif %}[e~[\n"
+    "{% for message in messages %}{% if message.role == 'assistant' %}]~b]ai\n{{ message.content or '' }}"
+    "{% if message.tool_calls %}{{ '\n' ~ toolcall_begin_token ~ '\n' }}{% for call in message.tool_calls %}"
+    "{% if call.function %}{% set call = call.function %}{% endif %}"
+    "{{ '<invoke name=\"' + call.name + '\">\n' }}{% for key, value in call.arguments.items() %}"
+    "{{ '<parameter name=\"' + key + '\">' }}"
+    "{{ value | tojson(ensure_ascii=False) if value is not string else value }}{{ '</parameter>\n' }}{% endfor %}"
+    "{{ '</invoke>\n' }}{% endfor %}{{ toolcall_end_token }}{% endif %}[e~[\n"
+    "{% elif message.role == 'tool' %}]~b]tool\n<response>{{ message.content }}</response>[e~[\n"
+    "{% else %}]~b]{{ message.role }}\n{{ message.content }}[e~[\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}]~b]ai\n{% endif %}"
+)
+DEEPSEEK32 = (
+    "{% set dsml = '｜DSML｜' %}{% if tools %}## Tools\n<{{ dsml }}function_calls>\n"
+    '<{{ dsml }}invoke name="$FUNCTION_NAME">\n'
+    '<{{ dsml }}parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{{ dsml }}parameter>\n...\n'
+    "</{{ dsml }}invoke>\n</{{ dsml }}function_calls>\n"
+    "<functions>\n{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}</functions>\n{% endif %}"
+    "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content or '' }}"
+    "{% if message.tool_calls %}{{ '\n\n<' + dsml + 'function_calls>\n' }}{% for call in message.tool_calls %}"
+    "{{ '<' + dsml + 'invoke name=\"' + call.function.name + '\">\n' }}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ '<' + dsml + 'parameter name=\"' + key + '\" string=\"' + ('true' if value is string else 'false') + '\">' }}"
+    "{{ value if value is string else value | tojson }}{{ '</' + dsml + 'parameter>\n' }}{% endfor %}"
+    "{{ '</' + dsml + 'invoke>\n' }}{% endfor %}{{ '</' + dsml + 'function_calls>' }}{% endif %}<｜end▁of▁sentence｜>"
+    "{% elif message.role == 'tool' %}\n\n<function_results>\n<result>{{ message.content }}</result>"
+    "\n</function_results>\n\n"
+    "{% elif message.role == 'user' %}<｜User｜>{{ message.content }}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
 FAMILIES = {
     "mistral-list": MISTRAL_LIST,
     "mistral-named": MISTRAL_NAMED,
@@ -110,4 +146,6 @@ FAMILIES = {
     "harmony": HARMONY,
     "qwen3-coder": QWEN3_CODER,
     "glm4.5": GLM45,
+    "minimax-m2": MINIMAX_M2,
+    "deepseek3.2": DEEPSEEK32,
 }

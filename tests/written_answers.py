@@ -126,6 +126,27 @@ def glm47(words: str, calls: Sequence[Call]) -> str:
     return words + "".join(written)
 
 
+def minimax_m2(words: str, calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        lines = [f'<parameter name="{key}">{text(value)}</parameter>\n' for key, value in given.items()]
+        written.append(f'<invoke name="{name}">\n{"".join(lines)}</invoke>\n')
+    section = f"<minimax:tool_call>\n{''.join(written)}</minimax:tool_call>" if calls else ""
+    return "\n".join(filter(None, [words, section]))
+
+
+def deepseek32(words: str, calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        lines = []
+        for key, value in given.items():
+            is_text = json.dumps(isinstance(value, str))
+            lines.append(f'<｜DSML｜parameter name="{key}" string="{is_text}">{text(value)}</｜DSML｜parameter>')
+        written.append("\n".join([f'<｜DSML｜invoke name="{name}">', *lines, "</｜DSML｜invoke>"]))
+    section = "\n".join(["<｜DSML｜function_calls>", *written, "</｜DSML｜function_calls>"]) if calls else ""
+    return "\n\n".join(filter(None, [words, section]))
+
+
 @dataclass(frozen=True)
 class Writer:
     form: str
@@ -151,6 +172,8 @@ WRITERS = {
     "qwen3-coder in one line": Writer("qwen3-coder", qwen3_coder_in_one_line, streams=False, takes_names=True),
     "glm4.5": Writer("glm4.5", glm45, streams=False, takes_names=True),
     "glm4.5 in one line": Writer("glm4.5", glm47, streams=False, takes_names=True),
+    "minimax-m2": Writer("minimax-m2", minimax_m2, streams=False, takes_names=True),
+    "deepseek3.2": Writer("deepseek3.2", deepseek32, streams=False, takes_names=True),
     "harmony": Writer("harmony", harmony, takes_one=True, thinks=True),
     "harmony of 120b": Writer("harmony", harmony_of_120b, takes_one=True, thinks=True),
 }

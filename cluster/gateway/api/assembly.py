@@ -55,8 +55,8 @@ class Delta(msgspec.Struct, frozen=True):
 
     @property
     def says_all(self) -> bool:
-        """The model has ended its answer: none that a limit cuts has an end."""
-        return self.finish_reason not in (None, "length")
+        """The model has ended its answer: one that a limit or a stop string cuts has no end."""
+        return self.finish_reason not in (None, "length") and not isinstance(self.stop_reason, str)
 
 
 class SequenceText:

@@ -185,8 +185,10 @@ class ChatRenderer:
         return message
 
     def _finish_reason(self, index: int, delta: Delta) -> str | None:
-        called = self._readers[index].num_calls > 0
-        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+        """`tool_calls` asks the client for calls: for none where one is cut."""
+        reader = self._readers[index]
+        asks = reader.num_calls > 0 and not reader.is_in_call
+        return "tool_calls" if asks and delta.finish_reason == "stop" else delta.finish_reason
 
     def _call_id(self, index: int, number: int) -> str:
         return call_id(self._job.request_id, self._job.created, index, number)

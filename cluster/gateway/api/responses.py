@@ -164,7 +164,7 @@ class ResponsesRenderer:
         return self._whole_event()
 
     def failed(self, error: ApiError) -> bytes:
-        events = self._opening() + self._told(self._output.close("incomplete"))
+        events = self._opening() + self._told(self._output.close("incomplete", is_in_call=self._reader.is_in_call))
         self._response.error = ResponseError(_error_code(error.status), error.message, error.type)
         self._settle("failed")
         return events + self._whole_event()
@@ -202,7 +202,7 @@ class ResponsesRenderer:
         return events
 
     def _finish(self, status: Status) -> list[Event]:
-        events = self._output.finish(status)
+        events = self._output.finish(status, is_in_call=self._reader.is_in_call)
         self._settle(status)
         if status == "incomplete":
             self._response.incomplete_details = IncompleteDetails("max_output_tokens")

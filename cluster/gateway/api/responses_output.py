@@ -10,7 +10,6 @@ a call has no parts. Whether an answer is streamed or not, its items come from h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -101,8 +100,8 @@ class Output:
         self._pieces.append(text)
         return [self._event("function_call_arguments.delta", delta=text)]
 
-    def close(self, status: Status = "completed") -> list[Event]:
-        """The item that grows, where one does. A call with all its arguments is complete in any case."""
+    def close(self, status: Status = "completed", *, is_in_call: bool = False) -> list[Event]:
+        """The item that grows, where one does. Of a call only `is_in_call` matters: it is not whole."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -119,15 +118,15 @@ class Output:
                 done = self._event("reasoning_text.done", content_index=0, text=text)
                 events = [done, self._event("content_part.done", content_index=0, part=thoughts)]
             case FunctionCall():
-                self.items[-1] = replace(item, status="completed" if _is_json(text) else status, arguments=text)
+                self.items[-1] = replace(item, status="incomplete" if is_in_call else "completed", arguments=text)
                 events = [self._event("function_call_arguments.done", arguments=text)]
         return [*events, ("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]})]
 
-    def finish(self, status: Status) -> list[Event]:
+    def finish(self, status: Status, *, is_in_call: bool) -> list[Event]:
         """An answer that is complete says something or calls something, be it an empty text."""
         is_answered = any(isinstance(item, Message | FunctionCall) for item in self.items)
         opened = [] if is_answered or status != "completed" else self._open(Message(self._item_id("msg")), OutputText())
-        return opened + self.close(status)
+        return opened + self.close(status, is_in_call=is_in_call)
 
     def _grows(self, kind: type[Item]) -> bool:
         return self._is_open and isinstance(self.items[-1], kind)
@@ -148,14 +147,6 @@ class Output:
     def _item_id(self, prefix: str) -> str:
         """The same whoever generates the answer."""
         return f"{prefix}_{digest(self._response_id, len(self.items))}"
-
-
-def _is_json(arguments: str) -> bool:
-    try:
-        json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _streamed(logprobs: Sequence[ChatTokenLogprob]) -> list[StreamedLogprob]:

@@ -116,7 +116,7 @@ class CallReader(AmongWords):
             self._end_call()
         else:
             self._state = _State.TAIL
-        return self._begin_call(name) + self._arguments(arguments)
+        return self._begin_call(name) + self._last_arguments(arguments)
 
     def _take_for_text(self) -> list[AnswerPart]:
         if not self._form.begin:
@@ -126,9 +126,10 @@ class CallReader(AmongWords):
 
     def _read_arguments(self, finished: bool) -> list[AnswerPart]:
         end = self._nesting.end_in(self._held)
-        if end is not None:
-            self._state = _State.TAIL
-        return self._arguments(self._take(len(self._held) if end is None else end))
+        if end is None:
+            return self._arguments(self._take(len(self._held)))
+        self._state = _State.TAIL
+        return self._last_arguments(self._take(end))
 
     def _skip_tail(self, finished: bool) -> list[AnswerPart]:
         close = self._form.close

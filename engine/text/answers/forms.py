@@ -6,7 +6,7 @@ from .calls import CallFormat
 from .harmony import Harmony
 from .marked_calls import DeepSeek3, DeepSeek31, Hermes, Llama3, MistralList, MistralNamed
 from .pythonic import Pythonic
-from .tagged_calls import Glm45, Qwen3Coder
+from .tagged_calls import DeepSeek32, Glm45, MiniMaxM2, Qwen3Coder
 
 FORMATS: tuple[CallFormat, ...] = (
     Harmony(),
@@ -14,9 +14,11 @@ FORMATS: tuple[CallFormat, ...] = (
     MistralList(),
     DeepSeek3(),
     DeepSeek31(),
+    DeepSeek32(),
     Hermes(),
     Qwen3Coder(),
     Glm45(),
+    MiniMaxM2(),
     Llama3(),
     Pythonic(),
 )

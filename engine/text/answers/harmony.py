@@ -139,16 +139,17 @@ class HarmonyReader(SteppingReader):
             return self._begin_call(self._called)
         if content.startswith(_ENDS) or (finished and not content):
             self._state = _State.SILENT
-            return self._begin_call(self._called) + self._arguments("{}")
+            return self._begin_call(self._called) + self._last_arguments("{}")
         if finished or (content and not any(end.startswith(content) for end in _ENDS)):
             return self._take_for_text()
         return []
 
     def _read_arguments(self, finished: bool) -> list[AnswerPart]:
         end = self._nesting.end_in(self._held)
-        if end is not None:
-            self._state = _State.SILENT
-        return self._arguments(self._take(len(self._held) if end is None else end))
+        if end is None:
+            return self._arguments(self._take(len(self._held)))
+        self._state = _State.SILENT
+        return self._last_arguments(self._take(end))
 
     def _take_for_text(self) -> list[AnswerPart]:
         """What is held, up to where another message begins."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 import regex
 
 from .call_reader import CallReader
-from .calls import Functions, Grammar, Signature
+from .calls import Functions
 from .marks import BLANKS
 from .parts import AnswerReader
 from .turns import with_short_ids
-from .written_calls import WrittenCalls
+from .written_calls import Sectioned, WrittenCalls
 
 _QUOTED = r'(?P<name>"(?:[^"\\]|\\.){0,400}")'
 _BARE = r"(?P<name>[\w.-]{1,64})"
@@ -62,27 +61,6 @@ class MarkedCalls(WrittenCalls):
         return regex.compile(regex.escape(self.more) + BLANKS + r"\{")
 
 
-class Sectioned(MarkedCalls):
-    """All calls of an answer stand in one section, from `begin` to `end`."""
-
-    section_lead: ClassVar[str] = ""  # a pattern of what is written between `begin` and the first call
-
-    def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        content = super().calls(functions, at_most_one=at_most_one)
-        if self.section_lead:
-            content = {"type": "sequence", "elements": [{"type": "regex", "pattern": self.section_lead}, content]}
-        return {"type": "tag", "begin": self.begin, "content": content, "end": self.end}
-
-    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
-        section = self.calls(functions, at_most_one=at_most_one)
-        return {
-            "type": "triggered_tags",
-            "triggers": [self.begin],
-            "tags": [section],
-            "stop_after_first": at_most_one,
-        }
-
-
 class Hermes(MarkedCalls):
     """`<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
@@ -109,7 +87,7 @@ class Llama3(MarkedCalls):
     opening, closing = '{"name": "%s", "parameters": ', "}"
 
 
-class MistralList(Sectioned):
+class MistralList(Sectioned, MarkedCalls):
     """`[TOOL_CALLS] [{"name": NAME, "arguments": {...}}, ...]`: Mistral 7B v0.3, Mixtral 8x22B, Nemo, Small 3.1."""
 
     name = "mistral-list"
@@ -145,7 +123,7 @@ _CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 _CALL, _END_CALL, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
 
-class _DeepSeek(Sectioned):
+class _DeepSeek(Sectioned, MarkedCalls):
     """Its makers' templates show calls of turns before, and do not tell of functions."""
 
     begin, close, more, end = _CALLS, _END_CALL, _CALL, _END_CALLS

@@ -45,7 +45,9 @@ AnswerPart = Thought | Words | CallBegins | CallArguments
 class AnswerReader(Protocol):
     """Takes one answer's text in any pieces, and tells each part as soon as it is certain.
 
-    What the parts are does not depend on where the text was cut.
+    What the parts are does not depend on where the text was cut. A call is whole where the model has written the end
+    of its arguments, and no reader writes one for it: whatever ended the answer before, a call that has begun keeps the
+    arguments that came.
     """
 
     @property
@@ -53,9 +55,14 @@ class AnswerReader(Protocol):
         """So far."""
         ...
 
+    @property
+    def is_in_call(self) -> bool:
+        """The newest call has begun, and is not whole; those before it are."""
+        ...
+
     def push(self, text: str, *, finished: bool = False) -> list[AnswerPart]:
-        """`finished`: the model has said all, and nothing is held back any more. Of an answer that was cut off, what is
-        still held back may be the beginning of a call, and is nobody's.
+        """`finished`: the model has said all, and what was held back is words where no call has begun. Of an answer
+        that was cut off, what is still held back may be the beginning of a call, and is nobody's.
         """
         ...
 
@@ -64,6 +71,7 @@ class PlainReader:
     """For answers that hold no calls."""
 
     num_calls = 0
+    is_in_call = False
 
     def push(self, text: str, *, finished: bool = False) -> list[AnswerPart]:
         return [Words(text)] if text else []

@@ -92,7 +92,7 @@ class PythonicReader(SteppingReader):
             return []
         self._held = self._held[end:]
         self._state = _State.SILENT if self._at_most_one else _State.HEAD
-        return self._begin_call(self._name) + self._arguments(arguments)
+        return self._begin_call(self._name) + self._last_arguments(arguments)
 
     def _read_end(self, finished: bool) -> list[AnswerPart]:
         found = _END.fullmatch(self._held, partial=True)

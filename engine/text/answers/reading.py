@@ -43,6 +43,10 @@ class _ThinkingReader:
     def num_calls(self) -> int:
         return self._answer.num_calls
 
+    @property
+    def is_in_call(self) -> bool:
+        return self._answer.is_in_call
+
     def push(self, text: str, *, finished: bool = False) -> list[AnswerPart]:
         thought, answer = self._thoughts.push(text, finished=finished)
         before: list[AnswerPart] = [Thought(thought)] if thought else []

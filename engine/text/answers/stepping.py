@@ -22,6 +22,7 @@ class SteppingReader(ABC):
 
     def __init__(self, first: Enum) -> None:
         self.num_calls = 0
+        self.is_in_call = False
         self._state = first
         self._held = ""
         self._steps: Mapping[Enum, Step] = {self.SILENT: self._leave_out, **self._other_steps()}
@@ -41,11 +42,17 @@ class SteppingReader(ABC):
 
     def _begin_call(self, name: str) -> list[AnswerPart]:
         self.num_calls += 1
+        self.is_in_call = True
         return [CallBegins(self.num_calls - 1, name)]
 
     def _arguments(self, text: str) -> list[AnswerPart]:
         """Of the newest call."""
         return [CallArguments(self.num_calls - 1, text)] if text else []
+
+    def _last_arguments(self, text: str) -> list[AnswerPart]:
+        """With which the newest call is whole."""
+        self.is_in_call = False
+        return self._arguments(text)
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]

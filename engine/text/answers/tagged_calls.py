@@ -14,17 +14,20 @@ from .calls import Functions, Grammar, Signature
 from .marks import BLANKS
 from .parts import AnswerReader
 from .tagged_reader import TaggedReader
-from .written_calls import WrittenCalls
+from .values import TEXT
+from .written_calls import Sectioned, WrittenCalls
 
 _NAME = r"(?P<name>[\w.-]{1,64})"
 
 
 class TaggedCalls(WrittenCalls):
-    """FIRST, with the name, then KEY value VALUE_CLOSE of each argument, CLOSE, TAIL. All but the values are patterns
-    here, and what models forget of them need not be there. KEY goes up to the value.
+    """FIRST, with the name, then KEY value VALUE_CLOSE of each argument, CLOSE [NEXT ... CLOSE ...] TAIL. All but the
+    values are patterns here, and what models forget of them need not be there. KEY goes up to the value.
     """
 
     first: ClassVar[str]
+    next: ClassVar[str] = "(?!)"  # begins another call between the same tags
+    more: ClassVar[str] = ""  # no pattern: with which NEXT begins
     key: ClassVar[str]
     value_close: ClassVar[str]
     forgotten_close: ClassVar[str] = "(?P<known_key>(?!))"  # a group `known_key` must be one that the function has
@@ -41,9 +44,23 @@ class TaggedCalls(WrittenCalls):
         return regex.compile(rf"{self.first}{BLANKS}(?:{self.key}|{self.close})")
 
     @cached_property
+    def next_head(self) -> regex.Pattern[str]:
+        """The same from `more`."""
+        return regex.compile(rf"{self.next}{BLANKS}(?:{self.key}|{self.close})")
+
+    @cached_property
     def value_end(self) -> regex.Pattern[str]:
         """From a value's end to the next one, or behind the call."""
         return regex.compile(rf"{self.value_close}{BLANKS}(?:{self.key}|{self.close})|{self.forgotten_close}")
+
+    @cached_property
+    def last_close(self) -> regex.Pattern[str]:
+        """From a value's end to the end of the call, where its tag is the last of the answer."""
+        return regex.compile(rf"\n?(?:{self.close})")
+
+    def types(self, key: regex.Match[str], allowed: frozenset[str]) -> frozenset[str]:
+        """That the value behind `key` may have, of those that its function's schema allows."""
+        return allowed
 
     def _arguments(self, function: Signature) -> Grammar:
         return {**function.grammar, "style": self.style}
@@ -94,3 +111,48 @@ class Glm45(TaggedCalls):
     def turn(self, message: dict[str, Any]) -> dict[str, Any]:
         """Its templates write what is no text as Python does, and a message of calls alone has no text."""
         return {**message, "content": message["content"] or ""}
+
+
+_ATTRIBUTE = r'(?P<key>[^<>"\n]{1,200})'
+
+
+class MiniMaxM2(Sectioned, TaggedCalls):
+    """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">value</parameter></invoke></minimax:tool_call>`, in
+    lines, with any number of calls between the outer tags: MiniMax-M2 to M2.7.
+    """
+
+    name = "minimax-m2"
+    begin, end = "<minimax:tool_call>", "</minimax:tool_call>"
+    taught_by = (begin, "<invoke name=", "<parameter name=")
+    triggers = (begin,)
+    marks = (begin, end)
+    next = rf'<invoke name="{_NAME}">'
+    more = "<invoke name="
+    first = rf"{begin}{BLANKS}{next}"
+    key = rf'<parameter name="{_ATTRIBUTE}">'
+    value_close, close, tail = "</parameter>", "</invoke>", end
+    style = "minimax_xml"
+    section_lead, opening, closing = r"\n", '<invoke name="%s">\n', "</invoke>\n"
+
+
+class DeepSeek32(Sectioned, TaggedCalls):
+    """The same with other tags, which say of each value whether it is text: DeepSeek-V3.2.
+    https://huggingface.co/deepseek-ai/DeepSeek-V3.2/blob/main/encoding/encoding_dsv32.py
+    """
+
+    name = "deepseek3.2"
+    begin, end = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+    taught_by = ("｜DSML｜", "function_calls", "invoke name=", "parameter name=")  # templates put the mark between
+    triggers = (begin,)
+    marks = ("｜DSML｜",)
+    next = rf'<｜DSML｜invoke name="{_NAME}">'
+    more = "<｜DSML｜invoke name="
+    first = rf"{begin}{BLANKS}{next}"
+    key = rf'<｜DSML｜parameter name="{_ATTRIBUTE}" string="(?P<is_text>true|false)">'
+    value_close, close, tail = "</｜DSML｜parameter>", "</｜DSML｜invoke>", end
+    style = "deepseek_xml"
+    section_lead, opening, closing = r"\n", '<｜DSML｜invoke name="%s">\n', "</｜DSML｜invoke>\n"
+
+    def types(self, key: regex.Match[str], allowed: frozenset[str]) -> frozenset[str]:
+        """The model says what the schema leaves open."""
+        return (allowed & TEXT if key["is_text"] == "true" else allowed - TEXT) or allowed

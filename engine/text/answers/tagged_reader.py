@@ -2,7 +2,7 @@
 
         a mark       name, first key                  end, no key             tail, or none
 OUTSIDE ──────> HEAD ───────────────> VALUE ──────────────────────────> TAIL ───────────────> OUTSIDE
-                 │                      ^ └── end, next key ──┐          ^
+                 │                      ^ └── end, next key ──┐          ^ └── more ──> HEAD
                  │                      └─────────────────────┘          │
                  ├── name, and no key ───────────────────────────────────┘
                  └── reads otherwise, or no such function: it was text ─────────────────────> OUTSIDE
@@ -62,7 +62,8 @@ class TaggedReader(AmongWords):
         }
 
     def _read_head(self, finished: bool) -> list[AnswerPart]:
-        found = self._form.head.match(self._held, self._behind_blanks(), partial=True)
+        head = self._form.next_head if self._mark == self._form.more else self._form.head
+        found = head.match(self._held, self._behind_blanks(), partial=True)
         if found is None or (found.partial and finished):
             return self._take_for_text()
         if found.partial:
@@ -72,14 +73,14 @@ class TaggedReader(AmongWords):
         self._parameters, self._has_keys = self._functions[found["name"]], False
         self._names = argument_names(self._parameters)
         self._take(found.end())
-        return self._begin_call(found["name"]) + self._go_on(found["key"])
+        return self._begin_call(found["name"]) + self._go_on(found, found["key"])
 
-    def _go_on(self, key: str | None) -> list[AnswerPart]:
+    def _go_on(self, found: regex.Match[str], key: str | None) -> list[AnswerPart]:
         """With the next argument, or without any."""
         if key is None:
             return self._end_call()
         self._state, self._value = _State.VALUE, ""
-        self._types = argument_types(self._parameters, key)
+        self._types = self._form.types(found, argument_types(self._parameters, key))
         before = ", " if self._has_keys else "{"
         self._has_keys = True
         return self._arguments(f"{before}{written(key)}: {self._quote}")
@@ -97,8 +98,8 @@ class TaggedReader(AmongWords):
             parts += self._grow(end)
             if found is not None and not found.partial:
                 self._take(found.end() - end)
-                parts += self._end_value() + self._go_on(found["key"] or found["known_key"])
-            elif finished:  # what is held is the beginning of an end
+                parts += self._end_value() + self._go_on(found, found["key"] or found["known_key"])
+            elif finished and self._form.last_close.match(self._held):
                 self._held = ""
                 parts += self._end_value() + self._end_call()
             else:
@@ -125,12 +126,14 @@ class TaggedReader(AmongWords):
 
     def _end_call(self) -> list[AnswerPart]:
         self._state = _State.SILENT if self._at_most_one else _State.TAIL
-        return self._arguments("}" if self._has_keys else "{}")
+        return self._last_arguments("}" if self._has_keys else "{}")
 
     def _skip_tail(self, finished: bool) -> list[AnswerPart]:
-        tail, rest = self._form.tail, self._held.lstrip()
-        if tail and rest.startswith(tail):
+        more, tail, rest = self._form.more, self._form.tail, self._held.lstrip()
+        if more and rest.startswith(more):
+            self._state, self._mark = _State.HEAD, more
+        elif tail and rest.startswith(tail):
             self._state, self._held = _State.OUTSIDE, rest[len(tail) :]
-        elif finished or not tail.startswith(rest):
+        elif finished or not (more.startswith(rest) or tail.startswith(rest)):
             self._state = _State.OUTSIDE
         return []

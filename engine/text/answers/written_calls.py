@@ -40,3 +40,26 @@ class WrittenCalls(GrammaticalFormat):
 
     def _arguments(self, function: Signature) -> Grammar:
         return function.grammar
+
+
+class Sectioned(WrittenCalls):
+    """All calls of an answer stand in one section, from `begin` to `end`."""
+
+    begin: ClassVar[str]
+    end: ClassVar[str]
+    section_lead: ClassVar[str] = ""  # a pattern of what is written between `begin` and the first call
+
+    def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+        content = super().calls(functions, at_most_one=at_most_one)
+        if self.section_lead:
+            content = {"type": "sequence", "elements": [{"type": "regex", "pattern": self.section_lead}, content]}
+        return {"type": "tag", "begin": self.begin, "content": content, "end": self.end}
+
+    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+        section = self.calls(functions, at_most_one=at_most_one)
+        return {
+            "type": "triggered_tags",
+            "triggers": [self.begin],
+            "tags": [section],
+            "stop_after_first": at_most_one,
+        }

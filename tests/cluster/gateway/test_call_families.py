@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from family_templates import FAMILIES
@@ -36,6 +37,8 @@ BEGUN = {  # a call of `look`
     "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look",
     "qwen3-coder": "<tool_call>\n<function=look>\n",
     "glm4.5": "<tool_call>look\n",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="look">\n',
+    "deepseek3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n',
 }
 FINAL = {"harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"}
 
@@ -57,7 +60,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def served(family: str, model: ServedModel, marked: Backend) -> ServedModel:
     template = ChatTemplate({"default": FAMILIES[family]})
     tokenizer = Tokenizer(marked, {"eos_token": "<|im_end|>"}, template)
-    return replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=700)
+    return replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=800)
 
 
 @pytest.fixture
@@ -91,6 +94,88 @@ async def test_calls_words_and_thoughts_are_told_apart(service: Service, family:
     assert [piece["name"] for piece in pieces if "name" in piece] == [name for name, _ in calls]
     assert "".join(piece["arguments"] for piece in pieces) == "".join(json.dumps(given) for _, given in calls)
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a client has of an answer."""
+
+    words: str
+    thought: str
+    calls: list[tuple[str, str]]  # name and arguments
+    finish_reason: str | None
+
+
+def told_at_once(response: httpx.Response) -> Told:
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    message = choice["message"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    return Told(message["content"] or "", message.get("reasoning_content", ""), calls, choice["finish_reason"])
+
+
+def told_in_pieces(response: httpx.Response) -> Told:
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls: list[tuple[str, str]] = []
+    for piece in (call["function"] for delta in deltas for call in delta.get("tool_calls", [])):
+        if "name" in piece:
+            calls.append((piece["name"], ""))
+        calls[-1] = (calls[-1][0], calls[-1][1] + piece["arguments"])
+    words, thought = ("".join(delta.get(key, "") for delta in deltas) for key in ("content", "reasoning_content"))
+    return Told(words, thought, calls, chunks[-1]["choices"][0]["finish_reason"])
+
+
+async def ask_both_ways(service: Service, **fields: Any) -> Told:
+    """What is told as a stream is what is told at once."""
+    at_once = told_at_once(await service.chat("hello", tools=TOOLS, **fields))
+    assert told_in_pieces(await service.chat("hello", tools=TOOLS, stream=True, **fields)) == at_once
+    return at_once
+
+
+def check_calls(told: Told, calls: list[Call]) -> None:
+    """Those before the last are whole; `tool_calls` says so of all."""
+    whole = [(name, json.dumps(given)) for name, given in calls]
+    assert told.calls[:-1] == whole[: len(told.calls)][:-1]
+    if told.finish_reason == "tool_calls":
+        assert told.calls[-1] == whole[len(told.calls) - 1]
+    elif told.calls:
+        (name, came), (whole_name, arguments) = told.calls[-1], whole[len(told.calls) - 1]
+        assert (name, arguments.startswith(came), came == arguments) == (whole_name, True, False)
+
+
+async def test_a_call_in_which_the_model_stops_is_not_asked_for(service: Service, family: str) -> None:
+    writer = WRITERS[family]
+    calls: list[Call] = [("look", {"size": 15}), ("cut-2", {"size": 2})][: 1 if writer.takes_one else 2]
+    tokens = service.tokenizer.encode(writer.write("", calls))
+    reasons = set()
+    for length in range(3, len(tokens), 3):
+        service.script(service.tokenizer.render_chat(HELLO, tools=TOOLS), tokens[:length])
+        told = await ask_both_ways(service)
+        if told.calls and told.calls[-1] != ("look", "{}"):  # of gpt-oss: a message without content
+            check_calls(told, calls)
+            reasons.add(told.finish_reason)
+    assert "stop" in reasons
+
+
+STOPS = ["\n", "</", "<", ">", "size", "2", '"', "}", "[ARGS]", "｜", "sep", "arg", "<|", "to=", "json", "</tool_call>"]
+
+
+@pytest.mark.parametrize("included", [False, True], ids=["left out", "included"])
+async def test_a_stop_string_cuts_a_call_wherever_it_is(service: Service, family: str, included: bool) -> None:
+    writer = WRITERS[family]
+    calls: list[Call] = [("look", {"size": 15}), ("cut-2", {"size": 2})][: 1 if writer.takes_one else 2]
+    answer = writer.write("Well.", calls)
+    script(service, answer, tools=TOOLS)
+    for stop in STOPS:
+        told = await ask_both_ways(service, stop=stop, include_stop_str_in_output=included)
+        assert "Well.".startswith(told.words), stop
+        assert told.finish_reason in ("stop", "tool_calls"), stop
+        if stop in answer:
+            check_calls(told, calls)
+    cut_in_arguments = await ask_both_ways(service, stop="15", include_stop_str_in_output=included)
+    assert ([name for name, _ in cut_in_arguments.calls], cut_in_arguments.finish_reason) == (["look"], "stop")
 
 
 async def test_calls_and_results_are_sent_back_as_they_came(service: Service, family: str) -> None:

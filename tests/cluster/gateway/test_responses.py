@@ -127,6 +127,25 @@ async def test_a_call_before_the_one_that_is_cut_off_is_complete(responses: Serv
     assert items_of(whole(await ask(responses, tools=TOOLS, max_output_tokens=length))) == items_of(response)
 
 
+@pytest.mark.parametrize(
+    ("answer", "fields"),
+    [(f"{CUT}\n{FOLD.partition('}')[0]}", {}), (f"{CUT}\n{FOLD}", {"stop": "2"})],
+    ids=["by the model", "by a stop string"],
+)
+async def test_a_call_that_is_not_ended_is_incomplete_in_an_answer_that_is(
+    responses: Service, answer: str, fields: dict[str, Any]
+) -> None:
+    responses.script("cut fold " + HELLO, answer)
+    events = stream(await ask(responses, stream=True, tools=TOOLS, **fields))
+    for response in (events[-1]["response"], whole(await ask(responses, tools=TOOLS, **fields))):
+        assert (response["status"], response["incomplete_details"]) == ("completed", None)
+        assert [(item["name"], item["status"]) for item in response["output"]] == [
+            ("cut", "completed"),
+            ("fold", "incomplete"),
+        ]
+        assert FOLD.partition('"arguments": ')[2].startswith(response["output"][-1]["arguments"])
+
+
 @pytest.mark.parametrize(("answer", "before"), [("", []), ("<think>the dog</think>", [("reasoning", "the dog")])])
 async def test_an_answer_without_a_word_has_an_empty_message(
     responses: Service, answer: str, before: list[Any]

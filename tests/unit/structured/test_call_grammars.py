@@ -94,7 +94,7 @@ COLORED = Signature(
     },
 )
 ANYTHING = Signature("paint", {"type": "object", "additionalProperties": True})
-TAGGED = [name for name in NAMES if name in ("qwen3-coder", "glm4.5")]
+TAGGED = [name for name in NAMES if name in ("qwen3-coder", "glm4.5", "minimax-m2", "deepseek3.2")]
 
 
 @pytest.mark.parametrize("name", TAGGED)

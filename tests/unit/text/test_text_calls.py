@@ -85,31 +85,75 @@ def test_where_one_call_is_allowed_the_others_are_left_out(writer: Writer) -> No
     assert read(writer.write("", calls) + " and words", writer.form, at_most_one=True) == told("", calls[:1])
 
 
+CALLS: list[Call] = [
+    ("look", {"string_0": '{"here"}\n</', "object_0": {"a": [{"b": {}}]}, "integer_0": 15}),
+    ("cut-2", {}),
+]
+ENDS = pytest.mark.parametrize("finished", [False, True], ids=["cut off", "ended by the model"])
+
+
+def check_ended_early(writer: Writer, words: str, calls: list[Call], length: int, sizes: list[int], end: bool) -> None:
+    """An answer of which so many characters came, in pieces of these sizes and at once."""
+    text = writer.write(words, calls)[:length]
+    reader, at_once = (Reading(FORMS[writer.form], FUNCTIONS).reader() for _ in range(2))
+    parts, rest = [], text
+    for size in sizes:
+        piece, rest = rest[:size], rest[size:]
+        parts += reader.push(piece)
+    parts = joined(parts + reader.push(rest) + reader.push("", finished=end))
+    assert joined(at_once.push(text, finished=end)) == parts
+    assert (at_once.num_calls, at_once.is_in_call) == (reader.num_calls, reader.is_in_call)
+    begun = [part for part in parts if isinstance(part, CallBegins)]
+    assert begun == [CallBegins(index, name) for index, (name, _) in enumerate(calls)][: reader.num_calls]
+    arguments = dict.fromkeys(range(reader.num_calls), "")
+    arguments |= {part.index: part.text for part in parts if isinstance(part, CallArguments)}
+    for index, came in arguments.items():
+        written = dumped(calls[index][1])
+        if reader.is_in_call and index == reader.num_calls - 1:
+            assert written.startswith(came)
+            assert came != written
+        else:
+            assert came == written or (writer.form == "harmony" and end and came == "{}"), "a message without content"
+    said = "".join(part.text for part in parts if isinstance(part, Words))
+    assert end or words.startswith(said)
+
+
+@ENDS
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_a_call_is_whole_only_where_the_model_wrote_its_end(writer: Writer, finished: bool) -> None:
+    """And the beginning of one that was cut off is no words."""
+    words = "1 < 2." if writer.takes_both else ""
+    calls = CALLS[:1] if writer.takes_one else CALLS
+    for length in range(len(writer.write(words, calls))):
+        check_ended_early(writer, words, calls, length, [3] * (length // 3), finished)
+
+
+@ENDS
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+@untimed
+@given(data=st.data(), words=some_words, calls=some_calls, sizes=some_sizes)
+def test_whatever_a_call_holds_it_is_whole_only_where_it_ends(
+    writer: Writer, data: st.DataObject, words: str, calls: list[Call], sizes: list[int], finished: bool
+) -> None:
+    calls = calls[:1] if writer.takes_one else calls
+    if writer.takes_names:
+        calls = [(name, named(given)) for name, given in calls]
+    words = words if writer.takes_both or not calls else ""
+    length = data.draw(st.integers(0, len(writer.write(words, calls))))
+    check_ended_early(writer, words, calls, length, sizes, finished)
+
+
 STREAMING = {name: writer for name, writer in WRITERS.items() if writer.streams}
 
 
+@ENDS
 @pytest.mark.parametrize("writer", STREAMING.values(), ids=STREAMING)
-def test_a_call_that_was_cut_off_has_the_arguments_so_far(writer: Writer) -> None:
+def test_a_call_that_was_not_ended_has_the_arguments_so_far(writer: Writer, finished: bool) -> None:
     text = writer.write("", [("look", {"at": "here and there"})])
-    cut = text[: text.index(" and there")]
-    assert read(cut, writer.form) == [CallBegins(0, "look"), CallArguments(0, '{"at": "here')]
-
-
-@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
-@pytest.mark.parametrize("words", ["", "Well, 1 < 2."])
-def test_the_beginning_of_a_call_that_was_cut_off_is_no_words(writer: Writer, words: str) -> None:
-    words = words if writer.takes_both else ""
-    calls: list[Call] = [("look", {"string_0": "here", "integer_0": 15}), ("cut-2", {})][: 1 if writer.takes_one else 2]
-    text = writer.write(words, calls)
-    parts = told(words, calls)
-    arguments = [part.text for part in parts if isinstance(part, CallArguments)]
-    for length in range(len(text)):
-        so_far = joined(Reading(FORMS[writer.form], FUNCTIONS).reader().push(text[:length]))
-        assert words.startswith("".join(part.text for part in so_far if isinstance(part, Words)))
-        begun = [part for part in so_far if isinstance(part, CallBegins)]
-        assert begun == [part for part in parts if isinstance(part, CallBegins)][: len(begun)]
-        for part in so_far:
-            assert not isinstance(part, CallArguments) or arguments[part.index].startswith(part.text)
+    reader = Reading(FORMS[writer.form], FUNCTIONS).reader()
+    parts = joined(reader.push(text[: text.index(" and there")], finished=finished))
+    assert parts == [CallBegins(0, "look"), CallArguments(0, '{"at": "here')]
+    assert reader.is_in_call
 
 
 CUT_WORDS = {
@@ -163,6 +207,17 @@ PIECES = {
     "glm4.5": [
         *("<tool_call>", "</tool_call>", "<tool_call>look", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *("<arg_key>string_0</arg_key>", "<arg_key>a</arg_key>\n<arg_value>", "<tool_call>unknown"),
+    ],
+    "minimax-m2": [
+        *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="look">', "</invoke>", "</parameter>"),
+        *('<parameter name="string_0">', '<parameter name="a">', '<minimax:tool_call>\n<invoke name="look">'),
+        '<invoke name="unknown">',
+    ],
+    "deepseek3.2": [
+        *("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", '<｜DSML｜invoke name="look">', "</｜DSML｜invoke>"),
+        *('<｜DSML｜parameter name="string_0" string="true">', '<｜DSML｜parameter name="a" string="false">'),
+        *("</｜DSML｜parameter>", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">'),
+        '<｜DSML｜invoke name="unknown">',
     ],
     "harmony": [
         *("<|channel|>", "analysis", "final", "commentary", " to=functions.look", "<|constrain|>json", "<|message|>"),
@@ -279,6 +334,20 @@ NO_CALLS = {
         "<tool_call>look\n<arg_value>1</arg_value></tool_call>",
         '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
     ],
+    "minimax-m2": [
+        "<minimax:tool_call>",
+        '<invoke name="look"></invoke>',
+        '<minimax:tool_call>\n<invoke name="look">\n{}\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="a',
+        "<minimax:tool_call>\n<invoke name='look'>\n</invoke>\n</minimax:tool_call>",
+        '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    ],
+    "deepseek3.2": [
+        "<｜DSML｜function_calls>\n",
+        '<｜DSML｜invoke name="look"></｜DSML｜invoke>',
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n<｜DSML｜parameter name="a">1</｜DSML｜parameter>',
+        '<function_calls>\n<invoke name="look">\n</invoke>\n</function_calls>',
+    ],
     "harmony": [
         '{"color": "red"}',
         "plain words, as of a model that was taught otherwise",
@@ -310,6 +379,8 @@ BEGUN = {
     "hermes": "<tool_call>",
     "qwen3-coder": "<tool_call>\n<function=look>",
     "glm4.5": "<tool_call>look<arg_key>at</arg_key>",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="look">',
+    "deepseek3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">',
     "llama3": "{",
     "mistral-list": "[TOOL_CALLS] [",
     "mistral-named": "[TOOL_CALLS]look",
@@ -363,6 +434,8 @@ NEMO = '{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{{ "[TOOL_CALLS] ["
 SMALL = '{% if tools %}{{ tools }}{% endif %}{{ "[TOOL_CALLS]" + call.name + "[ARGS]" + call.arguments }}'
 V3 = "{{ tools }}{{ '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n```json' }}"
 V31 = "{{ tools }}{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}"
+V32 = "{% set d = '｜DSML｜' %}{{ tools }}<{{ d }}function_calls><{{ d }}invoke name='f'><{{ d }}parameter name='a'"
+M2 = '{% set begin = "<minimax:tool_call>" %}<invoke name="tool-name-1">\n<parameter name="param-key-1">param-value-1'
 OSS = "<|channel|>commentary json<|message|>{{ arguments | tojson }}<|call|>"
 
 
@@ -372,6 +445,7 @@ OSS = "<|channel|>commentary json<|message|>{{ arguments | tojson }}<|call|>"
         *[(QWEN, "hermes"), (LLAMA, "llama3"), (NEMO, "mistral-list"), (SMALL, "mistral-named")],
         ("Respond as [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
         *[(V3, "deepseek3"), (V31, "deepseek3.1"), (OSS, "harmony"), (QWEN_XML, "qwen3-coder"), (GLM, "glm4.5")],
+        *[(M2, "minimax-m2"), (V32, "deepseek3.2")],
         ("{{ messages }}", None),
     ],
 )

@@ -6,13 +6,16 @@ import json
 from typing import Any
 
 import pytest
-from written_answers import glm45, glm47, joined, qwen3_coder
+from written_answers import deepseek32, glm45, glm47, joined, minimax_m2, qwen3_coder, told
 
 from baton.engine.text import AnswerPart, CallArguments, CallBegins, Reading, Words
 from baton.engine.text.answers.forms import FORMATS
 
 FORMS = {form.name: form for form in FORMATS}
-WRITE = {"qwen3-coder": qwen3_coder, "glm4.5": glm45}
+WRITE = {"qwen3-coder": qwen3_coder, "glm4.5": glm45, "minimax-m2": minimax_m2, "deepseek3.2": deepseek32}
+LAST_CLOSE = {"qwen3-coder": "</function>", "glm4.5": "</tool_call>", "minimax-m2": "</invoke>"}
+LAST_CLOSE["deepseek3.2"] = "</｜DSML｜invoke>"
+UNTYPED = [form for form in WRITE if form != "deepseek3.2"]  # where the model does not say what a value is
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(5000):
     DEEP = {"anyOf": [DEEP]}
@@ -106,14 +109,40 @@ VALUES: list[tuple[str, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("form", WRITE)
+@pytest.mark.parametrize("form", UNTYPED)
 @pytest.mark.parametrize(("key", "text", "value"), VALUES)
 def test_a_value_is_what_the_schema_of_its_function_says(form: str, key: str, text: str, value: Any) -> None:
     written = WRITE[form]("", [("look", {key: text})])
     assert arguments(form, written) == {key: value}
 
 
-@pytest.mark.parametrize("form", WRITE)
+SAID: list[tuple[str, str, str, Any]] = [
+    ("text", "true", "5", "5"),
+    ("text", "true", " a\n</parameter>\n", " a\n</parameter>\n"),
+    ("text", "false", "5", "5"),
+    ("count", "false", "5", 5),
+    ("count", "true", "5", 5),
+    ("title", "true", "null", "null"),
+    ("title", "false", "null", None),
+    ("any", "true", "5", "5"),
+    ("any", "true", "[1]", "[1]"),
+    ("any", "false", "5", 5),
+    ("any", "false", '"5"', '"5"'),
+    ("unheard-of", "true", "7", "7"),
+    ("unheard-of", "false", '{"a": 1}', {"a": 1}),
+]
+
+
+@pytest.mark.parametrize(("key", "is_text", "text", "value"), SAID)
+def test_where_a_model_says_what_a_value_is_the_schema_goes_before(
+    key: str, is_text: str, text: str, value: Any
+) -> None:
+    parameter = f'<｜DSML｜parameter name="{key}" string="{is_text}">{text}</｜DSML｜parameter>'
+    call = f'<｜DSML｜invoke name="look">\n{parameter}\n</｜DSML｜invoke>'
+    assert arguments("deepseek3.2", f"<｜DSML｜function_calls>\n{call}\n</｜DSML｜function_calls>") == {key: value}
+
+
+@pytest.mark.parametrize("form", UNTYPED)
 def test_what_further_arguments_are_a_schema_may_say(form: str) -> None:
     written = WRITE[form]("", [("look", {"a": "5"})])
     of_text = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -149,6 +178,8 @@ INSIDE: dict[str, list[str]] = {
         "<tool_call>\n<function=look>\n",
     ],
     "glm4.5": ["</arg_value> is its end", "</tool_call>", "<arg_key>count</arg_key>", "<tool_call>look\n"],
+    "minimax-m2": ["</parameter> is its end", "</invoke>\n", '<parameter name="count">', '\n<invoke name="look">\n'],
+    "deepseek3.2": ["</｜DSML｜parameter> ends it", "</｜DSML｜invoke>\n", '<｜DSML｜invoke name="look">\n'],
 }
 
 
@@ -166,14 +197,10 @@ FORGOTTEN = {
         "<tool_call>\n<function=look>\n<parameter=text>\na\n<parameter=count>\n1\n</parameter>\n</function>\n</tool_call>",
         "<tool_call>\n<function=look>\n<parameter=text>\na\n</parameter>\n<parameter=count>\n1\n</function>\n</tool_call>",
         "<tool_call>\n<function=look>\n<parameter=count>\n1\n</parameter>\n<parameter=text>\na\n</function>\n</tool_call>",
-        "<tool_call>\n<function=look>\n<parameter=count>\n1\n</parameter>\n<parameter=text>\na\n</parameter>\n",
         "<tool_call>\n<function=look>\n<parameter=count>\n1\n</parameter>\n<parameter=text>\na\n</function>\n",
-        "<tool_call>\n<function=look>\n<parameter=count>\n1\n</parameter>\n<parameter=text>\na\n",
     ],
     "glm4.5": [
         "<tool_call>look\n<arg_key>text</arg_key>a</arg_value><arg_key>count</arg_key>1</arg_value></tool_call>",
-        "<tool_call>look\n<arg_key>text</arg_key><arg_value>a</arg_value><arg_key>count</arg_key><arg_value>1</arg_value>",
-        "<tool_call>look<arg_key>count</arg_key>\n<arg_value>1</arg_value>\n<arg_key>text</arg_key>\n<arg_value>a",
     ],
 }
 
@@ -183,13 +210,16 @@ def test_tags_that_a_model_forgot_are_not_missed(form: str, text: str) -> None:
     assert arguments(form, text) == {"text": "a", "count": 1}
 
 
+@pytest.mark.parametrize("finished", [False, True], ids=["cut off", "ended by the model"])
 @pytest.mark.parametrize("form", WRITE)
-def test_an_answer_that_is_cut_off_ends_no_value(form: str) -> None:
+def test_an_answer_that_ends_within_a_call_ends_neither_it_nor_its_value(form: str, finished: bool) -> None:
     text = WRITE[form]("", [("look", {"text": "here", "count": 15})])
     begun = [CallBegins(0, "look"), CallArguments(0, '{"text": "he')]
-    assert read(form, text[: text.index("re")], finished=False) == begun
+    assert read(form, text[: text.index("re")], finished=finished) == begun
     begun = [CallBegins(0, "look"), CallArguments(0, '{"text": "here", "count": ')]
-    assert read(form, text[: text.index("5") + 1], finished=False) == begun
+    assert read(form, text[: text.index("5") + 1], finished=finished) == begun
+    before_close = text[: text.rindex(LAST_CLOSE[form])]
+    assert read(form, before_close, finished=finished) == begun
 
 
 def test_calls_may_stand_in_one_pair_of_tags_and_words_behind_them() -> None:
@@ -202,6 +232,23 @@ def test_calls_may_stand_in_one_pair_of_tags_and_words_behind_them() -> None:
     ]
     assert read("qwen3-coder", f"Well.\n\n<tool_call>\n{call}\n{call}\n</tool_call>\n") == [Words("Well."), *told]
     assert read("qwen3-coder", f"<tool_call>{call}</tool_call>\n{call}\nDone.") == [*told, Words("\nDone.")]
+
+
+SECTIONS = {"minimax-m2": ("<minimax:tool_call>", ""), "deepseek3.2": ("<｜DSML｜function_calls>", "｜DSML｜")}
+
+
+@pytest.mark.parametrize("form", SECTIONS)
+def test_in_a_section_calls_follow_each_other_and_outside_there_are_none(form: str) -> None:
+    begin, prefix = SECTIONS[form]
+    two: list[tuple[str, dict[str, Any]]] = [("look", {"count": 1}), ("look", {})]
+    text = WRITE[form]("Well.", two)
+    assert read(form, text.replace("\n", "")) == told("Well.", two)
+    bare = f'<{prefix}invoke name="look"></{prefix}invoke>'
+    assert read(form, f"{text}\nDone: {bare}") == [*told("Well.", two), Words(f"\nDone: {bare}")]
+    one, mark, last = text.rpartition(f"\n<{prefix}invoke")
+    unknown = mark + last.replace("look", "unknown")
+    assert read(form, one + unknown) == [*told("Well.", two[:1]), Words(unknown)]
+    assert read(form, begin + unknown) == [Words(begin + unknown)]
 
 
 def test_lines_between_tags_are_no_part_of_a_call() -> None:

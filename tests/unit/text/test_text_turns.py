@@ -39,7 +39,7 @@ SHOWN = {
     "deepseek3.1": f"<｜tool▁call▁begin｜>look<｜tool▁sep｜>{WRITTEN}<｜tool▁call▁end｜>",
     "harmony": f"to=functions.look<|channel|>commentary json<|message|>{WRITTEN}<|call|>",
     "qwen3-coder": WRITERS["qwen3-coder"].write("", [("look", GIVEN)]),
-    "glm4.5": WRITERS["glm4.5"].write("", [("look", GIVEN)]),
+    **{name: WRITERS[name].write("", [("look", GIVEN)]) for name in ("glm4.5", "minimax-m2", "deepseek3.2")},
 }
 
 
@@ -78,13 +78,17 @@ def test_what_gpt_oss_thought_before_a_call_is_shown() -> None:
     assert f"{analysis}hm\n\nwell<|end|>" in render("harmony", chat(reasoning_content="hm", content="well"))
 
 
-@pytest.mark.parametrize("family", ["qwen3-coder", "glm4.5"])
+LAST = {"qwen3-coder": "</tool_call>", "glm4.5": "</tool_call>", "minimax-m2": "</minimax:tool_call>"}
+LAST["deepseek3.2"] = "</｜DSML｜function_calls>"
+
+
+@pytest.mark.parametrize("family", LAST)
 def test_what_a_template_shows_of_a_call_is_read_as_that_call(family: str) -> None:
     given = {"text": "a < b\n\n{c}", "sizes": [1, {"a": "größe"}], "all": True, "none": None, "count": 5}
     types = {"text": "string", "sizes": "array", "all": "boolean", "none": "null", "count": "integer"}
     schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
     text = render(family, chat(content="Well.", tool_calls=[call("a", given), call("b", {})]))
-    shown = text[text.index("Well.") : text.rindex("</tool_call>") + len("</tool_call>")]
+    shown = text[text.index("Well.") : text.rindex(LAST[family]) + len(LAST[family])]
     form = ChatTemplate({"default": FAMILIES[family]}).call_format
     assert form is not None
     parts = joined(form.reader({"look": schema}).push(shown, finished=True))
