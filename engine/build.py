@@ -64,17 +64,17 @@ def build_engine(
             tiers = open_tiers(ready.region) if open_tiers else None
         with phases("warm_up"):
             runner = ready.make_runner()
-    grammars = _grammars(config, ready.core_config)
-    core = EngineCore(
-        ready.core_config,
-        ready.membership.leading(runner),
-        connector,
-        late_compilations=ready.late_compilations,
-        expert_review=ready.expert_review,
-        lockstep=ready.membership.lockstep(review_experts_every=config.eplb_step_interval),
-        tiers=tiers,
-        grammars=grammars,
-    )
+        grammars = _grammars(config, ready.core_config)
+        core = EngineCore(
+            ready.core_config,
+            ready.membership.leading(runner),
+            connector,
+            late_compilations=ready.late_compilations,
+            expert_review=ready.expert_review,
+            lockstep=ready.membership.lockstep(review_experts_every=config.eplb_step_interval),
+            tiers=tiers,
+            grammars=grammars,
+        )
     _log_ready(ready, phases)
     return Engine(
         core=core,

@@ -54,7 +54,9 @@ ENGINE = {
     "limit_mm_per_prompt": ForeignArgument(_TEXT_ONLY, ({},)),
     "mm_processor_kwargs": ForeignArgument(_TEXT_ONLY, ({},)),
     "enable_prompt_embeds": ForeignArgument("prompts are text or token ids", (False,)),
-    "swap_space": ForeignArgument(f"preempted requests are computed again; {_IN_HOST_MEMORY}", (0,)),
+    "swap_space": ForeignArgument(
+        f"preempted requests are computed again; {_IN_HOST_MEMORY}", (0, 4)
+    ),  # 4: its default
     "preemption_mode": ForeignArgument("preempted requests are computed again", ("recompute",)),
     "cpu_offload_gb": ForeignArgument("weights stay on their device", (0,)),
     "kv_offloading_size": ForeignArgument(_IN_HOST_MEMORY, (0,)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from numbers import Number
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,7 +36,7 @@ _Params = TypeVar("_Params", bound=msgspec.Struct)
 
 
 def as_decoded(params: _Params, where: str = "") -> _Params:
-    """With the values that a decoder would have given it: lists for tuples, Python's numbers for those of libraries.
+    """With the values that a decoder would have given it: lists for tuples, arrays and tensors, and Python's numbers.
 
     Raises `InvalidSamplingParams` for a value of another type than its field's: a constructor looks at types only
     where it stumbles over them.
@@ -51,10 +50,8 @@ def _decoded_values(params: msgspec.Struct, where: str = "") -> dict[str, Any]:
         value, name = getattr(params, field.name), where + field.name
         if isinstance(value, msgspec.Struct):
             value = as_decoded(value, f"{name}.")
-        elif isinstance(value, Number) and hasattr(value, "item"):  # numpy's
-            value = value.item()
         try:
-            values[field.name] = msgspec.convert(value, field.type)
+            values[field.name] = msgspec.convert(_plain(value), field.type)
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, InvalidSamplingParams):
                 raise error.__cause__ from None
@@ -62,6 +59,14 @@ def _decoded_values(params: msgspec.Struct, where: str = "") -> dict[str, Any]:
             inner = path.removeprefix("$").rstrip("`") if path.startswith("$") else ""
             raise InvalidSamplingParams(name + inner, message) from None
     return values
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        return value.tolist()
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

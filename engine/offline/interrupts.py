@@ -1,4 +1,4 @@
-"""Ctrl-C between steps."""
+"""Signals between steps."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+_HELD = (signal.SIGINT, signal.SIGTERM)
 
-class InterruptAfter:
-    """Ctrl-C waits for the end of this context: in the middle of a step it would lose a plan whose results the
-    scheduler then expects for ever. A second one comes through at once, for whoever would not wait.
 
-    It does nothing in threads other than the main one, which Python never interrupts, and where somebody else handles
-    Ctrl-C.
+class SignalsAfter:
+    """Ctrl-C and SIGTERM, where Python handles them, wait for the end of this context: a handler that raises in the
+    middle of a step would lose a plan whose results the scheduler then expects for ever. A second one comes through at
+    once, for whoever would not wait.
+
+    It does nothing in threads other than the main one, which Python never interrupts.
     """
 
     def __init__(self) -> None:
-        self._came = False
-        self._before: Any = None
+        self._came: dict[int, FrameType | None] = {}
+        self._handlers: dict[int, Any] = {}  # those that wait
 
     def __enter__(self) -> None:
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._before = signal.signal(signal.SIGINT, self._note)
+        if threading.current_thread() is threading.main_thread():
+            found = {number: signal.getsignal(number) for number in _HELD}
+            self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+            for number in self._handlers:
+                signal.signal(number, self._note)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is None:
-            return
-        signal.signal(signal.SIGINT, self._before)
-        if self._came:
-            raise KeyboardInterrupt
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for number, frame in self._came.items():
+            self._handlers[number](number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
-            raise KeyboardInterrupt
-        self._came = True
+        if number in self._came:
+            self._handlers[number](number, frame)
+        self._came[number] = frame

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import random
@@ -25,7 +26,7 @@ from ..parallel.member import ALONE_MEMBER
 from ..text import Tokenizer, bad_word_token_ids
 from .arguments import one_for_each, require_flag, require_nothing_foreign, require_tools, template_variables
 from .completion import Continuation, logprob_dict
-from .interrupts import InterruptAfter
+from .interrupts import SignalsAfter
 from .local_members import LocalMembers
 from .outputs import RequestOutput
 from .prompts import InvalidPrompt, Messages, Prompt, PromptReader, ReadPrompt, as_conversations, as_list
@@ -62,6 +63,8 @@ class LLM:
         folders = {"model": model, "tokenizer": tokenizer}
         paths = {name: os.fspath(path) if isinstance(path, os.PathLike) else path for name, path in folders.items()}
         config = EngineConfig.from_args({**engine_args, **paths})
+        # Torch imports it, too, and takes whatever ends that, Ctrl-C as well, for its absence: the script would go on.
+        importlib.import_module("numpy")
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(config.tokenizer or config.model)
         self._prompts = PromptReader(self.tokenizer)
         with ExitStack() as stack:
@@ -114,7 +117,7 @@ class LLM:
         progress bar. `foreign` are vLLM's further arguments, which must ask for nothing (`foreign_arguments`).
 
         Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running
-        then.
+        then. Raises `EngineFailed` or `GroupFailed` where the engine can serve nothing any more, or was closed.
         """
         require_nothing_foreign("generate", foreign, foreign_arguments.GENERATE)
         return self._generate(as_list(prompts), sampling_params, use_tqdm)
@@ -161,6 +164,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        if not self._end.alive:
+            raise EngineFailed("the engine was closed", [])
         require_flag("use_tqdm", use_tqdm, "; a bar of another kind is not drawn")
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         requests = [
@@ -194,25 +199,34 @@ class LLM:
                     running[engine_request.request_id] = (request, continuation)
                     core.add(engine_request)
             while running:
-                with InterruptAfter():
-                    steps = core.step()
-                for step in steps:
+                for step in self._step():
                     if step.request_id in running:  # else: one that a stop string ended while a step was under way
                         self._take(step, running, bar)
         except (EngineFailed, GroupFailed):
             raise  # nothing runs any more
         except BaseException:
-            for request_id in running:
-                core.abort(request_id)
-            self._finish_steps()
+            if self._end.alive:
+                for request_id in running:
+                    core.abort(request_id)
+                self._finish_steps()
             raise
         self._finish_steps()
 
     def _finish_steps(self) -> None:
         """Requests are over before the last steps are, and other ranks may wait for this one to step with them."""
         while self._core.has_work():
-            with InterruptAfter():
-                self._core.step()
+            self._step()
+
+    def _step(self) -> list[EngineOutput]:
+        """A whole step. What breaks into it all the same, as a second Ctrl-C does, ends the engine."""
+        with SignalsAfter():
+            try:
+                return self._core.step()
+            except Exception:
+                raise
+            except BaseException:
+                self.close()
+                raise
 
     def _take(
         self, step: EngineOutput, running: dict[str, tuple[_Request, Continuation]], bar: PromptsBar | None

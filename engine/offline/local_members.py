@@ -57,8 +57,12 @@ class LocalMembers:
         self._desk = RequestDesk() if config.data_parallel_size > 1 else None
         order = _Order(config, 0, self._rendezvous.address, "" if self._desk is None else self._desk.address)
         self.member = _member(order)
-        for rank in range(1, config.world_size):
-            self._start(msgspec.structs.replace(order, rank=rank))
+        try:
+            for rank in range(1, config.world_size):
+                self._start(msgspec.structs.replace(order, rank=rank))
+        except BaseException:  # Ctrl-C, too
+            self.close()
+            raise
 
     def spread(self, core: EngineCore) -> OfflineCore:
         """All data-parallel ranks as one, of which `core` is rank 0. Waits for the others; raises `GroupFailed`."""

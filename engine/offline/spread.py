@@ -50,12 +50,13 @@ class RequestDesk:
         self._decode = msgspec.msgpack.Decoder(list[EngineOutput]).decode
 
     def wait_ready(self, num_ranks: int, check: Callable[[], None]) -> None:
-        """Until that many other ranks serve. `check` raises where one never will."""
+        """Until that many other ranks serve; nobody finds the desk afterwards. `check` raises where one never will."""
         ready: set[bytes] = set()
         while len(ready) < num_ranks:
             check()
             if self._socket.poll(_POLL_MS):
                 ready.add(self._socket.recv_multipart()[0])
+        self._remove_folder()  # a process that is killed leaves none behind
 
     def ring(self) -> None:
         """Ends a `receive` that waits. For one other thread."""
@@ -79,6 +80,9 @@ class RequestDesk:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -49,9 +49,10 @@ class Addresses:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def remove(self) -> None:
-        """Leaves no files behind. Comes after the sockets are closed."""
+        """Nobody finds them any more; who is connected stays so. A process that is killed behind it leaves no files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def _new_path(self) -> str:
         if self._folder is None:

@@ -48,9 +48,9 @@ class Links:
         *,
         grace_s: float = _GRACE_S,
     ) -> None:
-        """Returns when all `others`, which have links of the same `name`, are connected. Raises `GroupFailed`.
+        """Returns when all `others`, which have links of the same `name`, are connected, both ways.
 
-        `grace_s`: none where the others never end by themselves.
+        `grace_s`: none where the others never end by themselves. Raises `GroupFailed`.
         """
         self._name, self._meeting, self._groups, self._grace_s = name, meeting, groups, grace_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -67,7 +67,7 @@ class Links:
         self._watch = Watch(self._context, self._lose)
         try:
             self._connect(member, others)
-        except GroupFailed:
+        except BaseException:  # Ctrl-C, too: a context with open sockets that is let go of waits for them for ever
             self._give_back(linger=0)
             raise
         self._watch.start()
@@ -146,6 +146,10 @@ class Links:
             self._watch.add(socket, f"rank {rank}")
             connect(socket, address, member)
         self._watch.wait_connected(member.start_timeout_s, self._meeting.check)
+        self._meeting.put(f"{self._name}/{member.rank}/connected", "")
+        for rank in others:
+            self._meeting.get(f"{self._name}/{rank}/connected")
+        self._addresses.remove()
 
     def _drop(self) -> None:
         self._num_dropped += 1

@@ -86,27 +86,31 @@ class Membership:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What fails within, the other members hear of; where one of them failed first, that is what is raised."""
+        """What fails within, Ctrl-C too, the other members hear of; where one of them failed first, that is raised."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             cause = self._tell(error)
-            if self._sender is not None:
-                self._sender.close(well=False)
-                self._sender = None
-            self.close()
+            self.close(well=False)
             if cause is None or not isinstance(error, CollectiveFailed):
                 raise
             raise GroupFailed(cause) from error
 
-    def close(self) -> None:
-        """Ends the ties, and on the rank that schedules the group. Once is enough."""
-        for end in (self._sender, self._receiver, self._waves, self.groups):
-            if end is not None:
-                end.close()
+    def close(self, *, well: bool = True) -> None:
+        """Ends the ties, and on the rank that schedules the group. Once is enough.
+
+        `well`: or else the others learn that this rank is lost to them, and wait for it no longer.
+        """
+        if self._sender is not None:
+            self._sender.close(well=well)
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._waves is not None:
+            self._waves.close(well=well)
+        self.groups.close()
         self._sender = self._receiver = self._waves = None
 
-    def _tell(self, error: Exception) -> str | None:
+    def _tell(self, error: BaseException) -> str | None:
         """What failed elsewhere and made this fail; None where this came first."""
         if self.meeting is None:
             return None

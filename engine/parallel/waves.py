@@ -48,9 +48,9 @@ class Waves:
         """Raises `GroupFailed` where a rank has gone."""
         self._links.check()
 
-    def close(self) -> None:
-        """Tells the others that this rank ends. Once is enough."""
-        self._links.close(well=True, receiver=self._thread)
+    def close(self, *, well: bool = True) -> None:
+        """Tells the others that this rank ends, or, where it does not end well, nothing: they see it. Once will do."""
+        self._links.close(well=well, receiver=self._thread)
 
     def _run(self, on_wake: Callable[[int], None]) -> None:
         with contextlib.suppress(GroupFailed):  # which the next step tells

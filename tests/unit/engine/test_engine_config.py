@@ -70,7 +70,7 @@ def test_vllms_arguments_are_taken_where_they_ask_for_nothing(name: str) -> None
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"swap_space": 4}, "swap_space: is 4: preempted requests are computed again; .*, or give 0$"),
+        ({"swap_space": 8}, "swap_space: is 8: preempted requests are computed again; .*, or give 0, 4$"),
         ({"swap_space": False}, "swap_space: is False"),
         ({"enable_lora": True}, "enable_lora: is True: adapters are not served: .*, or give False$"),
         ({"enable_lora": 0}, "enable_lora: is 0"),

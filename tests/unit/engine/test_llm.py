@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from baton.engine import (
     InvalidSamplingParams,
     SamplingParams,
 )
+from baton.engine.core.engine import EngineFailed
 from baton.engine.hf_config.model_config import ModelError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -210,31 +212,52 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_the_others_are_taken_back
 
 
 @pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """As Python handles it by itself; a process that a shell has put into the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals() -> Iterator[None]:
+    """Ctrl-C as Python handles it by itself, whatever a shell has set; SIGTERM as scripts do that end in order."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: sys.exit("told to end")}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.timeout(60)
-def test_an_interrupt_in_the_middle_of_a_step_ends_the_call_and_nothing_else(make_llm: Callable[..., LLM]) -> None:
-    llm = make_llm()
-    runner = llm._core._runner
+def signalled(llm: LLM, *numbers: int) -> LLM:
+    """In the middle of the next step."""
+    runner = llm._core._runner  # type: ignore[attr-defined]
     launch = runner.launch
 
-    def interrupted(plan: Any) -> Any:
+    def launch_signalled(plan: Any) -> Any:
         runner.launch = launch
-        signal.raise_signal(signal.SIGINT)
+        for number in numbers:
+            signal.raise_signal(number)
         return launch(plan)
 
-    runner.launch = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    runner.launch = launch_signalled
+    return llm
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_in_the_middle_of_a_step_ends_the_call_and_nothing_else(
+    make_llm: Callable[..., LLM], number: int, error: type[BaseException]
+) -> None:
+    llm = signalled(make_llm(), number)
+    with pytest.raises(error):
         llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
     assert not llm._core.has_work()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.timeout(60)
+def test_a_second_signal_breaks_into_the_step_and_ends_the_engine(make_llm: Callable[..., LLM]) -> None:
+    llm = signalled(make_llm(), signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
+    with pytest.raises(EngineFailed, match="the engine was closed"):
+        llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
 
 
 def test_parameters_that_do_not_fit_are_refused(llm: LLM) -> None:

@@ -16,6 +16,7 @@ from baton.engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from baton.engine.core.sampling import as_decoded
 from baton.engine.text import InvalidMessages
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -96,11 +97,30 @@ def test_a_value_that_no_check_can_read_is_refused_by_name_at_once(values: dict[
     assert caught.value.field == field
 
 
-def test_parameters_may_be_numbers_of_other_libraries_and_tuples(llm: LLM) -> None:
-    plain = SamplingParams(temperature=0.5, seed=3, max_tokens=6, stop_token_ids=[7])
-    other = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), max_tokens=6, stop_token_ids=(7,))  # type: ignore[arg-type]
-    both = [llm.generate(IDS, params, use_tqdm=False)[0].outputs[0].token_ids for params in (plain, other)]
-    assert both[0] == both[1]
+PLAIN: dict[str, Any] = {
+    "temperature": 0.5,
+    "seed": 3,
+    "max_tokens": 6,
+    "stop_token_ids": [7],
+    "logit_bias": {5: 1.0},
+    "bad_words_token_ids": [[1, 2]],
+    "ignore_eos": True,
+}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"temperature": np.float32(0.5), "seed": np.int64(3), "max_tokens": np.int32(6), "ignore_eos": np.True_},
+        {"stop_token_ids": (7,), "bad_words_token_ids": ((1, 2),)},
+        {"stop_token_ids": [np.int64(7)], "logit_bias": {np.int64(5): np.float32(1.0)}},
+        {"stop_token_ids": np.array([7])},
+        {"stop_token_ids": torch.tensor([7])},
+    ],
+    ids=["numbers", "tuples", "numbers within", "array", "tensor"],
+)
+def test_parameters_may_be_those_of_other_libraries(others: dict[str, Any]) -> None:
+    assert as_decoded(SamplingParams(**{**PLAIN, **others})) == SamplingParams(**PLAIN)
 
 
 @pytest.mark.parametrize(

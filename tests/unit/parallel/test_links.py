@@ -183,7 +183,10 @@ def test_ranks_at_ipv6_addresses_are_linked(monkeypatch: pytest.MonkeyPatch, mem
         found.talk()
 
 
-def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [GroupFailed("its device is gone"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """Not that it has gone, or does not answer: who finds that may be the first to write."""
     place = Rendezvous()
 
@@ -191,7 +194,7 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(monkeypatch
         connect(end, address, own)
         if own.rank == 1:
             time.sleep(0.5)  # rank 0 has connected to it
-            raise GroupFailed("its device is gone")
+            raise error
 
     def join(rank: int) -> None:
         own = Member(rank=rank, tensor_parallel_size=2, rendezvous=place.address, host=f"127.0.0.{1 + rank}")
@@ -201,10 +204,10 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(monkeypatch
 
     monkeypatch.setattr(links, "connect", fail_late)
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(join, rank) for rank in range(2)]
-    for end in ends:
-        with pytest.raises(GroupFailed, match="its device is gone"):
-            end.result()
+        first, second = (pool.submit(join, rank).exception for rank in range(2))
+    assert repr(second()) == repr(error)
+    assert isinstance(first(), GroupFailed)
+    assert str(first()) == f"rank 1 failed: {str(error) or repr(error)}"
 
 
 def test_a_rank_that_cannot_listen_at_its_address_says_so() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,23 @@ def test_a_script_without_a_main_guard_works_and_ends(folder: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
 
 
+def test_ctrl_c_while_torch_imports_numpy_is_heard(folder: Path) -> None:
+    script = (
+        "import sys\n"
+        "from baton.engine import LLM\n"
+        "assert not {'numpy', 'torch'} & sys.modules.keys()\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'numpy':\n"
+        "            sys.meta_path.remove(self)\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"LLM({str(folder)!r}, skip_tokenizer_init=True, device='cpu', tensor_parallel_size=2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("KeyboardInterrupt\n"), done.stderr
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.9])
 def test_a_member_that_dies_while_starting_ends_the_start(make: Callable[..., LLM], delay_s: float) -> None:
     def kill(pid: int) -> None:
@@ -165,6 +183,25 @@ def test_members_of_a_process_that_is_killed_end_by_themselves(folder: Path) -> 
         assert orphan is not None
         process.kill()
     assert wait_until_gone([orphan], SOON_S) == []
+
+
+def test_a_start_that_is_interrupted_between_two_members_ends_the_first(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    begin = subprocess.Popen
+
+    def interrupted(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if members():
+            raise KeyboardInterrupt
+        return begin(*words, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        make(data_parallel_size=2)
+    assert members() == []
+    assert list(tmp_path.iterdir()) == []
+    del caught  # until here it keeps what the start had made
 
 
 def test_what_every_member_would_refuse_is_raised_as_it_is(folder: Path, tmp_path: Path, make: Any) -> None:

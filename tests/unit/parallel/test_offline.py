@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +84,16 @@ def test_ranks_without_requests_cost_nothing(make: Callable[..., LLM]) -> None:
         before = cpu_seconds(pids)
         time.sleep(1.0)
         assert cpu_seconds(pids) - before < 0.05
+
+
+def test_a_process_that_is_killed_leaves_no_files(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any rank: once all are connected, there are none."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with make(tensor_parallel_size=2, data_parallel_size=2, **EXPERTS):
+        assert list(tmp_path.glob("baton-*")) == []
 
 
 def test_nobody_waits_for_ranks_that_have_no_requests(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from silent_proxy import SilentProxy
 from thread_groups import Closing, run_threads
 
@@ -207,10 +208,36 @@ def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_unix_socket_is_for_its_user_only_and_leaves_nothing_behind(
+def test_a_unix_socket_is_for_its_user_only_and_its_path_is_gone_once_all_are_connected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever is killed then leaves nothing behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with ends():
-        assert [stat.S_IMODE(folder.stat().st_mode) for folder in tmp_path.iterdir()] == [0o700, 0o700]
+    modes: list[int] = []
+
+    def connect_and_look(socket: Any, address: str, member: Member) -> None:
+        modes.append(stat.S_IMODE(Path(address.removeprefix("ipc://")).parent.stat().st_mode))
+        connect(socket, address, member)
+
+    monkeypatch.setattr(links, "connect", connect_and_look)
+    with ends(3) as (sender, receivers, _):
+        assert modes == [0o700] * 4  # each way between the leader and a follower
+        assert list(tmp_path.iterdir()) == []
+        sender.send(PLANS[0])
+        assert [receiver.receive() for receiver in receivers] == [PLANS[0]] * 2
+
+
+def test_a_start_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    contexts: list[zmq.Context[Any]] = []
+
+    def interrupt(socket: Any, address: str, member: Member) -> None:
+        contexts.append(socket.context)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(links, "connect", interrupt)
+    with pytest.raises(KeyboardInterrupt), ends():
+        pass
+    assert contexts
+    assert all(context.closed for context in contexts)
     assert list(tmp_path.iterdir()) == []

@@ -77,7 +77,6 @@ def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ends(2) as (first, second):
-        assert len(list(tmp_path.iterdir())) == 2
         second.waves.close()
         assert not first.group.closed.wait(1.5)
     first.waves.close()  # once more
@@ -128,6 +127,16 @@ def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
         go_without_a_word(second)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             step.result()
+
+
+def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
+    """The others may wait for it in a collective."""
+    with ends(2) as (first, second):
+        membership = Membership(Member(), timeout_s=SOON_S)
+        membership._waves = second.waves
+        with pytest.raises(ValueError, match="it does not fit"), membership.telling():
+            raise ValueError("it does not fit")
+        assert first.group.closed.wait(SOON_S)
 
 
 def test_what_is_no_wave_is_dropped() -> None:
