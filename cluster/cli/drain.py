@@ -6,7 +6,7 @@ import typer
 
 from baton.cluster.gateway.dispatch.ranks import spell_ranks
 
-from .ray_cluster import NoRayCluster, connect
+from .ray_cluster import NoRayCluster, connect, leave
 from .words import fail
 
 
@@ -29,5 +29,5 @@ def drain_rank(rank: int, app: str, ray_address: str) -> None:
     except ValueError:
         fail(f"the cluster runs no application named {app!r}: see `serve status`, and give --app", code=1)
     finally:
-        ray.shutdown()
+        leave()
     typer.echo(f"rank {spell_ranks(ranks)}: it drains; Serve then starts another group in its place")

@@ -28,7 +28,7 @@ from baton.cluster.spec import REPLICA_CPUS, FleetSpec
 from baton.engine.core.endpoints import endpoint
 
 from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
-from .ray_cluster import NoRayCluster, connect
+from .ray_cluster import NoRayCluster, connect, leave
 from .ray_watch import RayWatch
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class LocalApplication:
                 self._on_ray_end()
         if self._watch is not None:
             self._watch.leave()
-        ray.shutdown()
+        leave()
         kill(wait_until_gone(started, GRACE_S))
 
     def _end_directory(self) -> None:

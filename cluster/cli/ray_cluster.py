@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from baton.engine.core.endpoints import split_endpoint
@@ -36,15 +38,33 @@ def connect(address: str | None, **own: Any) -> None:
     from ray._private import utils
 
     utils.set_sigterm_handler = _leave_signals_alone
-    on_terminate = signal.getsignal(signal.SIGTERM)
     options = own if address is None else {"address": _answering(address)}
     try:
-        ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
+        with _sigterm_kept():
+            ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
     except Exception as error:  # what Ray raises has no common type
         what = "Ray does not start on this machine" if address is None else f"the Ray cluster at {address} takes nobody"
         raise NoRayCluster(f"{what}: {error}") from error
+
+
+def leave() -> None:
+    """The inverse of `connect`. In the main thread."""
+    import ray
+
+    with _sigterm_kept():
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """What SIGTERM means stays as it is. In `init` Ray's library puts a handler of its own below Python's, which aborts
+    the process after 3 s; behind `shutdown` there is none at all.
+    """
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGTERM, on_terminate)  # Ray's library puts its own below Python's, which aborts after 3 s
+        signal.signal(signal.SIGTERM, on_terminate)
 
 
 def _leave_signals_alone(handler: object) -> None:
