@@ -66,7 +66,7 @@ class ZmqChannel:
     def __init__(
         self, host: str | None, key: ClusterKey | None, port: int = 0, *, silence_s: float = SILENCE_S
     ) -> None:
-        """Binds `host` at once (None: it only connects); port 0 is a free one.
+        """Binds `host` at once (None: it only connects); port 0 is a free one. Raises `TransportError`.
 
         Without a key anyone who reaches the port may talk: for tests.
         """
@@ -87,7 +87,11 @@ class ZmqChannel:
         self._server: zmq.Socket[bytes] | None = None
         self.address = ""
         if host is not None:
-            self._server = self._bind(host, port)
+            try:
+                self._server = self._bind(host, port)
+            except TransportError:
+                self.close()
+                raise
             self.address = self._server.getsockopt_string(zmq.LAST_ENDPOINT)
             self._poller.register(self._server, zmq.POLLIN)
             self._inbox.register(self._server, zmq.POLLIN)
@@ -179,7 +183,11 @@ class ZmqChannel:
         server.router_mandatory = True  # a reply to a peer that left is an error, not silence
         if self._key is not None:
             self._key.secure_server(server)
-        server.bind(f"tcp://{endpoint(host, port or '*')}")
+        try:
+            server.bind(f"tcp://{endpoint(host, port or '*')}")
+        except zmq.ZMQError as error:
+            server.close()  # a context that is collected with an open socket waits for it for ever
+            raise TransportError(f"cannot listen at {endpoint(host, port or '*')}: {error}") from error
         return server
 
     def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 from fakes import CountingEngine, ListedSource, make_request, serve_engine
 from ipv6 import needs_ipv6
 from strangers import GARBAGE, say
@@ -41,6 +43,13 @@ async def test_an_engine_serves_its_gateway_whoever_else_comes_to_its_port(host:
         outputs = client.submit(record, make_request("r", max_tokens=3))
         assert [token async for output in outputs for token in output.token_ids] == [1, 2, 3]
     await client.close()
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_cannot_listen_at_its_address_leaves_no_socket_behind() -> None:
+    with pytest.raises(zmq.ZMQError, match="Cannot assign requested address"):
+        serve_engine(CountingEngine(), KEY, host="192.0.2.7")
+    gc.collect()  # would hang, had it left one
 
 
 @pytest.mark.parametrize(

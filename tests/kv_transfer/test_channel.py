@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import threading
 import time
@@ -50,6 +51,12 @@ def test_an_answer_comes_back_over_the_connection_of_the_question(channels: list
     assert data == b"claim"
     assert holder.send(route, b"granted")
     assert next_message(reader) == (link, b"granted")
+
+
+def test_an_address_where_it_cannot_listen_is_named() -> None:
+    with pytest.raises(TransportError, match=r"^cannot listen at 192\.0\.2\.7:\*: "):
+        ZmqChannel("192.0.2.7", KEY)
+    gc.collect()  # would hang, had it left a socket open
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["goes", "stays"])
