@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from .sampling import StructuredOutputsParams
@@ -38,8 +38,14 @@ class Grammar(Protocol):
 class GrammarSource(Protocol):
     """Where grammars come from."""
 
-    def open(self, asked: StructuredOutputsParams) -> Grammar:
-        """At the beginning of an output. Takes up to seconds. Raises `GrammarRefused`; any thread may call it."""
+    def knows(self, asked: StructuredOutputsParams) -> bool:
+        """Whether `open` has its answer at once, without a compiler. Any thread may call it."""
+        ...
+
+    def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> Grammar:
+        """At the beginning of an output. Takes up to minutes where others wait, too; with an error of any type soon
+        after `is_wanted` says no. Raises `GrammarRefused`; any thread may call it.
+        """
         ...
 
     def stats(self) -> GrammarStats: ...

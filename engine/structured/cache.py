@@ -1,4 +1,4 @@
-"""Grammars that are compiled, and those that cannot be."""
+"""Grammars that are compiled, those that cannot be, and those that take long."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 CACHE_BYTES = 256 << 20  # of compiled grammars: those used last are kept
+MOST_SLOW = 256  # that are known to take long
 MOST_REFUSALS = 256  # that are remembered ...
 REFUSAL_S = 60.0  # ... so that who asks again and again does not keep the compiler from others
 
@@ -26,6 +27,7 @@ class GrammarCache:
         self._compiled: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
         self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and until when
+        self._slow: OrderedDict[bytes, None] = OrderedDict()
 
     def get(self, key: bytes) -> xgrammar.CompiledGrammar | None:
         """None for what nobody has asked lately. Raises `GrammarRefused` again."""
@@ -49,6 +51,20 @@ class GrammarCache:
             while self._num_bytes > CACHE_BYTES:
                 _, oldest = self._compiled.popitem(last=False)
                 self._num_bytes -= oldest.memory_size_bytes
+
+    def knows(self, key: bytes) -> bool:
+        """Whether `get` has an answer, be it a refusal."""
+        with self._lock:
+            return key in self._compiled or time.monotonic() < self._refused.get(key, ("", 0.0))[1]
+
+    def is_slow(self, key: bytes) -> bool:
+        return key in self._slow
+
+    def note_slow(self, key: bytes) -> None:
+        with self._lock:
+            self._slow[key] = None
+            if len(self._slow) > MOST_SLOW:
+                self._slow.popitem(last=False)
 
     def refuse(self, key: bytes, reason: str) -> None:
         with self._lock:

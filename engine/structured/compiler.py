@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import subprocess
 import sys
-import threading
-from typing import IO
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import IO, NoReturn
 
 import msgspec
 
 from ..core.grammar import GrammarRefused
 from ..core.sampling import StructuredOutputsParams
 from .frames import Compiled, Limits, Ready, Refused, Setup, Vocabulary, read_frame, write_frame
+from .turns import Turns
+
+LOOK_MS = 200  # between looks whether anybody still waits for what is compiled
 
 
 class CompilerFailed(Exception):
@@ -26,41 +32,70 @@ class CompilerClosed(CompilerFailed):
         super().__init__("the engine has ended")
 
 
+class CompilesTooSlowly(Exception):
+    """A grammar took more than its compiler's time."""
+
+
+class Abandoned(Exception):
+    """Nobody waits for this grammar any more."""
+
+    def __init__(self) -> None:
+        super().__init__("nobody waits for this grammar any more")
+
+
+def always() -> bool:
+    return True
+
+
 class GrammarCompiler:
-    """Threads wait for each other. Ends with this process, or with `close`."""
+    """One process. Threads use it in their `turn`. Ends with this process, or with `close`."""
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits = Limits()) -> None:
         self._setup = Setup(vocabulary, limits)
-        self._lock = threading.Lock()
+        self.compile_s = 0.0  # spent on it by who had a turn
+        self._turns = Turns()
         self._process: subprocess.Popen[bytes] | None = None
         self._tokenizer_info = ""
         self._closed = False
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Threads have theirs in the order in which they came."""
+        return self._turns.turn()
+
     def tokenizer_info(self) -> str:
         """xgrammar's, serialized. Raises `GrammarRefused` for tokenizers without bytes, and `CompilerFailed`."""
-        with self._lock:
-            self._running()
-            return self._tokenizer_info
+        self._running()
+        return self._tokenizer_info
 
-    def compile(self, asked: StructuredOutputsParams) -> str:
-        """xgrammar's compiled grammar, serialized. Raises `GrammarRefused` and `CompilerFailed`."""
-        with self._lock:
-            process = self._running()
-            reply = _ask(process, asked)
+    def compile(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = always) -> str:
+        """xgrammar's compiled grammar, serialized. Raises `GrammarRefused`, `CompilesTooSlowly`, `CompilerFailed`, and
+        `Abandoned` soon after `is_wanted` says no.
+        """
+        if not is_wanted():
+            raise Abandoned
+        began_s = time.monotonic()
+        try:
+            reply = _ask(self._running(), asked, is_wanted)
             if reply is None:
-                raise GrammarRefused(f"{asked.kind} {self._why_ended()}")
+                self._raise_why(asked.kind, is_wanted)
+        finally:
+            self.compile_s += time.monotonic() - began_s
         if isinstance(reply, Refused):
             raise GrammarRefused(reply.reason)
         assert isinstance(reply, Compiled)
         return reply.grammar
 
-    def close(self) -> None:
-        """What is being compiled is given up."""
-        self._closed = True
+    def rest(self) -> None:
+        """Its process ends; the next grammar starts another."""
         process = self._process
         if process is not None:
             process.kill()
             process.wait()
+
+    def close(self) -> None:
+        """What is being compiled is given up, and nothing is any more."""
+        self._closed = True
+        self.rest()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -83,22 +118,34 @@ class GrammarCompiler:
         self._tokenizer_info = reply.tokenizer_info
         return process
 
-    def _why_ended(self) -> str:
+    def _raise_why(self, kind: str, is_wanted: Callable[[], bool]) -> NoReturn:
+        """There was no reply."""
         assert self._process is not None
         status, limits = self._process.wait(), self._setup.limits
         self._process = None
         if status == -signal.SIGALRM:
-            return f"takes longer than {limits.compile_s} s to compile: simplify it"
-        return f"breaks its compiler, or needs more than {limits.memory_bytes >> 20} MiB to compile: simplify it"
+            raise CompilesTooSlowly(f"{kind} takes longer than {limits.compile_s} s to compile: simplify it")
+        if not is_wanted():
+            raise Abandoned
+        cause = f"breaks its compiler, or needs more than {limits.memory_bytes >> 20} MiB to compile: simplify it"
+        raise GrammarRefused(f"{kind} {cause}")
 
 
-def _ask(process: subprocess.Popen[bytes], message: msgspec.Struct) -> Ready | Compiled | Refused | None:
-    """None: the process has ended."""
+def _ask(
+    process: subprocess.Popen[bytes], message: msgspec.Struct, is_wanted: Callable[[], bool] = always
+) -> Ready | Compiled | Refused | None:
+    """None: the process has ended. It is ended where nobody wants the reply."""
     try:
         write_frame(_pipe(process.stdin), message)
     except OSError:
         return None
-    reply = read_frame(_pipe(process.stdout))
+    replies = _pipe(process.stdout)
+    poll = select.poll()
+    poll.register(replies, select.POLLIN)
+    while not poll.poll(LOOK_MS):
+        if not is_wanted():
+            process.kill()
+    reply = read_frame(replies)
     return None if reply is None else msgspec.msgpack.decode(reply, type=Ready | Compiled | Refused)
 
 

@@ -1,12 +1,17 @@
-"""Grammars by xgrammar. Implements `engine.core.grammar`."""
+"""Grammars by xgrammar. Implements `engine.core.grammar`.
+
+open ──> known? ──no──> quick compiler ──longer than QUICK_S──> slow compiler ──longer than its limit──> refused
+
+Each compiler is a process that has one grammar at a time, in the order in which they were asked for. So whoever asks
+for an ordinary grammar waits for each slow one before it for `QUICK_S` and a new process, never for its whole limit.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +21,7 @@ from numpy.typing import NDArray
 from ..core.grammar import GrammarRefused, GrammarStats
 from ..core.sampling import StructuredOutputsParams
 from .cache import GrammarCache
-from .compiler import CompilerClosed, CompilerFailed, GrammarCompiler
+from .compiler import Abandoned, CompilerClosed, CompilerFailed, CompilesTooSlowly, GrammarCompiler, always
 from .frames import Limits, Vocabulary
 
 if TYPE_CHECKING:
@@ -29,6 +34,8 @@ logger = logging.getLogger(__name__)
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _BOUNDED = re.compile(r"(min|max)Length")
 
+QUICK_S = 2  # grammars that take longer are compiled apart
+
 STARTING_THREAD = "baton-grammars-start"
 
 Words = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is set
@@ -37,15 +44,16 @@ Words = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is s
 class Grammars:
     """Compiles each grammar once, as long as the cache holds it. Any thread may call everything.
 
+    The process for slow grammars is there while it has one.
+
     Nothing is loaded or started before `start`, or else the first grammar.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits = Limits()) -> None:
         self._vocabulary = vocabulary
-        self._compiler = GrammarCompiler(vocabulary, limits)
+        quick = Limits(min(QUICK_S, limits.compile_s), limits.memory_bytes)
+        self._quick, self._slow = GrammarCompiler(vocabulary, quick), GrammarCompiler(vocabulary, limits)
         self._cache = GrammarCache()
-        self._turn = threading.Lock()  # to compile, and for what follows
-        self._compile_s = 0.0
         self._tokenizer_info: xgrammar.TokenizerInfo | None = None
         self._printable: Words | None = None
 
@@ -55,8 +63,8 @@ class Grammars:
 
     def _start(self) -> None:
         try:
-            with self._turn:
-                self._vocabulary_as_xgrammar()
+            with self._quick.turn():
+                self._vocabulary_as_xgrammar(self._quick)
         except GrammarRefused as refused:
             logger.info("no output can be structured: %s", refused)  # and whoever asks for one is told so
         except CompilerClosed:
@@ -64,13 +72,14 @@ class Grammars:
         except (CompilerFailed, OSError) as failure:  # OSError: no memory for another process
             logger.warning("the compiler of grammars is started again with the first one: %s", failure)
 
-    def open(self, asked: StructuredOutputsParams) -> Matcher:
+    def knows(self, asked: StructuredOutputsParams) -> bool:
+        """See `GrammarSource.knows`."""
+        return self._cache.knows(msgspec.msgpack.encode(asked))
+
+    def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = always) -> Matcher:
         """See `GrammarSource.open`."""
         key = msgspec.msgpack.encode(asked)
-        compiled = self._cache.get(key)
-        if compiled is None:
-            with self._turn:  # several may ask for the same at once: the first compiles for all
-                compiled = self._cache.get(key) or self._compile(asked, key)
+        compiled = self._cache.get(key) or self._compile(asked, key, is_wanted)
         import xgrammar
 
         allowed = self._without_control_characters() if _has_bounded_strings(asked) else None
@@ -78,31 +87,58 @@ class Grammars:
 
     def stats(self) -> GrammarStats:
         cache = self._cache
-        return GrammarStats(cache.num_compiled, cache.num_refused, cache.num_hits, self._compile_s)
+        compile_s = self._quick.compile_s + self._slow.compile_s
+        return GrammarStats(cache.num_compiled, cache.num_refused, cache.num_hits, compile_s)
 
     def close(self) -> None:
-        self._compiler.close()
+        self._quick.close()
+        self._slow.close()
 
-    def _compile(self, asked: StructuredOutputsParams, key: bytes) -> xgrammar.CompiledGrammar:
-        began_s = time.monotonic()
+    def _compile(
+        self, asked: StructuredOutputsParams, key: bytes, is_wanted: Callable[[], bool]
+    ) -> xgrammar.CompiledGrammar:
+        """Several may ask for the same at once: the first compiles for all."""
+        with self._quick.turn():
+            if (known := self._cache.get(key)) is not None:
+                return known
+            if not is_wanted():
+                raise Abandoned
+            if not self._cache.is_slow(key):
+                try:  # to its end in any case: another process would take as long
+                    return self._compile_by(self._quick, asked, key, always)
+                except CompilesTooSlowly:
+                    self._cache.note_slow(key)
+        with self._slow.turn():
+            if (known := self._cache.get(key)) is not None:
+                return known
+            try:
+                return self._compile_by(self._slow, asked, key, is_wanted)
+            except CompilesTooSlowly as slow:
+                self._cache.refuse(key, str(slow))
+                raise GrammarRefused(str(slow)) from None
+            finally:
+                self._slow.rest()
+
+    def _compile_by(
+        self, compiler: GrammarCompiler, asked: StructuredOutputsParams, key: bytes, is_wanted: Callable[[], bool]
+    ) -> xgrammar.CompiledGrammar:
+        """In this thread's turn."""
         try:
-            serialized = self._compiler.compile(asked)
+            serialized = compiler.compile(asked, is_wanted)
         except GrammarRefused as refused:
             self._cache.refuse(key, str(refused))
             raise
-        finally:
-            self._compile_s += time.monotonic() - began_s
-        info = self._vocabulary_as_xgrammar()
+        info = self._vocabulary_as_xgrammar(compiler)
         import xgrammar
 
         compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, info)
         self._cache.keep(key, compiled)
         return compiled
 
-    def _vocabulary_as_xgrammar(self) -> xgrammar.TokenizerInfo:
+    def _vocabulary_as_xgrammar(self, compiler: GrammarCompiler) -> xgrammar.TokenizerInfo:
         """In this thread's turn. Raises `GrammarRefused` for tokenizers without bytes, and `CompilerFailed`."""
         if self._tokenizer_info is None:
-            serialized = self._compiler.tokenizer_info()
+            serialized = compiler.tokenizer_info()
             import xgrammar  # about a second, with transformers
 
             self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(serialized)

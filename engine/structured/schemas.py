@@ -116,7 +116,7 @@ def _check_types(schema: Mapping[str, Any], place: str) -> None:
 def _check_object(schema: Mapping[str, Any], place: str) -> None:
     known = _map(schema.get("properties"))
     for name in _list(schema.get("required")):
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise GrammarRefused(f"{place}: {name!r} is required, so it must be in 'properties'")
     for keyword in ("patternProperties", "propertyNames"):
         if known and keyword in schema:
@@ -127,9 +127,8 @@ def _check_object(schema: Mapping[str, Any], place: str) -> None:
 
 
 def _has_type(value: Any, types: Any) -> bool:
-    return any(
-        _JSON_TYPES[each](value) for each in (types if isinstance(types, list) else [types]) if each in _JSON_TYPES
-    )
+    named = [each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)]
+    return any(_JSON_TYPES[each](value) for each in named if each in _JSON_TYPES)
 
 
 def _list(value: Any) -> list[Any]:

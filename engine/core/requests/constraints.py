@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from ..grammar import ASKED_BY, Grammar, GrammarRefused, GrammarSource, GrammarStats
 from ..messages import EngineError, ErrorKind
+from ..sampling import StructuredOutputsParams
 from .request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ PATIENCE_S = 0.001  # what a step waits for masks of tokens that came since the 
 OPENING_LIMIT_S = 90.0  # from a request's arrival to its first mask; compilations wait for each other
 MASK_LIMIT_S = 10.0  # from a token to the next mask
 MOST_THREADS = 4
+MOST_OPENERS = 64  # they wait for a compiler; requests beyond these wait for one of them
 
 
 @dataclass(slots=True)
@@ -48,8 +50,8 @@ class Constraints:
         self._clock = clock
         self._tasks: dict[Request, _Task] = {}  # for each request that has no mask
         threads = min(MOST_THREADS, os.cpu_count() or 1)
-        # Two, so that masks never wait for a compiler. Their threads start when they are first needed.
-        self._openers = ThreadPoolExecutor(MOST_THREADS, "baton-grammars")
+        # Two, so that nothing but new grammars waits for a compiler. Their threads start when they are first needed.
+        self._openers = ThreadPoolExecutor(MOST_OPENERS, "baton-grammars")
         self._maskers = ThreadPoolExecutor(threads, "baton-masks")
 
     @property
@@ -69,7 +71,8 @@ class Constraints:
         request.move_to(RequestStatus.WAITING_FOR_GRAMMAR)
         self.num_live += 1
         assert self._source is not None
-        work = self._openers.submit(_open, self._source, request)
+        threads = self._maskers if self._source.knows(_asked_by(request)) else self._openers
+        work = threads.submit(_open, self._source, request)
         self._tasks[request] = _Task(work, self._clock() + OPENING_LIMIT_S, is_fresh=False)
 
     def advance(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -96,7 +99,7 @@ class Constraints:
         wait([task.work for task in self._tasks.values()], PATIENCE_S, return_when="FIRST_COMPLETED")
 
     def drop(self, request: Request) -> None:
-        """The request is over. A task that runs runs on, for nobody."""
+        """The request is over. Its compiler is told so; a mask that is being made is made for nobody."""
         self.num_live -= 1
         if (task := self._tasks.pop(request, None)) is not None:
             task.work.cancel()
@@ -117,10 +120,15 @@ class Constraints:
                 return EngineError(ErrorKind.INTERNAL, f"the grammar failed: {error!r}")
 
 
-def _open(source: GrammarSource, request: Request) -> tuple[Grammar, bytes]:
+def _asked_by(request: Request) -> StructuredOutputsParams:
     asked = request.message.sampling.structured_outputs
     assert asked is not None
-    return _advance(source.open(asked), request.message.output_token_ids)
+    return asked
+
+
+def _open(source: GrammarSource, request: Request) -> tuple[Grammar, bytes]:
+    grammar = source.open(_asked_by(request), lambda: request.status is RequestStatus.WAITING_FOR_GRAMMAR)
+    return _advance(grammar, request.message.output_token_ids)
 
 
 def _advance(grammar: Grammar, token_ids: Sequence[int]) -> tuple[Grammar, bytes]:

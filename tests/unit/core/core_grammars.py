@@ -46,9 +46,17 @@ class FakeGrammars:
         self.fail: Exception | None = None
         self.refuse_at: int | None = None
         self.allows_0 = True
+        self.known: list[StructuredOutputsParams] = []
         self.opened: list[FakeGrammar] = []
+        self.wanted: list[Callable[[], bool]] = []  # of each that was asked for
+        self.asked = threading.Semaphore(0)  # one for each
 
-    def open(self, asked: StructuredOutputsParams) -> FakeGrammar:
+    def knows(self, asked: StructuredOutputsParams) -> bool:
+        return asked in self.known
+
+    def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> FakeGrammar:
+        self.wanted.append(is_wanted)
+        self.asked.release()
         assert self.may_open.wait(30.0)
         if self.fail is not None:
             raise self.fail

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_grammars import FakeGrammars
+from core_grammars import FakeGrammars, LateThreads
 from core_harness import VOCAB_SIZE, Harness, config, request
 
 from baton.engine.core.grammar import GrammarRefused
@@ -242,6 +242,43 @@ def test_who_waits_behind_slow_grammars_is_not_told_that_its_own_is(grammars: Fa
     told = {request_id: harness.answer(request_id).last.error for request_id in ("first", "second")}
     kinds = {request_id: None if error is None else error.kind for request_id, error in told.items()}
     assert kinds == {"first": ErrorKind.INVALID, "second": ErrorKind.OVERLOADED}
+    harness.run()
+    harness.check_all_given_back()
+
+
+def test_a_grammar_that_is_known_waits_for_no_compiler(grammars: FakeGrammars) -> None:
+    harness = harness_with(grammars)
+    openers = LateThreads()
+    harness.scheduler.constraints._openers = openers  # type: ignore[assignment]
+    harness.add(*(constrained(f"new{i}", 5, max_tokens=2) for i in range(8)))
+    grammars.known.append(ANY)
+    harness.add(constrained("known", 6, max_tokens=2))
+    while not harness.is_answered("known"):
+        harness.step()
+    assert len(openers.waiting) == 8
+    while openers.waiting:
+        openers.work()
+    harness.run()
+    harness.check_all_given_back()
+
+
+@pytest.mark.parametrize("end", ["abort", "limit"])
+def test_who_compiles_is_told_when_nobody_waits_any_more(grammars: FakeGrammars, end: str) -> None:
+    harness = harness_with(grammars)
+    now_s = 0.0
+    harness.scheduler.constraints._clock = lambda: now_s
+    grammars.may_open.clear()
+    harness.add(constrained("c", 5, max_tokens=2))
+    assert grammars.asked.acquire(timeout=30.0)
+    (is_wanted,) = grammars.wanted
+    assert is_wanted()
+    if end == "abort":
+        harness.core.abort("c")
+    else:
+        now_s += constraints.OPENING_LIMIT_S
+    harness.step()
+    assert not is_wanted()
+    grammars.may_open.set()
     harness.run()
     harness.check_all_given_back()
 

@@ -223,7 +223,10 @@ class NarrowGrammar:
 
 
 class NarrowGrammars:
-    def open(self, asked: StructuredOutputsParams) -> NarrowGrammar:
+    def knows(self, asked: StructuredOutputsParams) -> bool:
+        return True
+
+    def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> NarrowGrammar:
         return NarrowGrammar()
 
     def stats(self) -> GrammarStats:

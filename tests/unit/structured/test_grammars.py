@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from structured_cases import CASES, CHOICES
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarRefused, GrammarStats
 from baton.engine.structured import Grammars, Limits, Vocabulary, cache, compiler
+from baton.engine.structured import grammars as grammars_module
 from baton.engine.structured.grammars import STARTING_THREAD
 from baton.engine.text import Tokenizer
 
@@ -112,11 +115,86 @@ def test_a_compiler_that_takes_too_much_refuses_and_goes_on(
     source.close()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_slow_grammar_keeps_no_other_from_being_compiled(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "QUICK_S", 1)
+    source = Grammars(vocabulary, Limits(compile_s=60))
+    slow = StructuredOutputsParams(regex=SLOW)
+    is_wanted = threading.Event()
+    is_wanted.set()
+    with ThreadPoolExecutor(2) as threads:
+        opening = [threads.submit(source.open, slow, is_wanted.is_set) for _ in range(2)]
+        until(lambda: source._slow._turns.num_in_line == 2)
+        for choice in ("a", "b"):
+            source.open(StructuredOutputsParams(choice=[choice])).advance([])
+        assert not any(each.done() for each in opening)
+        until(lambda: source._slow._process is not None)
+        process = source._slow._process
+        assert process is not None
+        is_wanted.clear()
+        assert [type(each.exception(60.0)) for each in opening] == [compiler.Abandoned] * 2
+    assert process.poll() is not None, "nobody waits for what it would have compiled"
+    assert source.stats()[:2] == (2, 0), "to be abandoned is no refusal"
+    assert source.knows(StructuredOutputsParams(choice=["a"]))
+    assert not source.knows(slow)
+    source.close()
+
+
+def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Grammars(vocabulary)
+    tried: list[str] = []
+
+    def too_slow(lane: str) -> Callable[..., str]:
+        def compile(asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> str:
+            tried.append(lane)
+            raise compiler.CompilesTooSlowly("takes longer")
+
+        return compile
+
+    monkeypatch.setattr(source._quick, "compile", too_slow("quick"))
+    monkeypatch.setattr(source._slow, "compile", too_slow("slow"))
+    monkeypatch.setattr(cache, "REFUSAL_S", 0.0)
+    for _ in range(2):
+        with pytest.raises(GrammarRefused, match="takes longer"):
+            source.open(StructuredOutputsParams(regex=SLOW))
+    assert tried == ["quick", "slow", "slow"]
+
+
+def test_grammars_are_compiled_as_they_were_asked_for_and_not_for_who_left(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Grammars(vocabulary)
+    compiled: list[str] = []
+
+    def compile(asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> str:
+        compiled.append(str(asked.regex))
+        raise GrammarRefused("not today")
+
+    monkeypatch.setattr(source._quick, "compile", compile)
+    asked = [StructuredOutputsParams(regex=str(number)) for number in range(16)]
+    with ThreadPoolExecutor(16) as threads, source._quick.turn():
+        for number, each in enumerate(asked):
+            wanted = number % 3 != 0
+            threads.submit(source.open, each, lambda wanted=wanted: wanted)
+            until(lambda before=number + 1: source._quick._turns.num_in_line == before + 1)
+    assert compiled == [str(number) for number in range(16) if number % 3 != 0]
+
+
 def test_what_is_known_is_not_compiled_again(
     grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Grammars(vocabulary)
-    source._compiler = grammars._compiler  # one that runs
+    source._quick = grammars._quick  # one that runs
     good, bad = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(regex="(")
     with ThreadPoolExecutor(4) as threads:  # as with n = 4
         (mask,) = {matcher.advance([]) for matcher in threads.map(source.open, [good] * 4)}
@@ -125,7 +203,7 @@ def test_what_is_known_is_not_compiled_again(
     assert source.stats()[:3] == (1, 1, 3)
     assert source.stats().compile_s > 0
     with monkeypatch.context() as patch:
-        patch.setattr(source, "_compiler", None)
+        patch.setattr(source, "_compile", None)
         assert source.open(StructuredOutputsParams(choice=["a"])).advance([]) == mask
         with pytest.raises(GrammarRefused, match="Regex") as second:
             source.open(bad)
@@ -138,7 +216,7 @@ def test_what_is_known_is_not_compiled_again(
 
 def test_the_cache_is_bounded(grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Grammars(vocabulary)
-    source._compiler = grammars._compiler
+    source._quick = grammars._quick
     source.open(StructuredOutputsParams(choice=["a"]))
     monkeypatch.setattr(cache, "CACHE_BYTES", source._cache._num_bytes * 3)
     monkeypatch.setattr(cache, "MOST_REFUSALS", 3)
@@ -155,7 +233,7 @@ def test_the_cache_is_bounded(grammars: Grammars, vocabulary: Vocabulary, monkey
 def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(vocabulary: Vocabulary) -> None:
     source = Grammars(vocabulary)
     source.open(StructuredOutputsParams(choice=["a"]))
-    process = source._compiler._process
+    process = source._quick._process
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()  # as when this process dies

@@ -38,6 +38,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "two unions": ({"anyOf": [{}], "oneOf": [{}]}, "'oneOf' beside 'anyOf'"),
     "an enum of another type": ({"type": "string", "enum": ["a", 1]}, "1 is not of type 'string'"),
     "true is no number": ({"type": "integer", "const": True}, "True is not of type"),
+    "required, and no name": ({"type": "object", "properties": {"a": {}}, "required": [["a"]]}, "is required"),
+    "a type that is none": ({"type": [{}], "enum": [1]}, "1 is not of type"),
     "required and unnamed": ({"type": "object", "required": ["z"]}, "'z' is required"),
     "patterns beside names": (
         {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": {"type": "string"}}},
