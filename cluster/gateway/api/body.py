@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from ..errors import ApiError, bad_request
+from .json_faults import first_fault
 
 JSON = "application/json"
 
@@ -42,14 +43,12 @@ def _check_media(headers: Headers) -> None:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Strict JSON: an object without duplicate keys, NaN or infinities."""
+    """Strict JSON: an object without duplicate keys or what `json_faults` finds. Raises `ApiError` (400) that names the
+    field.
+    """
     try:
-        # Not `json.loads(body)`: that guesses encodings and lets halves of surrogate pairs through.
+        # Not `json.loads(body)`: that guesses encodings.
         value = json.loads(body.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-        if b"\\ud" in body or b"\\uD" in body:
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise bad_request(None, "The body holds half a surrogate pair, which is not text.", "invalid_json") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise bad_request(None, f"The body is not valid JSON: {error}.", "invalid_json") from None
     except RecursionError:
@@ -58,6 +57,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise bad_request(None, f"The body holds a number that cannot be read: {error}.", "invalid_json") from None
     if not isinstance(value, dict):
         raise bad_request(None, "The body must be a JSON object.", "invalid_json")
+    if (fault := first_fault(body, value)) is not None:
+        what = "The body" if fault.name is None else repr(fault.name)
+        raise bad_request(fault.name, f"{what} {fault.message}.", "invalid_json")
     return value
 
 

@@ -8,39 +8,44 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from .strict import Strict
+from .json_faults import first_fault
+from .strict import Kept, Strict
 
 MAX_TOOLS = 128  # OpenAI's limit
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class TextPart(Strict):
+class TextPart(Kept):
     type: Literal["text"]
     text: str
 
 
 def _json_object(value: str) -> str:
     try:
-        is_object = isinstance(json.loads(value), dict)
+        read = json.loads(value)
     except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+        read = None
+    if not isinstance(read, dict):
         raise ValueError("must be a JSON object, as a string")
+    if (fault := first_fault(value.encode(), read)) is not None:
+        raise ValueError(f"must be a JSON object that can be worked with: {fault.name or 'it'} {fault.message}")
     return value
 
 
-class CalledFunction(Strict):
+class CalledFunction(Kept):
     name: FunctionName
     arguments: Annotated[str, AfterValidator(_json_object)]
+    parsed_arguments: Any = None  # what the official client read in them, and sends along
 
 
-class ToolCall(Strict):
+class ToolCall(Kept):
     """What an answer asked its client to run."""
 
     id: str = Field(min_length=1, max_length=128)
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None  # among its answer's calls, as streams count them
 
     def for_template(self) -> dict[str, Any]:
         """Chat templates take arguments as an object."""
@@ -58,8 +63,8 @@ def _text_parts(value: Any) -> Any:
     return value
 
 
-class ChatMessage(Strict):
-    """One turn. Messages that this server sent can be sent back as they are: their empty fields mean nothing."""
+class ChatMessage(Kept):
+    """One turn. Messages that this server sent can be sent back as they are, or as the official client keeps them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], BeforeValidator(_text_parts)] = []
@@ -71,11 +76,13 @@ class ChatMessage(Strict):
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
+    parsed: Any = None  # what the official client read in `content`, and sends along
 
     @model_validator(mode="after")
-    def _only_answers_call(self) -> Self:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("has 'tool_calls', which only messages of the role 'assistant' have")
+    def _is_answer_where_it_says_so(self) -> Self:
+        for field in ("tool_calls", "parsed"):
+            if getattr(self, field) and self.role != "assistant":
+                raise ValueError(f"has {field!r}, which only messages of the role 'assistant' have")
         return self
 
     def for_template(self) -> dict[str, Any]:

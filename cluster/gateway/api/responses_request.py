@@ -18,7 +18,7 @@ from .efforts import Effort
 from .messages import MAX_TOOLS, CalledFunction, Function, Tool, named_once
 from .parsing import is_among, parse_request
 from .protocol import JsonSchemaFormat, SamplingRequest
-from .strict import Strict
+from .strict import Kept, Strict, without_nulls
 
 LOGPROBS = "message.output_text.logprobs"
 KEEPS_NOTHING = "This server keeps no answers"
@@ -70,7 +70,7 @@ def _only(kinds: Sequence[str], kind_of: Callable[[Any], Any], advice: str) -> B
         if kind_of(value) not in kinds:
             allowed = " or ".join(map(repr, kinds))
             raise ValueError(f"is of type {kind_of(value)!r}: this server takes {allowed}{advice}")
-        return _without_nulls(value)
+        return without_nulls(value)
 
     return BeforeValidator(check)
 
@@ -86,10 +86,6 @@ def _text_part(value: Any) -> Any:
 
 def _user_message(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-def _without_nulls(value: Any) -> Any:
-    return {key: field for key, field in value.items() if field is not None} if isinstance(value, dict) else value
 
 
 def _not_ours(value: Any) -> Any:
@@ -108,9 +104,10 @@ class OutputText(Strict):
     text: str
     annotations: list[Any] = Field([], max_length=0)
     logprobs: list[Any] = []
+    parsed: Any = None  # what the official client read in `text`, and sends along
 
 
-class ThoughtText(Strict):
+class ThoughtText(Kept):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
@@ -263,8 +260,8 @@ class ResponsesRequest(SamplingRequest):
         Discriminator(lambda value: "<function>" if isinstance(value, dict) else "<word>"),
     ] = "auto"
     parallel_tool_calls: bool | None = None
-    text: Annotated[TextConfig, BeforeValidator(_without_nulls)] = TextConfig()
-    reasoning: Annotated[Reasoning, BeforeValidator(_without_nulls)] = Reasoning()
+    text: Annotated[TextConfig, BeforeValidator(without_nulls)] = TextConfig()
+    reasoning: Annotated[Reasoning, BeforeValidator(without_nulls)] = Reasoning()
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
     max_output_tokens: int | None = None
     max_tool_calls: int | None = Field(None, gt=0)  # of tools that a server runs: there are none

@@ -309,7 +309,6 @@ BROKEN = [
     b"\xff\xfe{}",
     '{"model": "tiny"}'.encode("utf-16"),
     b'{"model": "tiny", "prompt": "\xff"}',
-    b'{"model": "tiny", "prompt": "half \\ud83d a pair"}',
     b'{"model": "tiny", "prompt": "hello", "n": ' + b"9" * 5000 + b"}",
     b'{"model": "tiny", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     b'{"model": "tiny", "metadata": ' + b'{"a":' * 30_000 + b"1" + b"}" * 30_000 + b"}",
