@@ -11,10 +11,12 @@ comes first ends its requests with `EngineGone`.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import zmq.asyncio
 
 from baton.engine.core.messages import EngineRequest
@@ -22,8 +24,8 @@ from baton.kv_transfer.network.channel import MAX_SOCKETS
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.network.silence import SILENCE_S
 
-from .connection import ClientCounters, Connection, RequestStream
-from .contracts import DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
+from .connection import Connection, RequestStream
+from .contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,12 @@ class ZmqEngineClient:
     def engines(self) -> Sequence[EngineView]:
         views = [
             EngineView(
-                connection.record, connection.stats, connection.outstanding, connection.transfers, connection.cached
+                connection.record,
+                connection.stats,
+                connection.outstanding,
+                connection.transfers,
+                connection.cached,
+                connection.mail,
             )
             for connection in self._connections.values()
             if connection.stats is not None
@@ -119,8 +126,7 @@ class ZmqEngineClient:
             connection.abort(request_id, generation)
 
     def counters(self) -> ClientCounters:
-        """Sums over all connections since the start."""
-        total = ClientCounters(**vars(self._retired))
+        total = copy.copy(self._retired)
         for connection in self._connections.values():
             _add_counters(total, connection.counters)
         return total
@@ -172,5 +178,5 @@ class ZmqEngineClient:
 
 
 def _add_counters(total: ClientCounters, more: ClientCounters) -> None:
-    for name, value in vars(more).items():
+    for name, value in msgspec.structs.asdict(more).items():
         setattr(total, name, getattr(total, name) + value)

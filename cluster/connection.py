@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
@@ -27,7 +26,7 @@ from baton.kv_transfer.network.silence import notice_silence
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
-from .contracts import EngineGone, EngineRecord
+from .contracts import ClientCounters, EngineGone, EngineRecord, MailCounters
 from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Submit, WireError
 
 logger = logging.getLogger(__name__)
@@ -43,16 +42,6 @@ HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
 )
-
-
-@dataclass
-class ClientCounters:
-    """From the start of the process."""
-
-    malformed_messages: int = 0
-    stale_messages: int = 0  # of another epoch, or about a request that is over here
-    engines_lost: int = 0
-    block_gaps: int = 0  # news of prefix caches were missing: snapshots were asked for
 
 
 class RequestStream:
@@ -111,6 +100,7 @@ class Connection:
         self.stats: EngineStats | None = None  # None: not answered yet, or lost
         self.transfers: TransferStats | None = None
         self.cached = CachedBlocks(record.num_blocks, record.num_tier_blocks)
+        self.mail: MailCounters | None = None
         self.counters = ClientCounters()
         self._context, self._key, self._identity, self._silence_s = context, key, identity, silence_s
         self._codec = Codec()
@@ -263,7 +253,8 @@ class Connection:
         if message.epoch != self.record.epoch:
             self.counters.stale_messages += 1
             return ""
-        self.stats, self.transfers = message.stats, message.transfers or self.transfers
+        self.stats = message.stats
+        self.transfers, self.mail = message.transfers or self.transfers, message.mail or self.mail
         if message.blocks is not None and not self.cached.apply(message.blocks):
             self.counters.block_gaps += 1
             self._send(AskBlocks(self.record.epoch))

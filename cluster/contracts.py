@@ -198,6 +198,23 @@ class DirectorySnapshot(msgspec.Struct, frozen=True):
     drains: DrainCounters = DrainCounters()
 
 
+class MailCounters(msgspec.Struct):
+    """What became of messages between an engine and its gateways, as the engine saw it. From its process's start."""
+
+    malformed_messages: int = 0
+    stale_messages: int = 0  # meant for another epoch, or about an older generation
+    undeliverable_messages: int = 0  # their gateway was gone
+
+
+class ClientCounters(msgspec.Struct):
+    """What became of messages between a gateway and its engines, as the gateway saw it. From its process's start."""
+
+    malformed_messages: int = 0
+    stale_messages: int = 0  # of another epoch, or about a request that is over here
+    engines_lost: int = 0  # connections; those that the directory took away are none
+    block_gaps: int = 0  # news of prefix caches were missing: snapshots were asked for
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """An engine as a router sees it."""
 
@@ -206,6 +223,7 @@ class EngineView(msgspec.Struct, frozen=True):
     outstanding: int  # requests of this gateway that it has not finished
     transfers: TransferStats | None = None  # the newest it sent; None where it hands nothing over
     cached: CachedBlocks = CachedBlocks(0)  # what its prefix cache and its tiers hold
+    mail: MailCounters | None = None  # the newest it sent
 
 
 class EngineGone(Exception):
@@ -233,6 +251,10 @@ class EngineClient(Protocol):
 
     def listed(self) -> DirectorySnapshot:
         """Everyone alive, reached or not."""
+        ...
+
+    def counters(self) -> ClientCounters:
+        """Sums over all engines, those that are gone included."""
         ...
 
     def heard_s(self, engine: EngineRecord) -> float:

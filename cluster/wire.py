@@ -29,6 +29,8 @@ from baton.engine.core.block_log import BlockNews
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.protocol.stats import TransferStats
 
+from .contracts import MailCounters
+
 
 class RequestName(msgspec.Struct, frozen=True):
     request_id: str
@@ -104,6 +106,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     stats: EngineStats
     transfers: TransferStats | None = None  # with news about the engine, where it hands KV over
     blocks: BlockNews | None = None  # with news about the engine, where its prefix cache or its tiers changed
+    mail: MailCounters | None = None  # with news about the engine
     lost_a_message: bool = False  # of this gateway, nobody knows about what: the conversation is over
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import zmq
 
+from baton.cluster.contracts import MailCounters
 from baton.cluster.wire import ClientMessage, Codec, Outputs, RequestName, Submit, WireError
 from baton.engine.core.endpoints import endpoint, is_ipv6
 from baton.kv_transfer.network.curve import ClusterKey
@@ -65,15 +66,6 @@ class Delivery(NamedTuple):
     came_s: float  # by `time.monotonic`: a step may be under way that takes long
 
 
-@dataclass
-class MailCounters:
-    """From the start of the process."""
-
-    malformed_messages: int = 0
-    stale_messages: int = 0  # meant for another epoch, or about an older generation
-    undeliverable_messages: int = 0  # their gateway was gone
-
-
 class Mailbox:
     """Of one engine's process. Bound once constructed (`address`); `run` in a thread of its own carries the mail."""
 
@@ -87,7 +79,11 @@ class Mailbox:
         self._socket = self._context.socket(zmq.ROUTER)
         self._configure(key, silence_s)
         self._socket.ipv6 = is_ipv6(host)
-        self._socket.bind(f"tcp://{endpoint(host, '*')}")
+        try:
+            self._socket.bind(f"tcp://{endpoint(host, '*')}")
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)  # one that is collected with an open socket waits for it for ever
+            raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._heard, self._rung = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._heard.bind("inproc://bell")

@@ -9,6 +9,7 @@ What is the same as before is not told again.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -110,4 +111,5 @@ class News:
         self._mail.send(gateway, message)
 
     def _news(self, blocks: BlockNews | None = None) -> Outputs:
-        return Outputs(self._engine_id, self._epoch, [], self._engine.stats(), self._transfers(), blocks)
+        mail = copy.copy(self._mail.counters)  # which goes on counting
+        return Outputs(self._engine_id, self._epoch, [], self._engine.stats(), self._transfers(), blocks, mail)

@@ -70,7 +70,7 @@ def create_app(
     """
     keys = ApiKeys(settings)
     drain = drain or Drain()
-    metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.listed)
+    metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
     router = Router(
         settings.gateway_id,
         rates=settings.cost,

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad
-from baton.cluster.contracts import DirectorySnapshot, EngineView
+from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineView, MailCounters
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
@@ -30,7 +30,7 @@ DECISION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4
 STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # with which a stream can end behind its first byte
 
 ENGINE_LABELS = ["model_name", "engine", "role"]
-StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats)
+StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, MailCounters)
 
 
 def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
@@ -79,6 +79,20 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "grammar_cache_hits_total": ("Grammars that were known already.", lambda stats: stats.num_grammar_hits),
     "grammar_compile_seconds_total": ("Time spent on compiling grammars.", lambda stats: stats.grammar_compile_s),
 }
+MAIL_COUNTERS: dict[str, tuple[str, Callable[[MailCounters], float]]] = {
+    "engine_messages_malformed_total": (
+        "Of gateways, and none of ours: dropped.",
+        lambda mail: mail.malformed_messages,
+    ),
+    "engine_messages_stale_total": ("Of gateways, for others or too late: dropped.", lambda mail: mail.stale_messages),
+    "engine_messages_unsent_total": ("To gateways that were gone.", lambda mail: mail.undeliverable_messages),
+}
+CLIENT_COUNTERS: dict[str, tuple[str, Callable[[ClientCounters], float]]] = {
+    "gateway_messages_malformed_total": ("Of engines, and none of ours.", lambda counters: counters.malformed_messages),
+    "gateway_messages_stale_total": ("Of engines, too late: dropped.", lambda counters: counters.stale_messages),
+    "engine_connections_lost_total": ("To engines, other than at their end.", lambda counters: counters.engines_lost),
+    "block_news_missed_total": ("Of what an engine has cached: asked for again.", lambda counters: counters.block_gaps),
+}
 HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_leases_held": ("Tickets whose blocks wait for a reader.", lambda stats: stats.leases_held),
     "kv_receives_active": ("Hand-offs on their way in.", lambda stats: stats.receives_active),
@@ -125,6 +139,7 @@ class GatewayMetrics:
         model_id: str,
         engines: Callable[[], Sequence[EngineView]],
         listed: Callable[[], DirectorySnapshot],
+        counters: Callable[[], ClientCounters] = ClientCounters,
     ) -> None:
         registry = self._registry = CollectorRegistry()
 
@@ -166,6 +181,7 @@ class GatewayMetrics:
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
         self.unplaced = Gauge("baton_gateway_requests_unplaced", "Choices that wait for an engine.", registry=registry)
         registry.register(_EngineCollector(model_id, engines))
+        registry.register(_ClientCollector(counters))
         registry.register(_DrainCollector(listed))
 
     def circuit_opened(self, peer: tuple[object, ...]) -> None:
@@ -212,6 +228,8 @@ class _EngineCollector(Collector):
         transfers = [(self._labels(view), view.transfers) for view in engines if view.transfers is not None]
         yield from _families(GaugeMetricFamily, ENGINE_GAUGES, stats)
         yield from _families(CounterMetricFamily, ENGINE_COUNTERS, stats)
+        mail = [(self._labels(view), view.mail) for view in engines if view.mail is not None]
+        yield from _families(CounterMetricFamily, MAIL_COUNTERS, mail)
         yield from _families(GaugeMetricFamily, HANDOFF_GAUGES, transfers)
         yield from _families(CounterMetricFamily, HANDOFF_COUNTERS, transfers)
         yield from _labelled(CounterMetricFamily, HANDOFF_OUTCOMES, "outcome", transfers)
@@ -235,6 +253,18 @@ def _counts(histogram: Histogram) -> tuple[float, ...]:
     (family,) = histogram.collect()
     cumulative = [sample.value for sample in family.samples if sample.name.endswith("_bucket")]
     return tuple(upto - below for below, upto in itertools.pairwise([0.0, *cumulative]))
+
+
+class _ClientCollector(Collector):
+    """The gateway's own connections to engines."""
+
+    def __init__(self, counters: Callable[[], ClientCounters]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._counters()
+        for name, (help, value) in CLIENT_COUNTERS.items():
+            yield CounterMetricFamily(f"baton_{name}", help, value(counters))
 
 
 class _DrainCollector(Collector):

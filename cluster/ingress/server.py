@@ -150,7 +150,8 @@ class GatewayServer:
         self._client = ZmqEngineClient(self._directory, key, identity, self._reach, silence_s=silence_s)
         await self._client.start()
         model = await asyncio.to_thread(_served_model, spec)
-        self._metrics = GatewayMetrics(model.model_id, self._client.engines, self._client.listed)
+        client = self._client
+        self._metrics = GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
         app = create_app(
             self._client,
             model,

@@ -12,7 +12,7 @@ import zmq
 from fakes import CountingEngine, ListedSource, make_request, serve_engine
 
 from baton.cluster.client import ZmqEngineClient
-from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, Reach
+from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, MailCounters, Reach
 from baton.cluster.engines.mailbox import GatewayLost
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.wire import Begin, Codec, Hello, Outputs, Submit
@@ -332,6 +332,7 @@ async def test_who_sends_what_no_engine_can_read_is_told_and_nobody_else_notices
     answer = await answer_to(stranger)
     assert (answer.lost_a_message, answer.outputs) == (True, [])
     assert server.counters.malformed_messages == 1
+    await until(lambda: client.engines()[0].mail == MailCounters(malformed_messages=1))
     assert await tokens_of(client.submit(record, make_request("a"))) == [1, 2, 3, 4, 5]
     assert client.counters().engines_lost == 0
 

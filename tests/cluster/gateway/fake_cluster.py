@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import (
+    ClientCounters,
     DirectorySnapshot,
     EngineGone,
     EngineRecord,
     EngineView,
     GatewayRecord,
+    MailCounters,
     Reach,
     Role,
 )
@@ -265,6 +267,7 @@ class FakeEngine:
         self.on_death: Callable[[], None] = lambda: None
         self.refuse: EngineError | None = None
         self.transfers: TransferStats | None = None
+        self.mail: MailCounters | None = None
         self._log = self.core.block_log()
         self._cached = CachedBlocks(config.num_blocks)
         self._cached.apply(self._log.snapshot())
@@ -365,6 +368,7 @@ class FakeCluster:
         self.aborts: list[tuple[str, str]] = []
         self.begun: list[tuple[str, str, int]] = []
         self.reach = Reach()
+        self.client_counters = ClientCounters()
         self.gateways: list[GatewayRecord] = []
         self.fault: Callable[[FakeEngine, EngineRequest], EngineError | None] = lambda engine, request: None
 
@@ -392,10 +396,13 @@ class FakeCluster:
 
     def engines(self) -> list[EngineView]:
         return [
-            EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers, engine.cached)
+            EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers, engine.cached, engine.mail)
             for engine in self.members
             if engine.alive and self.reach.includes(engine.record)
         ]
+
+    def counters(self) -> ClientCounters:
+        return self.client_counters
 
     def heard_s(self, record: EngineRecord) -> float:
         return 0.0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from gateway_service import Service
 
-from baton.cluster.contracts import Role
+from baton.cluster.contracts import ClientCounters, MailCounters, Role
 from baton.engine.text import Tokenizer
 from baton.kv_transfer.protocol.stats import TransferStats
 
@@ -143,6 +143,24 @@ async def test_metrics_show_each_engine_and_its_hand_offs(disaggregated: Service
     assert samples[f'baton_engine_prompt_tokens_total{{{prefill},role="prefill"}}'] == 20
     assert samples[f'baton_prefix_cache_queries_total{{{prefill},role="prefill"}}'] > 0
     assert samples['baton_request_queue_time_seconds_count{model_name="tiny"}'] == 1
+
+
+async def test_metrics_show_messages_that_were_lost_between_gateway_and_engines(disaggregated: Service) -> None:
+    disaggregated.cluster.client_counters = ClientCounters(
+        malformed_messages=1, stale_messages=2, engines_lost=3, block_gaps=4
+    )
+    disaggregated.cluster.members[0].mail = MailCounters(
+        malformed_messages=5, stale_messages=6, undeliverable_messages=7
+    )
+    samples = await disaggregated.metrics()
+    assert samples["baton_gateway_messages_malformed_total"] == 1
+    assert samples["baton_gateway_messages_stale_total"] == 2
+    assert samples["baton_engine_connections_lost_total"] == 3
+    assert samples["baton_block_news_missed_total"] == 4
+    prefill = '{engine="prefill-0",model_name="tiny",role="prefill"}'
+    assert samples[f"baton_engine_messages_malformed_total{prefill}"] == 5
+    assert samples[f"baton_engine_messages_stale_total{prefill}"] == 6
+    assert samples[f"baton_engine_messages_unsent_total{prefill}"] == 7
 
 
 async def test_a_full_gateway_says_when_to_come_back(start: Callable[..., Service]) -> None:
