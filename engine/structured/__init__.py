@@ -1,11 +1,12 @@
 """Outputs that fit a grammar: JSON schemas, regular expressions, choices, EBNF. `docs/structured_outputs.md` has more.
 
 grammars.py      what the scheduler asks: grammars and their masks
-cache.py         the compiled ones, and those that cannot be
-compiler.py      the process that compiles them, from outside
+cache.py         the compiled ones, those that cannot be, and those that take long
+compiler.py      a process that compiles them, from outside
+turns.py         threads that use it one after the other
 compiling.py     the same from inside: limits, xgrammar's compiler, and what it would not keep
 schemas.py       parts of JSON Schema that would be ignored, and are refused
-frames.py        messages between the two processes
+frames.py        messages between the processes
 """
 
 from __future__ import annotations
