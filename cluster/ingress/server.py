@@ -91,6 +91,9 @@ class _Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or []:
+            # Asyncio's own loop never answers on a connection that it has just accepted when its server closes.
+            asyncio.get_running_loop().remove_reader(listener)
         shared = [listener for listener in sockets or [] if is_shared(listener)]
         for listener in shared:
             try:

@@ -35,6 +35,7 @@ class TorchGroup(Group):
         self._tensors = tensors
         self._integers = integers
         self._abort: threading.Thread | None = None
+        self._closing = threading.Lock()  # two watches may see a loss at once
         self._sum = dist.AllreduceOptions()
         self._sum.asyncOp = False  # in the current stream
         self._maximum = dist.AllreduceOptions()
@@ -81,10 +82,11 @@ class TorchGroup(Group):
 
         So it is not waited for here: whoever closes may be the one that has to give up those steps.
         """
-        if self._abort is None:
-            self._integers.abort()
-            self._abort = threading.Thread(target=self._tensors.abort, name="baton-group-abort", daemon=True)
-            self._abort.start()
+        with self._closing:
+            if self._abort is None:
+                self._integers.abort()
+                self._abort = threading.Thread(target=self._tensors.abort, name="baton-group-abort", daemon=True)
+                self._abort.start()
 
     def wait_closed(self, timeout_s: float) -> None:
         if self._abort is not None:

@@ -37,14 +37,14 @@ READY_S = 120.0
 RAYS_PORTS = ("node-manager", "object-manager", "dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export")
 
 
-def eventually(condition: Callable[[], Any], what: str) -> Any:
+def eventually(condition: Callable[[], Any], what: str, log: Callable[[], str] = lambda: "") -> Any:
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(httpx.HTTPError):
             if found := condition():
                 return found
         time.sleep(0.2)
-    raise AssertionError(f"after {READY_S:.0f} s: {what}")
+    raise AssertionError(f"after {READY_S:.0f} s: {what}\n{log()}")
 
 
 @dataclass
@@ -61,33 +61,35 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.gcs_port, self.dashboard_port = free_port(), free_port()
+        self.gcs_port = self.dashboard_port = 0
         self.pods: list[Pod] = []
         self.restarts = 0
 
     def start(self, release: Release) -> None:
-        head = release.cluster["headGroupSpec"]
-        self._start(
-            "head",
-            head,
-            {"head": True, "port": self.gcs_port, "dashboard-port": self.dashboard_port, "temp-dir": self._folder},
-        )
-        eventually(lambda: self._dashboard("/api/gcs_healthz").is_success, "Ray's head has not started")
+        while not self._heads(release.cluster["headGroupSpec"]):
+            pass
         for kind, group in release.groups.items():
             for _ in range(group.replicas):  # one after the other: nodes of one machine choose names of sockets
                 while not self._joins(kind, group.spec):
                     pass
 
+    def _heads(self, spec: Object) -> bool:
+        self.gcs_port, self.dashboard_port = free_port(), free_port()
+        more = {"head": True, "port": self.gcs_port, "dashboard-port": self.dashboard_port, "temp-dir": self._folder}
+        return self._begins("head", spec, more, lambda: self._dashboard("/api/gcs_healthz").is_success)
+
     def _joins(self, kind: str, spec: Object) -> bool:
-        """Starts a pod. Whether it joins: one that ends, since another process took its port meanwhile, does not."""
-        self._start(kind, spec, {"address": f"{HOST}:{self.gcs_port}"})
-        started = self.pods[-1].process
-        eventually(
-            lambda: started.poll() is not None or self._num_nodes() == len(self.pods), f"the pod {kind} has not joined"
-        )
+        more = {"address": f"{HOST}:{self.gcs_port}"}
+        return self._begins(kind, spec, more, lambda: self._num_nodes() == len(self.pods))
+
+    def _begins(self, kind: str, spec: Object, more: dict[str, Any], is_there: Callable[[], bool]) -> bool:
+        """Starts a pod. Whether it is there: one that ends, since another process took its port meanwhile, is not."""
+        self._start(kind, spec, more)
+        started, log = self.pods[-1].process, self._folder / f"{kind}.log"
+        eventually(lambda: started.poll() is not None or is_there(), f"no pod {kind}", log.read_text)
         if started.poll() is not None:
             self.restarts += 1
-            assert self.restarts < 3, (self._folder / f"{kind}.log").read_text()
+            assert self.restarts < 3, log.read_text()
             self.pods.pop()
         return started.poll() is None
 
