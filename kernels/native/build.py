@@ -8,6 +8,7 @@ both share one pool of threads.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
@@ -55,7 +56,10 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _private_temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="baton-native-"))
+    """It goes with this process."""
+    folder = tempfile.mkdtemp(prefix="baton-native-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _cache_key(compiler: str) -> str:

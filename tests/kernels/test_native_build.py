@@ -92,6 +92,17 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_folder(
     assert build.cache_folder().stat().st_mode & 0o077 == 0
 
 
+def test_the_private_folder_goes_with_its_process(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    code = "from baton.kernels.native import build; print(build.cache_folder()); assert build.cache_folder().is_dir()"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "a file")}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT_S, check=True)
+    folder = Path(done.stdout.strip())
+    assert folder.name.startswith("baton-native-")
+    assert not folder.exists()
+
+
 def test_without_a_compiler_the_references_serve_after_one_warning(tmp_path: Path) -> None:
     code = """
 import logging, torch
