@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -60,6 +60,11 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def field_name(place: Iterable[str | int]) -> str | None:
+    """Keys and indices from the top, as `param` tells them: `messages[0].content`. None is the whole."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".") or None
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:

@@ -47,6 +47,10 @@ def _kv_usage(stats: EngineStats) -> float:
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the engine's batch.", lambda stats: stats.num_requests_running),
     "num_requests_waiting": ("Requests that wait for a place.", lambda stats: stats.num_requests_waiting),
+    "num_prompt_tokens_waiting": (
+        "Of prompts that wait, without what is cached; `gateway.queue_limits` may bound them.",
+        lambda stats: stats.num_waiting_tokens,
+    ),
     "num_requests_waiting_for_kv": (
         "Requests whose KV is on its way.",
         lambda stats: stats.num_requests_waiting_for_kv,

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..errors import field_name
+
 MAX_DEPTH = 128
 MAX_DIGITS = 308  # of an integer: all of these are less than the largest double
 
@@ -26,8 +28,8 @@ class Fault(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """As refusals name a field: `messages[0].content`. None is the whole."""
-        return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.place).lstrip(".") or None
+        """None is the whole."""
+        return field_name(self.place)
 
 
 def first_fault(text: bytes, value: Any) -> Fault | None:

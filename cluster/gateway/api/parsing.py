@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ..errors import ApiError, bad_request
+from ..errors import ApiError, bad_request, field_name
 from .strict import Strict
 
 # Field -> values that ask for nothing, so that clients that spell out defaults are served.
@@ -110,8 +110,7 @@ def is_among(value: Any, others: Sequence[Any]) -> bool:
 
 def _first_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    location = tuple(part for part in first["loc"] if not is_tag(part))
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".") or None
+    path = field_name(part for part in first["loc"] if not is_tag(part))
     match first["type"]:
         case "extra_forbidden":
             return bad_request(path, _unknown(kind, first["loc"]), "unknown_parameter")

@@ -114,6 +114,7 @@ async def test_metrics_count_what_happened(disaggregated: Service) -> None:
     assert samples['baton_requests_by_path_total{path="disaggregated",reason="least-loaded"}'] == 2
     assert samples['baton_engines{role="prefill"}'] == 1
     assert samples[f'baton_kv_cache_usage_perc{{engine="decode-1",{model},role="decode"}}'] == 0
+    assert samples[f'baton_num_prompt_tokens_waiting{{engine="decode-1",{model},role="decode"}}'] == 0
     assert samples["baton_gateway_requests_inflight"] == 0
 
 
