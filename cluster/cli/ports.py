@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.spec import FleetSpec
+from baton.engine.core.endpoints import socket_family
 
 
 class PortTaken(RuntimeError):
@@ -37,7 +38,7 @@ def _claim(host: str, port: int) -> socket.socket:
     """The port's number for UDP, which gateways do not speak: the kernel gives it to one program, knows which addresses
     overlap (0.0.0.0 and 127.0.0.1), and takes it back when the program is gone, however it ended.
     """
-    claim = socket.socket(_family(host), socket.SOCK_DGRAM)
+    claim = socket.socket(socket_family(host), socket.SOCK_DGRAM)
     taken = "another `baton serve` has it, or a program that takes UDP there"
     try:
         _bind(claim, host, port, taken)
@@ -48,7 +49,7 @@ def _claim(host: str, port: int) -> socket.socket:
 
 
 def _check_nobody_listens(host: str, port: int) -> None:
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+    with socket.socket(socket_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(probe, host, port, "a program listens there")
 
@@ -63,7 +64,3 @@ def _bind(own: socket.socket, host: str, port: int, taken: str) -> None:
             "stop it, or choose another port with --port" if of_port else "give an address of this machine as --host"
         )
         raise PortTaken(f"port {port} on {host} cannot be used ({why}): {change}") from None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -34,7 +34,7 @@ from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.spans import Spans
 from baton.cluster.membership.contact import DirectoryWatch, stay_registered
 from baton.cluster.spec import FleetSpec, load_spec
-from baton.engine.core.endpoints import is_ipv6
+from baton.engine.core.endpoints import socket_family
 
 from .http_protocol import GuardedHttpProtocol
 from .shared_port import SETTLE_S, is_shared, take_no_more
@@ -212,7 +212,7 @@ def listen(host: str, port: int, *, share: bool) -> socket.socket:
 
     Raises `OSError` where it is another program's.
     """
-    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+    family = socket_family(host)
     # The protocol is named, or asyncio would let each token wait for the client's word on the one before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+
 
 def is_ipv6(host: str) -> bool:
     """Whether a host is an IPv6 address, rather than one of IPv4 or a name."""
     return ":" in host
+
+
+def socket_family(host: str) -> socket.AddressFamily:
+    """Of a socket that is bound there."""
+    return socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
 
 
 def endpoint(host: str, port: int | str) -> str:
