@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .drain import Drain
 from .errors import ApiError, internal, invalid_api_key
-from .keys import ApiKeys
+from .keys import ApiKeys, Client
 from .metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = ("/health", "/live", "/metrics")  # probes and scrapers have no key
 REQUEST_ID = "baton.request_id"  # its key in the scope
-API_KEY = "baton.api_key"
+CLIENT = "baton.client"
 
 
 def request_id_of(scope: Scope) -> str:
@@ -28,9 +28,9 @@ def request_id_of(scope: Scope) -> str:
     return scope[REQUEST_ID]
 
 
-def api_key_of(scope: Scope) -> bytes | None:
-    """A digest of the client's API key; None where everyone may call."""
-    return scope[API_KEY]
+def client_of(scope: Scope) -> Client:
+    """Return what the client's API key says about it."""
+    return scope[CLIENT]
 
 
 class Edge:
@@ -64,7 +64,7 @@ class Edge:
             await send(message)
 
         try:
-            scope[API_KEY] = self._checked_key(scope["path"], headers)
+            scope[CLIENT] = self._client(scope["path"], headers)
             await self._app(scope, receive, send_marked)
         except ApiError as error:
             await error.response()(scope, receive, send_marked)
@@ -77,14 +77,14 @@ class Edge:
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.responses.labels(route, status).inc()
 
-    def _checked_key(self, path: str, headers: dict[bytes, bytes]) -> bytes | None:
+    def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
         if self._keys.everyone or path in OPEN_PATHS:
-            return None
+            return self._keys.anyone
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        digest = self._keys.digest_if_open(key.strip())
-        if scheme.lower() != b"bearer" or digest is None:
+        client = self._keys.client(key.strip())
+        if scheme.lower() != b"bearer" or client is None:
             raise invalid_api_key()
-        return digest
+        return client
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

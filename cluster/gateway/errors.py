@@ -76,6 +76,15 @@ def model_not_found(model: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def priority_not_allowed(asked: int, least: int) -> ApiError:
+    """Refuse a request that would be served before those of others, without the right to be."""
+    message = (
+        f"'priority' must be {least} or more, not {asked}: lower is served sooner. Which requests may ask for less the "
+        "operator says, by gateway.min_priority or by the API key (min_priority=N in its line of api_keys_file)."
+    )
+    return bad_request("priority", message, "priority_not_allowed")
+
+
 def prompt_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiError:
     """Of a prompt that nobody has counted to its end."""
     message = f"This model's maximum context length is {max_model_len} tokens. Your prompt has {least_tokens} or more."

@@ -1,4 +1,8 @@
-"""Whom a gateway lets in: the keys of its settings, and those of a file that may change while it serves."""
+"""API keys: those of a gateway's settings, and those of a file that may change while it serves; and what each may do.
+
+sk-one                        a line of the file: a key
+sk-two min_priority=-10       a key whose requests may ask for a priority of -10 or more
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+from baton.engine.core.messages import LOWEST_PRIORITY
 
 from .settings import GatewaySettings, sendable
 
@@ -23,26 +31,58 @@ class InvalidKeys(ValueError):
     """A file of API keys gives none that could be used. The message says which file, and never a key."""
 
 
-def keys_in(file: str) -> list[str]:
-    """One a line. Never empty, for without keys everyone could call. Raises `InvalidKeys`."""
+@dataclass(frozen=True)
+class KeyRights:
+    """What the line of a key allows its requests."""
+
+    min_priority: int | None = None  # None: that of the settings
+
+
+@dataclass(frozen=True)
+class Client:
+    """What a gateway knows about the sender of a request."""
+
+    key: bytes | None  # a digest of its API key; None where no key is asked for
+    min_priority: int
+
+
+def keys_in(file: str) -> dict[str, KeyRights]:
+    """Return the keys of a file, one a line, and their rights; the last line of a key counts.
+
+    Never empty, for without keys everyone could call. Raises `InvalidKeys`.
+    """
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidKeys(f"gateway.api_keys_file: {file}: {error}") from None
-    keys = []
+    keys = {}
     for number, line in enumerate(lines, start=1):
-        if key := line.strip():
-            try:
-                keys.append(sendable(key))
-            except ValueError as error:
-                raise InvalidKeys(f"gateway.api_keys_file: {file}: the key in line {number} {error}") from None
+        if not line.strip():
+            continue
+        key, *rights = line.split()
+        try:
+            keys[sendable(key)] = _rights(rights)
+        except ValueError as error:
+            raise InvalidKeys(f"gateway.api_keys_file: {file}: the key in line {number} {error}") from None
     if not keys:
         raise InvalidKeys(f"gateway.api_keys_file: {file} holds no key: one a line is expected")
     return keys
 
 
+def _rights(words: list[str]) -> KeyRights:
+    """Raises `ValueError`, without the words: they may be a part of a key."""
+    if not words:
+        return KeyRights()
+    given = re.fullmatch(r"min_priority=(-?[0-9]{1,10})", words[0])
+    if given is None or len(words) > 1:
+        raise ValueError("must be printable ASCII without blanks; behind it only min_priority=N may follow")
+    if not LOWEST_PRIORITY <= int(given[1]) <= 0:
+        raise ValueError(f"may have a min_priority from {LOWEST_PRIORITY} to 0")
+    return KeyRights(int(given[1]))
+
+
 class ApiKeys:
-    """The keys that open.
+    """The keys that open, and their rights.
 
     file ──other keys──> they count from the next request on; what has begun goes on
          ──gone, empty, unreadable──> nothing changes, and the log says so; it is tried again at every look
@@ -53,23 +93,32 @@ class ApiKeys:
     def __init__(self, settings: GatewaySettings, now_s: Callable[[], float] = time.monotonic) -> None:
         """Raises `InvalidKeys` where there is a file and it gives none."""
         self._given, self._file, self._now_s = settings.api_keys, settings.api_keys_file, now_s
+        self._min_priority = settings.min_priority
         self._version = _version(self._file)
         self._look_at_s = now_s() + LOOK_S
         self._trouble = ""  # with the file, as the log has said
-        self._digests = self._read()
+        self._rights = self._read()  # by digest of the key
 
     @property
     def everyone(self) -> bool:
         """Whether no key is asked for."""
-        return not self._digests
+        return not self._rights
 
-    def digest_if_open(self, key: bytes) -> bytes | None:
-        """What stands for the key from here on, where it opens."""
+    @property
+    def anyone(self) -> Client:
+        """A client that sends no key, where none is asked for."""
+        return Client(None, self._min_priority)
+
+    def client(self, key: bytes) -> Client | None:
+        """The client with this key; None where the key does not open."""
         self._look()
         given = _digest(key)
         # Each comparison takes the same time, and all are made.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return given if any(matches) else None
+        matches = [rights for digest, rights in self._rights.items() if hmac.compare_digest(given, digest)]
+        if not matches:
+            return None
+        own = matches[0].min_priority
+        return Client(given, self._min_priority if own is None else own)
 
     def _look(self) -> None:
         """One `stat` a second at most, while nothing is wrong."""
@@ -81,18 +130,18 @@ class ApiKeys:
         if version == self._version and not self._trouble:
             return
         try:
-            self._digests = self._read()
+            self._rights = self._read()
         except InvalidKeys as error:
             if str(error) != self._trouble:
                 logger.warning("%s; the keys of before stay valid", error)
             self._trouble = str(error)  # what ends it, as another mode or a mount, need not change the version
         else:
-            logger.info("gateway.api_keys_file: %s has been read: %d keys open now", self._file, len(self._digests))
+            logger.info("gateway.api_keys_file: %s has been read: %d keys open now", self._file, len(self._rights))
             self._version, self._trouble = version, ""
 
-    def _read(self) -> list[bytes]:
-        keys = [*self._given, *(keys_in(self._file) if self._file else [])]
-        return [_digest(key.encode()) for key in keys]
+    def _read(self) -> dict[bytes, KeyRights]:
+        keys = dict.fromkeys(self._given, KeyRights()) | (keys_in(self._file) if self._file else {})
+        return {_digest(key.encode()): rights for key, rights in keys.items()}
 
 
 def circle_of(digest: bytes | None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from baton.engine.core.messages import EngineStats
+from baton.engine.core.messages import LOWEST_PRIORITY, EngineStats
 from baton.kv_transfer.network.silence import SHORTEST_S, SILENCE_S
 
 from .dispatch.cost import CostRates
@@ -61,6 +61,7 @@ class GatewaySettings(BaseModel):
     max_inflight_requests: int = Field(4096, gt=0)  # above: 429
     max_inflight_per_key: int | None = Field(None, gt=0)  # with one API key; above: 429
     queue_limits: QueueLimits = QueueLimits()  # of each engine
+    min_priority: int = Field(0, ge=LOWEST_PRIORITY, le=0)  # that a request may ask for; keys of the file may have less
     max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
     inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts are tokenized in a thread
     request_timeout_s: float = Field(600.0, gt=0)  # clients may ask for less of this and the next: see patience.py

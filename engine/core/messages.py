@@ -10,6 +10,8 @@ from .sampling import SamplingParams
 from .stages import Ages
 from .tiers import TierStats
 
+LOWEST_PRIORITY, HIGHEST_PRIORITY = -(2**31), 2**31 - 1  # numbers of `EngineRequest.priority`
+
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token (or, found by whoever detokenizes, a stop string)
@@ -59,7 +61,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         0  # always resolved: a random number where the user gave none, so that a migration draws the same tokens
     )
     generation: int = 0  # counts re-submissions of the same request; answers to older ones are dropped
-    priority: int = 0  # lower is served sooner
+    priority: int = 0  # lower is served sooner; who may ask for which, gateways decide
     arrival_s: float = 0.0  # wall clock at the ingress
     timeout_s: float = 0.0  # from when the engine gets it: then it ends, wherever it is; 0: never
     cache_salt: str = ""  # prefixes are shared only between equal salts

@@ -26,8 +26,8 @@ from ..dispatch.dispatcher import Dispatcher
 from ..dispatch.legs import Deadline
 from ..dispatch.ranks import PIN_HEADER, pinned_rank, reachable
 from ..dispatch.timeline import Stamp, Timeline
-from ..edge import api_key_of, request_id_of
-from ..errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal
+from ..edge import client_of, request_id_of
+from ..errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, priority_not_allowed
 from ..keys import circle_of
 from ..metrics import GatewayMetrics
 from ..model import ServedModel
@@ -72,6 +72,7 @@ class _Call:
     patience: Patience
     last_event_id: str | None
     circle: str  # of those who may find prefixes that this client has left; "": everyone
+    min_priority: int  # that this client may ask for
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class GenerationEndpoint(Generic[RequestT]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        with gateway.admission.place(api_key_of(scope)), gateway.metrics.inflight.track_inprogress():
+        with gateway.admission.place(client_of(scope).key), gateway.metrics.inflight.track_inprogress():
             await self._serve(scope, receive, Answer(send))
 
     async def _serve(self, scope: Scope, receive: Receive, answer: Answer) -> None:
@@ -111,7 +112,8 @@ class GenerationEndpoint(Generic[RequestT]):
                     started_s=started_s,
                     patience=patience,
                     last_event_id=http.headers.get(LAST_EVENT_ID_HEADER),
-                    circle=circle_of(api_key_of(scope)) if limits.isolate_keys else "",
+                    circle=circle_of(client_of(scope).key) if limits.isolate_keys else "",
+                    min_priority=client_of(scope).min_priority,
                 )
                 await until_gone(receive, self._generate(call, body, answer))
         except ApiError as error:
@@ -153,6 +155,8 @@ class GenerationEndpoint(Generic[RequestT]):
     async def _generate(self, call: _Call, body: bytes, answer: Answer) -> None:
         gateway = self._gateway
         request = self._api.parse(parse_object(body))
+        if request.priority < call.min_priority:
+            raise priority_not_allowed(request.priority, call.min_priority)
         told = Position.known(call.last_event_id, request)
         job = (await self._prepare(request, call, told)).within(call.circle)
         trail = Trail(job, told) if is_resumable(request) else None

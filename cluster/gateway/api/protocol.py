@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from baton.engine.core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
+
 from .efforts import Effort
 from .messages import ChatMessage, Tool, ToolChoice, Tools
 from .strict import Strict
@@ -126,7 +128,7 @@ class SamplingRequest(Strict):
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int = Field(0, ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)  # lower is served sooner; see `KeyRights`
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     baton_timeline: bool = False  # ours: see `timeline.py`
     user: str | None = None

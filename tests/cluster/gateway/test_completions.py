@@ -279,11 +279,11 @@ async def test_sampling_reaches_the_engine_as_given(service: Service) -> None:
         "stop_token_ids": [9],
         "max_tokens": 3,
     }
-    await service.complete("hello", **fields, bad_words=["fox"], priority=-2, cache_salt="mine", seed=11)
+    await service.complete("hello", **fields, bad_words=["fox"], priority=2, cache_salt="mine", seed=11)
     for engine in service.cluster.members:
         (request,) = engine.submitted
         sent = request.sampling
         expected = {**fields, "logit_bias": {5: -100.0, 6: 1.5}}
         assert {name: getattr(sent, name) for name in expected} == expected
         assert service.tokenizer.encode("fox") in sent.bad_words_token_ids
-        assert (request.seed, request.priority, request.cache_salt) == (11, -2, "mine")
+        assert (request.seed, request.priority, request.cache_salt) == (11, 2, "mine")

@@ -36,7 +36,7 @@ def keys(file: Path, clock: Clock) -> ApiKeys:
 
 
 def opening(keys: ApiKeys, *candidates: str) -> list[str]:
-    return [key for key in candidates if keys.digest_if_open(key.encode()) is not None]
+    return [key for key in candidates if keys.client(key.encode()) is not None]
 
 
 def test_the_keys_of_the_file_open_beside_those_of_the_config(keys: ApiKeys) -> None:
