@@ -55,6 +55,7 @@ class HttpServer:
             http=GuardedHttpProtocol,
             ws="none",
             lifespan="off",
+            log_config=None,  # uvicorn's own would close every handler of this process, Serve's among them
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,

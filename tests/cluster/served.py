@@ -56,12 +56,15 @@ class Server:
     def rank_of(self, role: str) -> dict[str, Any]:
         return next(rank for rank in self.ranks() if rank["role"] == role)
 
+    def processes_named(self, title: str) -> list[Process]:
+        """Those that Ray calls so, the newest first."""
+        titles = {process: Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in self.look()}
+        found = [process for process, name in titles.items() if name.startswith(title)]
+        return sorted(found, key=lambda process: -process.started_ticks)
+
     def process_named(self, title: str) -> Process:
         """The newest process that Ray calls so."""
-        titles = {process: Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in self.look()}
-        return max(
-            (process for process, name in titles.items() if name.startswith(title)), key=lambda p: p.started_ticks
-        )
+        return self.processes_named(title)[0]
 
     def gcs_address(self) -> str:
         """Where its Ray cluster can be joined."""
@@ -71,6 +74,19 @@ class Server:
             if found:
                 return found[0]
         raise AssertionError("no Ray process tells where its cluster is")
+
+    def logs(self) -> Path:
+        """The folder of its Ray cluster's logs."""
+        for process in self.look():
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+            found = [Path(word.partition("=")[2]) for word in words if word.startswith(("--log_dir=", "--logs-dir="))]
+            if found:
+                return found[0]
+        raise AssertionError("no Ray process tells where its logs are")
+
+    def log_lines(self, pattern: str) -> list[str]:
+        """The lines of all logs of this name."""
+        return [line for file in self.logs().glob(pattern) for line in file.read_text().splitlines()]
 
     def wait_until_whole(self, roles: list[str], timeout_s: float = READY_S) -> None:
         def whole() -> bool:

@@ -275,6 +275,79 @@ def test_a_process_that_missed_where_the_directory_is_reaches_it_all_the_same(se
     assert done.stdout.strip() == "{0, 1} unknown", done.stderr
 
 
+SERVE_STATUS = """
+import sys, ray
+from ray import serve
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(*(application.status.value for application in serve.status().applications.values()))
+"""
+
+
+def serve_status(server: Server) -> str:
+    """What Serve's controller says of the application."""
+    command = [sys.executable, "-c", SERVE_STATUS, server.gcs_address()]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+async def test_the_death_of_serves_controller_cuts_no_stream_and_ends_no_process(
+    client: openai.AsyncOpenAI, server: Server
+) -> None:
+    before = server.table()
+    stop = asyncio.Event()
+    load = asyncio.gather(*(_keep_asking(client, number, stop) for number in range(8)))
+    controller = server.process_named("ray::ServeController")
+    os.kill(controller.pid, signal.SIGKILL)
+
+    def has_successor() -> bool:
+        return any(process != controller for process in server.processes_named("ray::ServeController"))
+
+    await asyncio.to_thread(eventually, has_successor, 60.0, "Ray starts no other controller")
+    # A controller answers when it has found the replicas of the last one. Two looks: it ends what it cannot recover.
+    for _ in range(2):
+        await asyncio.to_thread(
+            eventually, lambda: serve_status(server) == "RUNNING", 60.0, lambda: serve_status(server)
+        )
+        await asyncio.sleep(1.0)
+    stop.set()
+    results = [result for its_results in await asyncio.wait_for(load, 60.0) for result in its_results]
+    assert [result for result in results if isinstance(result, Exception)] == []
+    after = server.table()
+    for members in ("gateways", "data"):
+        assert [member["pid"] for member in after[members]] == [member["pid"] for member in before[members]]
+
+
+async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.AsyncOpenAI, server: Server) -> None:
+    victim = server.rank_of("decode")
+    gone = 'baton_request_retries_total{reason="engine-gone"}'
+    before = server.counted(gone)
+
+    async def watched(number: int) -> None:
+        stream = await client.completions.create(
+            model="baton-demo",
+            prompt=prompt_of(number),
+            max_tokens=900,
+            stream=True,
+            extra_headers={"x-request-id": f"watched-{number}"},
+            extra_body={"ignore_eos": True},
+        )
+        async for _ in stream:
+            if not killed.is_set():
+                killed.set()
+                os.kill(victim["pid"], signal.SIGKILL)
+
+    killed = asyncio.Event()
+    await asyncio.gather(*(watched(number) for number in range(8)))
+    told = [line for line in server.log_lines("serve/replica_main_gateway_*.log") if "watched-" in line]
+    attempts = [line for line in told if "engine-gone" in line and victim["engine_id"] in line]
+    assert attempts, told
+    assert len(attempts) == server.counted(gone) - before
+    await asyncio.to_thread(server.wait_until_whole, ROLES)
+
+
 async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_it(
     client: openai.AsyncOpenAI, server: Server
 ) -> None:
