@@ -6,7 +6,11 @@ mid-read would wake up with most of a lease left whose blocks were used anew lon
 
 from __future__ import annotations
 
+import math
 import time
+
+STOOD_STILL_S = 0.5  # a round that is late by more means that the process was stopped, or starved
+CATCH_UP_S = 1.0  # behind such a round, until what waited in the kernel has reached Python
 
 
 def lease_now() -> float:
@@ -17,3 +21,33 @@ def lease_now() -> float:
 def ahead_of_monotonic_s() -> float:
     """What to take off a time of this clock to have it by `time.monotonic`, by which engines count."""
     return lease_now() - time.monotonic()
+
+
+class Standstill:
+    """Tells how long messages may have waited unread because this process stood still. Times are the caller's clock.
+
+    round, due again at T ──── stopped ────> late round ── CATCH_UP_S ──> as usual
+                             arrivals count from T          arrivals count from now
+    """
+
+    def __init__(self) -> None:
+        self._due = math.inf  # by when this thread should have been heard of again
+        self._since = self._caught_up_at = -math.inf
+
+    def begin_round(self, now: float) -> None:
+        self._compare(now)
+        self._due = now
+
+    def end_round(self, pause_s: float) -> None:
+        """Expect the next round that much later, or sooner."""
+        self._due += pause_s
+
+    def arrival(self, now: float) -> float:
+        """Return the earliest time at which what is read now may have come."""
+        self._compare(now)
+        return self._since if now < self._caught_up_at else now
+
+    def _compare(self, now: float) -> None:
+        if now - self._due > STOOD_STILL_S:
+            self._since = self._due if now >= self._caught_up_at else min(self._since, self._due)
+            self._caught_up_at = now + CATCH_UP_S

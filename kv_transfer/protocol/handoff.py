@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from baton.engine.core.connector import BlocksReleased, ConnectorEvent, ReceiveFailed, TransferId
 
 from ..errors import MalformedMessage, TransportError
+from ..lease_clock import Standstill
 from ..network.channel import Channel, Route
 from ..pacing import POLL_IDLE_S, pause_s
 from ..ranks.crew import Crew
@@ -55,6 +56,8 @@ from .stats import TransferStats
 
 logger = logging.getLogger(__name__)
 
+LISTEN_EVERY_S = 1.0  # while blocks are on offer, so that a holder that stood still knows for how long
+
 
 class Handoff:
     """Offers, receives and peers of one engine. One thread calls it; `emit` gets events in their order.
@@ -88,6 +91,7 @@ class Handoff:
         self._proofs = Proofs(crew, verifies=verifies, digest_blocks=digest_blocks)
         self._deeds = Deeds(self._mail, self._peers, self._pulls, self._proofs, self.receives, clock, emit)
         self._stale_greetings = 0
+        self._standstill = Standstill()
 
     # ------------------------------------------------------------------ the engine's calls
 
@@ -98,7 +102,7 @@ class Handoff:
         self._digest_if_complete(key.offer)
 
     def advance(self, offer: TransferId, num_ready: int) -> None:
-        self._deeds.perform(self.leases.advance(offer, num_ready, self._clock()))
+        self._deeds.perform(self.leases.advance(offer, num_ready, self._standstill.arrival(self._clock())))
         self._digest_if_complete(offer)
 
     def withdraw(self, offer: TransferId) -> None:
@@ -148,6 +152,7 @@ class Handoff:
         out at once; and again behind the messages, before these are looked at. Whoever sent one may hold the ticket of
         an offer that was still on its way here: its claim is read after the offer is made.
         """
+        self._standstill.begin_round(self._clock())
         self._make(calls())
         self._crew.pump()
         for event in self._pulls.poll(self._clock()):  # may copy for a while: the grant is there when it is done
@@ -169,7 +174,9 @@ class Handoff:
         self._peers.forget_idle(self.receives.waits_for, self._uses)
         if self._serving(now):
             self._crew.progress()
-        return self._pause(now)
+        pause = self._pause(now)
+        self._standstill.end_round(pause)
+        return pause
 
     def abandon(self, reason: str) -> None:
         """Fails all receives that are under way, whose reads begin nothing further, and withdraws all offers."""
@@ -211,7 +218,7 @@ class Handoff:
                 self._on_unwelcome(route, message)
             case Claim() | Renew() | AskDigests() | Finish() | Abort():
                 self._mail.remember(message.reader.engine, route)
-                self._deeds.perform(self.leases.on_message(message, now))
+                self._deeds.perform(self.leases.on_message(message, now, self._standstill.arrival(now)))
             case Granted() | Grown() | Refused() | Withdrawn() | Digests():
                 self._deeds.perform(self.receives.on_message(message, now))
 
@@ -229,7 +236,7 @@ class Handoff:
         if peer is not None:
             where = f"{peer.key.engine_id} at {peer.address}"
             logger.warning("%s is cut off: it ended, or is silent", where)
-            self._deeds.perform(self.receives.peer_lost(peer.key, f"{where} ended, or is silent"))
+            self._deeds.perform(self.receives.peer_cut_off(peer.key, f"{where} ended, or is silent"))
 
     def _on_pull(self, event: PullEvent) -> None:
         match event.outcome:
@@ -290,5 +297,6 @@ class Handoff:
         )
         if soon is not None:
             return soon
-        due = (self.leases.next_expiry, self.receives.next_deadline, self._peers.next_greeting)
+        listen_at = now + LISTEN_EVERY_S if len(self.leases) else None
+        due = (listen_at, self.leases.next_expiry, self.receives.next_deadline, self._peers.next_greeting)
         return max(0.0, min((at - now for at in due if at is not None), default=POLL_IDLE_S))

@@ -6,9 +6,11 @@
 
 A grant is a promise to one reader. Until `expires_at` only that reader can end it (Finish, Abort): not `withdraw`,
 which merely asks, and not the news that the reader is dead, which may be a partition.
-The promise grows with every claim and renewal that is granted and never shrinks.
+The promise grows with every claim and renewal that is granted and never shrinks. A claim that waited because this
+process stood still is counted from when it may have arrived: the grant is for what is left of the lease by then.
 
-An offer may *grow*: its first `num_ready` blocks are written, the others will be. Every state may grow.
+An offer may *grow*: its first `num_ready` blocks are written, the others will be. Every state may grow. Growth extends
+the lease of an offer that nobody has claimed; a reader extends its own with renewals.
 
 `LEASE_TABLE` is all there is to know of what follows what; docs/handoff.md shows it.
 """
@@ -142,6 +144,7 @@ class Lease:
     num_ready: int  # leading blocks that are written
     expires_at: float  # on the holder's clock
     reader: ReaderKey | None = None  # to whom it is promised
+    granted_s: float = 0.0  # by the newest grant, from when it was given
     digests: tuple[bytes, ...] | None = None  # of all blocks, by rank
     state: LeaseState = LeaseState.OFFERED
 
@@ -190,10 +193,11 @@ class LeaseTable:
         self._leases[key.offer] = Lease(key, num_blocks, ready, expires_at=now + self.lease_s)
 
     def advance(self, offer: TransferId, num_ready: int, now: float) -> list[Action]:
-        """That many of the blocks are written now. What grows is alive: its lease counts from here."""
+        """Note that so many of the blocks are written. An offer that nobody has claimed is kept `lease_s` from now."""
         lease = self._leases.get(offer)
         if lease is not None and lease.state is not LeaseState.ASKED_BACK:
             lease.num_ready = max(lease.num_ready, num_ready)
+        if lease is not None and lease.state is LeaseState.OFFERED:
             lease.expires_at = max(lease.expires_at, now + self.lease_s)
         return self._on(lease, LeaseEvent.ADVANCE)
 
@@ -212,13 +216,19 @@ class LeaseTable:
         due = [lease for lease in self._leases.values() if now >= lease.expires_at]
         return [action for lease in due for action in self._on(lease, LeaseEvent.EXPIRY)]
 
-    def on_message(self, message: FromReader, now: float) -> list[Action]:
+    def on_message(self, message: FromReader, now: float, arrived: float | None = None) -> list[Action]:
+        """Answer a reader. `arrived`: the earliest time at which the message may have come, if that was not now."""
         lease = self._named_by(message.lease)
         event = _event_of(message, lease)
+        ended: list[Action] = []
         if lease is not None and event is LeaseEvent.CLAIM and lease.state is not LeaseState.ASKED_BACK:
-            lease.reader = message.reader
-            lease.expires_at = max(lease.expires_at, now + self.lease_s)
-        return self._on(lease, event, message)
+            lease.expires_at = max(lease.expires_at, (now if arrived is None else arrived) + self.lease_s)
+            if now >= lease.expires_at:
+                ended, lease = self._on(lease, LeaseEvent.EXPIRY), None
+            else:
+                lease.reader = message.reader
+                lease.granted_s = min(self.lease_s, lease.expires_at - now)
+        return ended + self._on(lease, event, message)
 
     def _named_by(self, key: LeaseKey) -> Lease | None:
         """The lease that exactly this offer made: same process, request and generation."""
@@ -247,7 +257,7 @@ class LeaseTable:
     def _said(self, answer: Answer, lease: Lease, reader: ReaderKey, message: FromReader | None) -> FromHolder | None:
         match answer, message:
             case Answer.GRANTED, Claim() | Renew():
-                return Granted(lease.key, reader, message.number, self.lease_s, lease.num_ready)
+                return Granted(lease.key, reader, message.number, lease.granted_s, lease.num_ready)
             case Answer.GROWN, _:
                 return Grown(lease.key, reader, lease.num_ready)
             case Answer.DIGESTS, AskDigests():

@@ -19,7 +19,8 @@ class ReceiveState(enum.Enum):
 
 class ReceiveEvent(enum.Enum):
     PEER_READY = "peer is ready"
-    PEER_LOST = "peer is lost"
+    PEER_LOST = "peer is lost"  # and will not be spoken to again
+    CUT_OFF = "peer is cut off"  # what is sent now waits for the connection
     GRANT = "Granted"
     UNASKED = "Granted, Digests that nothing asked for"
     GROWN = "Grown"
@@ -98,6 +99,7 @@ def _stale(state: ReceiveState, *says: Say) -> ReceiveRow:
 RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_RESERVED, _E.PEER_READY): ReceiveRow(_PULLING, (Say.ASK, Say.READ)),
     (_RESERVED, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, Say.FAILED),
+    (_RESERVED, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, Say.FAILED),
     (_RESERVED, _E.GRANT): _stale(_RESERVED),
     (_RESERVED, _E.UNASKED): _stale(_RESERVED),
     (_RESERVED, _E.GROWN): _stale(_RESERVED),
@@ -108,6 +110,7 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_RESERVED, _E.CLOSE): _fails(ReceiveOutcome.FAILED, Say.FAILED),
     (_PULLING, _E.PEER_READY): _stays(_PULLING),
     (_PULLING, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, *_BY_THE_HOLDER),
+    (_PULLING, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, *_BY_ITSELF),
     (_PULLING, _E.GRANT): _stays(_PULLING, Say.READ, Say.ASK_DIGESTS),
     (_PULLING, _E.UNASKED): _stale(_PULLING),
     (_PULLING, _E.GROWN): _stays(_PULLING, Say.READ, Say.ASK_DIGESTS),
@@ -126,6 +129,7 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_PULLING, _E.CLOSE): _fails(ReceiveOutcome.FAILED, *_BY_ITSELF),
     (_QUARANTINED, _E.PEER_READY): _stays(_QUARANTINED),
     (_QUARANTINED, _E.PEER_LOST): _stays(_QUARANTINED),
+    (_QUARANTINED, _E.CUT_OFF): _stays(_QUARANTINED),
     (_QUARANTINED, _E.GRANT): _stale(_QUARANTINED, Say.ABORT),
     (_QUARANTINED, _E.UNASKED): _stale(_QUARANTINED),
     (_QUARANTINED, _E.GROWN): _stale(_QUARANTINED),

@@ -121,6 +121,10 @@ class ReceiveTable:
     def peer_lost(self, holder: EngineKey, reason: str) -> list[Action]:
         return self._on_all(self._of(holder), ReceiveEvent.PEER_LOST, reason)
 
+    def peer_cut_off(self, holder: EngineKey, reason: str) -> list[Action]:
+        """Fail what is read of a holder that may live. It is told so when the connection is there again."""
+        return self._on_all(self._of(holder), ReceiveEvent.CUT_OFF, reason)
+
     def on_message(self, message: FromHolder, now: float) -> list[Action]:
         receive = self._named_by(message)
         event, reason = self._take_in(message, receive, now)

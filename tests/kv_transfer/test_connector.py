@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -226,6 +227,36 @@ def test_a_holder_killed_in_mid_transfer_fails_the_receive_within_two_seconds(sl
     assert isinstance(failed, ReceiveFailed)
     assert isinstance(released, BlocksReleased)
     wait_until(lambda: decode.stats().peers_ready == 0)
+
+
+def has_stopped(pid: int) -> bool:
+    states = [
+        task.joinpath("stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return set(states) == {"T"}
+
+
+@pytest.mark.parametrize("reader_lives", [True, False])
+def test_a_holder_that_was_stopped_keeps_nothing_for_a_reader_that_gave_up(reader_lives: bool, start: Start) -> None:
+    """A reader that lives says so. The lease of one that died ends by the time that passed, not by the claim's arrival.
+
+    Leases of an hour outlast the test, one of 12 s ends while the holder is stopped.
+    """
+    lease_s = 3600.0 if reader_lives else 12.0
+    prefill, decode = meet(start, settings=msgspec.structs.replace(DEFAULT_SETTINGS, lease_s=lease_s))
+    offer = prefill.offer("request", [1, 2])
+    wait_until(lambda: prefill.stats().leases_held == 1)
+    holder = prefill.ranks[0].process.pid
+    os.kill(holder, signal.SIGSTOP)
+    wait_until(lambda: has_stopped(holder))
+    decode.receive(offer.ticket, 0, [1, 2])
+    assert ReceiveFailed in kinds(decode.events(1, 30.0))
+    if not reader_lives:
+        decode.kill()
+        time.sleep(lease_s)
+    os.kill(holder, signal.SIGCONT)
+    outcome = OfferOutcome.WITHDRAWN if reader_lives else OfferOutcome.EXPIRED
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, outcome)]
 
 
 def test_a_holder_that_is_dead_already_fails_the_receive_though_nobody_says_so(start: Start) -> None:

@@ -17,10 +17,11 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.lease_clock import STOOD_STILL_S
 from baton.kv_transfer.network.fake_channel import FakeNetwork
 from baton.kv_transfer.network.virtual import VirtualClock
 from baton.kv_transfer.pacing import POLL_SERVING_S
-from baton.kv_transfer.protocol.handoff import Handoff
+from baton.kv_transfer.protocol.handoff import LISTEN_EVERY_S, Handoff
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     DigestMode,
@@ -265,7 +266,7 @@ def test_a_read_of_a_peer_that_is_cut_off_fails_at_once_and_its_blocks_come_back
     assert engines.reader.stats().blocks_quarantined == 1
     assert engines.reader.stats().receives_active == 0, "nobody loses anything where the engine ends now"
     engines.pass_time(60)
-    assert engines.events[1:] == [BlocksReleased(1)]
+    assert engines.events[1:] == [OfferEnded(1, OfferOutcome.WITHDRAWN), BlocksReleased(1)], "the holder was told"
     assert engines.reader.stats().peers_ready == 1, "it was greeted again"
 
 
@@ -505,3 +506,59 @@ def test_an_offer_made_while_messages_are_received_is_found_by_the_claim_among_t
     calls = iter([[], [lambda handoff: handoff.offer(key, [1], 1)]])
     engines.holder.pump(lambda: next(calls))
     assert engines.holder.leases.any_granted
+
+
+def stop_the_holder(engines: Engines, seconds: float, *, num_ready: int = 1) -> None:
+    """An offer, a pause of the holder's process, a claim right after it began; the reader gives up and is not heard."""
+    engines.meet()
+    engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], num_ready)
+    engines.clock.advance(engines.holder.pump())
+    engines.holder.pump()
+    engines.receive(EngineKey("holder", 1))
+    engines.reader.pump()
+    engines.clock.advance(seconds)
+
+
+def test_a_holder_that_stood_still_counts_a_claim_from_when_it_may_have_come() -> None:
+    engines = Engines()
+    stop_the_holder(engines, 20.0)
+    engines.holder.pump()
+    lease = engines.holder.leases.get(1)
+    assert lease is not None
+    assert 30.0 <= lease.expires_at - (engines.clock() - 20.0) < 30.0 + 2 * LISTEN_EVERY_S
+
+
+def test_a_holder_that_stood_still_for_longer_than_a_lease_refuses_what_waited() -> None:
+    engines = Engines()
+    stop_the_holder(engines, 40.0)
+    engines.holder.pump()
+    assert engines.events == [OfferEnded(1, OfferOutcome.EXPIRED)]
+    assert not engines.holder.leases.any_granted
+
+
+def test_a_claim_that_reaches_python_a_moment_after_the_wake_waited_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of libzmq wake up with ours."""
+    engines = Engines()
+    stop_the_holder(engines, 20.0)
+    channel = engines.network.bound("tcp://holder")
+    with monkeypatch.context() as patched:
+        patched.setattr(channel, "receive", lambda: [])
+        engines.clock.advance(engines.holder.pump() / 2)
+    engines.holder.pump()
+    lease = engines.holder.leases.get(1)
+    assert lease is not None
+    assert lease.expires_at - engines.clock() < 30.0 - 20.0 + 2 * LISTEN_EVERY_S
+
+
+def test_growth_that_waited_with_the_process_does_not_revive_a_lease() -> None:
+    engines = Engines()
+    stop_the_holder(engines, 40.0, num_ready=0)
+    engines.holder.pump(lambda: [lambda handoff: handoff.advance(1, 1)])
+    assert engines.events == [OfferEnded(1, OfferOutcome.EXPIRED)]
+
+
+def test_a_holder_that_was_only_busy_grants_the_whole_lease() -> None:
+    engines = Engines()
+    stop_the_holder(engines, STOOD_STILL_S / 2)
+    engines.holder.pump()
+    assert engines.holder.leases.get(1).expires_at == engines.clock() + 30.0

@@ -68,6 +68,25 @@ def test_a_renewal_extends_and_an_older_one_never_shortens(table: LeaseTable) ->
     assert table.next_expiry == 18.0
 
 
+def test_a_claim_that_waited_is_granted_for_what_is_left_of_the_lease(table: LeaseTable) -> None:
+    table.on_message(Claim(LEASE, READER, 1), now=2.0)
+    assert table.on_message(Renew(LEASE, READER, 2), now=9.0, arrived=5.0) == to_reader(
+        Granted(LEASE, READER, 2, 6.0, 3)
+    )
+    assert table.next_expiry == 15.0
+
+
+def test_a_claim_that_waited_longer_than_the_lease_finds_it_over(table: LeaseTable) -> None:
+    ended_first, refused = table.on_message(Claim(LEASE, READER, 1), now=40.0, arrived=5.0)
+    assert [ended_first] == ended(OfferOutcome.EXPIRED)
+    assert refused == SendToReader(READER.engine, Refused(LEASE, READER, "the offer has ended"))
+
+
+def test_a_finish_that_waited_longer_than_the_lease_still_counts(table: LeaseTable) -> None:
+    table.on_message(Claim(LEASE, READER, 1), now=1.0)
+    assert table.on_message(Finish(LEASE, READER), now=40.0, arrived=2.0) == ended(OfferOutcome.FINISHED)
+
+
 def test_nobody_comes_and_the_blocks_go(table: LeaseTable) -> None:
     assert (table.num_blocks, table.any_granted) == (3, False)
     assert table.expire(now=10.0) == ended(OfferOutcome.EXPIRED)
@@ -149,6 +168,14 @@ def test_while_nobody_has_claimed_it_an_offer_grows_silently_and_stays_alive(gro
     assert growing.advance(1, 2, now=8.0) == []
     assert growing.expire(now=17.9) == []
     assert growing.expire(now=18.0) == ended(OfferOutcome.EXPIRED)
+
+
+def test_what_was_claimed_lives_by_its_reader_and_not_by_its_growth(growing: LeaseTable) -> None:
+    growing.on_message(Claim(LEASE, READER, 1), now=1.0)
+    growing.advance(1, 2, now=9.0)
+    assert growing.next_expiry == 11.0
+    growing.on_message(Renew(LEASE, READER, 2), now=10.0)
+    assert growing.next_expiry == 20.0
 
 
 def test_nothing_can_be_finished_before_all_of_it_is_written(growing: LeaseTable) -> None:
