@@ -74,6 +74,24 @@ class DeviceMemory:
             _call("cuIpcCloseMemHandle" if self._opened else "cuMemFree_v2", ctypes.c_uint64(self.address))
 
 
+def shared_handle(address: int) -> tuple[bytes, int]:
+    """The handle of the allocation that holds `address`, for `DeviceMemory.open` elsewhere, and the offset in it.
+
+    Raises `DriverError` where the memory cannot be shared, as that of torch's expandable segments.
+    """
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return bytes(handle), address - base.value
+
+
+def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Begin a copy between two addresses that the device reaches, in a stream. Raises `DriverError`."""
+    sizes = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes)
+    _call("cuMemcpyAsync", *sizes, ctypes.c_void_p(stream))
+
+
 def _call(name: str, *args: object) -> None:
     driver = _driver()
     result = getattr(driver, name)(*args)

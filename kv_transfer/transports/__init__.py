@@ -53,6 +53,13 @@ class Transport(Protocol):
 
     def peer_state(self, peer: PeerHandle) -> PeerState: ...
 
+    def rate(self, peer: PeerHandle) -> float | None:
+        """Return the bytes per second of the few MB that are read when a peer is connected; it is at least as fast.
+
+        None before they have come, and where nothing was measured.
+        """
+        ...
+
     def remove_peer(self, peer: PeerHandle) -> None:
         """Forgets a peer of which no read is left."""
         ...

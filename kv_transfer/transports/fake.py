@@ -53,9 +53,9 @@ class FakeFabric:
         self.on_write: Callable[[str, int, int], None] = lambda agent, offset, num_bytes: None
         self._memories: dict[str, bytearray] = {}
 
-    def attach(self, name: str, memory: bytearray) -> FakeTransport:
+    def attach(self, name: str, memory: bytearray, bytes_per_s: float | None = None) -> FakeTransport:
         self._memories[name] = memory
-        return FakeTransport(self, name)
+        return FakeTransport(self, name, bytes_per_s)
 
     def kill(self, name: str) -> None:
         """The process is gone: nobody reads its memory, and nothing lands in it."""
@@ -102,7 +102,9 @@ class FakeTransport:
 
     name = "fake"
 
-    def __init__(self, fabric: FakeFabric, agent: str) -> None:
+    def __init__(self, fabric: FakeFabric, agent: str, bytes_per_s: float | None = None) -> None:
+        """`bytes_per_s`: the rate that is told of every connected peer."""
+        self._bytes_per_s = bytes_per_s
         self._fabric = fabric
         self._agent = agent
         self._ids = itertools.count(1)
@@ -124,6 +126,9 @@ class FakeTransport:
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return self._peers[peer][1]
+
+    def rate(self, peer: PeerHandle) -> float | None:
+        return self._bytes_per_s if self.peer_state(peer) is PeerState.CONNECTED else None
 
     def remove_peer(self, peer: PeerHandle) -> None:
         del self._peers[peer]

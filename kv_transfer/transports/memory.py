@@ -10,11 +10,12 @@ from ..errors import TransportError
 from . import ByteRange
 
 WARM_BYTES = 64  # of the read that connects to a peer
+PROBE_BYTES = 4 << 20  # of the read behind it, whose time gives the rate
 
 
 @dataclasses.dataclass(slots=True)
 class Scratch:
-    """`WARM_BYTES` into which a peer's memory is read to connect to it."""
+    """`PROBE_BYTES` into which a peer's memory is read to connect to it, and to measure how fast that is."""
 
     address: int
     owner: object  # keeps the memory alive
@@ -39,11 +40,11 @@ def use_device(device: str) -> int | None:
 
 def make_scratch(device: str) -> Scratch:
     if device == "cpu":
-        buffer = (ctypes.c_char * WARM_BYTES)()
+        buffer = (ctypes.c_char * PROBE_BYTES)()
         return Scratch(ctypes.addressof(buffer), buffer)
     import torch
 
-    tensor = torch.empty(WARM_BYTES, dtype=torch.uint8, device=device)
+    tensor = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
     return Scratch(tensor.data_ptr(), tensor)
 
 

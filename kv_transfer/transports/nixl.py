@@ -3,7 +3,8 @@
 How NIXL behaves, as far as it shaped this file (1.5, UCX 1.23):
 
 * Its progress thread polls without pause and so burns a core. There is none here: whoever is read calls `progress`.
-* The first read of a peer takes round trips and the peer's progress: a peer is connected after one small read.
+* The first read of a peer takes round trips and the peer's progress: a peer is connected after one small read. A
+  second read, of a few MB, is timed: some lanes are a thousand times slower than others, and nothing else tells.
 * Over shared memory `transfer` copies before it returns (and lets other Python threads run).
 * Releasing a read that still runs cancels it in UCX, "which may not be enough": the data may land later. So a read that
   runs is never released.
@@ -31,7 +32,7 @@ from .. import codec
 from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
-from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
+from .memory import PROBE_BYTES, WARM_BYTES, check_ranges, make_scratch, use_device
 from .stumbles import Stumbles
 from .ucx_environment import LOST_TCP, defaults
 from .ucx_log import UcxLog
@@ -63,8 +64,10 @@ _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metad
 class _Peer:
     name: str
     metadata: _Metadata
-    warm_read: Any  # NIXL's handle, until it is done
+    warm_read: Any  # NIXL's handle; once it is done that of the probe, None where that could not be prepared
     state: PeerState = PeerState.CONNECTING
+    probe_began: float | None = None  # when the probe was posted
+    bytes_per_s: float | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,7 +105,7 @@ class NixlTransport:
         self._scratch = make_scratch(region.device)
         self._registered = [
             self._register(region.address, self._num_bytes),
-            self._register(self._scratch.address, WARM_BYTES),
+            self._register(self._scratch.address, PROBE_BYTES),
         ]
         blob = self._asking("cannot describe our memory", self._agent.get_agent_metadata)
         known = _Metadata(blob, self._address, self._num_bytes, self._memory, self._device)
@@ -127,11 +130,8 @@ class NixlTransport:
         name = self._asking("cannot load a peer's metadata", self._agent.add_remote_agent, known.nixl)
         name = name.decode() if isinstance(name, bytes) else name
         peer = _Peer(name, known, warm_read=None)
-        size = min(WARM_BYTES, known.num_bytes)
         try:
-            peer.warm_read = self._initialize(
-                peer, [(self._scratch.address, size, self._device)], [(known.address, size, known.device)]
-            )
+            peer.warm_read = self._into_scratch(peer, WARM_BYTES)
         except TransportError:
             self._forget(name)
             raise
@@ -144,18 +144,23 @@ class NixlTransport:
         known = self._peers[peer]
         if known.state is PeerState.CONNECTING:
             state = self._state_of(known.warm_read)
-            if state is ReadState.DONE:
-                known.state = PeerState.CONNECTED
-            elif state is ReadState.FAILED:
+            if state is ReadState.FAILED:
                 known.state = PeerState.BROKEN
+            elif state is ReadState.DONE and known.probe_began is None:
+                known.state = self._begin_probe(known)
+            elif state is ReadState.DONE:
+                known.state = self._end_probe(known)
             self._ucx_said()
         return known.state
+
+    def rate(self, peer: PeerHandle) -> float | None:
+        return self._peers[peer].bytes_per_s
 
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)
         if known.state is PeerState.CONNECTING:
             self._lingering.append(known.warm_read)  # it runs, into the scratch only
-        else:
+        elif known.warm_read is not None:
             self._let_go(known.warm_read)
         self._forget(known.name)
         self._ucx_said()
@@ -229,9 +234,35 @@ class NixlTransport:
         what = f"cannot prepare a read of {peer.name}"
         return self._asking(what, self._agent.initialize_xfer, "READ", ours, theirs, peer.name, b"", self._backends)
 
+    def _into_scratch(self, peer: _Peer, num_bytes: int) -> Any:
+        """Prepare a read of the first bytes of a peer's region, of at most so many."""
+        known = peer.metadata
+        size = min(num_bytes, known.num_bytes)
+        ours, theirs = (self._scratch.address, size, self._device), (known.address, size, known.device)
+        return self._initialize(peer, [ours], [theirs])
+
     def _begin_warming(self, peer: _Peer) -> PeerState:
-        states = {ReadState.RUNNING: PeerState.CONNECTING, ReadState.DONE: PeerState.CONNECTED}
-        return states.get(self._post(peer.warm_read), PeerState.BROKEN)
+        return PeerState.BROKEN if self._post(peer.warm_read) is ReadState.FAILED else PeerState.CONNECTING
+
+    def _begin_probe(self, peer: _Peer) -> PeerState:
+        self._let_go(peer.warm_read)
+        peer.warm_read = None
+        try:
+            peer.warm_read = self._into_scratch(peer, PROBE_BYTES)
+        except TransportError as error:
+            logger.warning("%s", error)
+            return PeerState.BROKEN
+        peer.probe_began = time.perf_counter()
+        state = self._post(peer.warm_read)
+        if state is ReadState.DONE:  # copied before it returned
+            return self._end_probe(peer)
+        return PeerState.BROKEN if state is ReadState.FAILED else PeerState.CONNECTING
+
+    def _end_probe(self, peer: _Peer) -> PeerState:
+        assert peer.probe_began is not None, "it was posted"
+        taken_s = max(time.perf_counter() - peer.probe_began, 1e-9)
+        peer.bytes_per_s = min(PROBE_BYTES, peer.metadata.num_bytes) / taken_s
+        return PeerState.CONNECTED
 
     def _post(self, handle: Any) -> ReadState:
         return self._checked(self._agent.transfer, handle)

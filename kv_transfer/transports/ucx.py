@@ -30,7 +30,7 @@ from .. import codec
 from ..errors import TransportError
 from ..protocol.messages import Name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
-from .memory import WARM_BYTES, check_ranges, make_scratch, use_device
+from .memory import PROBE_BYTES, WARM_BYTES, check_ranges, make_scratch, use_device
 from .stumbles import Stumbles
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_log import UcxLog
@@ -79,8 +79,10 @@ class _Peer:
     metadata: _Metadata
     endpoint: Any  # UCXX's
     key: Handle
-    warm_read: _Transfer
+    warm_read: _Transfer  # and the probe behind it
     state: PeerState = PeerState.CONNECTING
+    probe_began: float | None = None  # when the probe was asked for
+    bytes_per_s: float | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -143,7 +145,7 @@ class UcxTransport:
             self._close_endpoint(endpoint)
             raise
         peer = _Peer(known, endpoint, key, _Transfer())
-        self._get(peer, peer.warm_read, known.address, self._scratch.address, min(WARM_BYTES, known.num_bytes))
+        self._into_scratch(peer, WARM_BYTES)
         handle = next(self._ids)
         self._peers[handle] = peer
         return handle
@@ -153,13 +155,22 @@ class UcxTransport:
         if known.state is PeerState.CONNECTING:
             self._advance()
             self._settle(known.warm_read)
+            if known.warm_read.state is ReadState.DONE and known.probe_began is None:
+                known.probe_began = time.perf_counter()
+                self._into_scratch(known, PROBE_BYTES)
+                self._settle(known.warm_read)
             if known.warm_read.state is ReadState.DONE:
+                taken_s = max(time.perf_counter() - known.probe_began, 1e-9)
+                known.bytes_per_s = min(PROBE_BYTES, known.metadata.num_bytes) / taken_s
                 known.state = PeerState.CONNECTED
                 _ucx_log.drain()
         if known.warm_read.state is ReadState.FAILED or not known.endpoint.alive:
             known.state = PeerState.BROKEN
             _ucx_log.drain()
         return known.state
+
+    def rate(self, peer: PeerHandle) -> float | None:
+        return self._peers[peer].bytes_per_s
 
     def remove_peer(self, peer: PeerHandle) -> None:
         self._lingering.append(self._peers.pop(peer))
@@ -238,6 +249,11 @@ class UcxTransport:
         except self._ucxx.UCXError as error:
             logger.warning("UCX closed a connection with: %s", error)
         _ucx_log.drain()
+
+    def _into_scratch(self, peer: _Peer, num_bytes: int) -> None:
+        """Read the first bytes of a peer's region, at most so many."""
+        size = min(num_bytes, peer.metadata.num_bytes)
+        self._get(peer, peer.warm_read, peer.metadata.address, self._scratch.address, size)
 
     def _get(
         self, peer: _Peer, transfer: _Transfer, remote: int, local: int, num_bytes: int, params: Any = None

@@ -1,0 +1,309 @@
+"""Reads of GPU memory between processes of one machine: the peer's blocks are mapped here, and copied by our own GPU.
+
+    holder    allocates its blocks ── handle of the allocation ──> metadata
+    reader    add_peer: opens the handle, copies the probe: nonce right? rate?  ──> CONNECTED
+              read: one kernel or a few copies in a stream of their own         ──> event reached: DONE
+
+UCX moves bytes between two processes of one GPU over TCP (0.4 GB/s on an H200). A mapping of the same memory is read at
+the memory's own speed, and over NVLink at the link's.
+
+* The holder takes no part in a read: `progress` does nothing.
+* The driver keeps an allocation that another process has mapped, also after its owner has died. So a read of a dead
+  peer ends well, with bytes of no worth, and leases decide as always; and `remove_peer` gives the memory back.
+* A handle says nothing of whose memory it is. The nonce in the probe buffer proves that the mapping is the peer's, for
+  example where `CUDA_VISIBLE_DEVICES` numbers devices differently on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.engine.core.layout import KVRegion
+
+from .. import codec
+from ..errors import NotRegistrable, TransportError
+from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from .memory import check_ranges, use_device
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+NAME = "cuda_ipc"
+PROBE_BYTES = 8 << 20
+NONCE_BYTES = 16
+LONG_RANGE_BYTES = 16 << 20  # ranges of this length on average are copied one by one, shorter ones by one kernel
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_Offset = Annotated[int, Meta(ge=0, lt=2**62)]
+_Length = Annotated[int, Meta(ge=1, lt=2**62)]
+
+
+class _Shared(msgspec.Struct, frozen=True, array_like=True):
+    """Some memory inside an allocation that other processes can open."""
+
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    offset: _Offset
+    num_bytes: _Length
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer must know to map our memory."""
+
+    name: str
+    machine: str
+    device: str  # UUID of the GPU
+    blocks: _Shared
+    probe: _Shared
+    nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+_decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a CUDA IPC peer")
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    metadata: _Metadata
+    blocks: _Mapping
+    probe: _Mapping
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    nonce: torch.Tensor  # as the peer's memory has it, once the probe has ended
+    tables: list[torch.Tensor | None]  # which the probe's kernels read
+    state: PeerState = PeerState.CONNECTING
+    bytes_per_s: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Read:
+    ended: torch.cuda.Event
+    table: torch.Tensor | None  # of ranges, which the kernel reads
+    state: ReadState = ReadState.RUNNING
+
+
+class _Mapping:
+    """Another process's allocation, mapped into this one until `close`."""
+
+    def __init__(self, shared: _Shared) -> None:
+        from baton.kernels.peers.ipc import DeviceMemory, DriverError
+
+        try:
+            self._memory = DeviceMemory.open(shared.handle)
+        except DriverError as error:
+            raise TransportError(f"its memory cannot be mapped: {error}") from error
+        self.address = self._memory.address + shared.offset
+
+    def close(self) -> None:
+        from baton.kernels.peers.ipc import DriverError
+
+        try:
+            self._memory.free()
+        except DriverError as error:
+            logger.warning("a peer's memory stays mapped: %s", error)
+
+
+class CudaIpcTransport:
+    """A `Transport` between GPUs of one machine. Made, used and closed by one thread.
+
+    Raises `NotRegistrable` where the region cannot be shared with other processes.
+    """
+
+    name = NAME
+
+    def __init__(self, region: KVRegion, agent_name: str) -> None:
+        device = use_device(region.device)
+        if device is None:
+            raise NotRegistrable("blocks in the host's memory are not shared by CUDA IPC")
+        import torch
+
+        self._num_bytes = region.num_bytes
+        self._address = region.address
+        self._uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self._stream = torch.cuda.Stream(device)
+        self._probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=region.device)
+        self._scratch = torch.empty_like(self._probe)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._probe[:NONCE_BYTES].copy_(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
+        torch.cuda.synchronize(device)
+        self._machine = _BOOT_ID.read_text().strip()
+        blocks, probe = _shared(region.address, region.num_bytes), _shared(self._probe.data_ptr(), PROBE_BYTES)
+        self._metadata = codec.encode(_Metadata(agent_name, self._machine, self._uuid, blocks, probe, nonce))
+        self._ids = itertools.count(1)
+        self._peers: dict[PeerHandle, _Peer] = {}
+        self._reads: dict[ReadHandle, _Read] = {}
+        self._tables: dict[int, list[torch.Tensor]] = {}  # pinned ones that no kernel reads, by their length
+        self._compile()
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        known = _decode_metadata(metadata)
+        if known.machine != self._machine:
+            raise TransportError(f"{known.name} is on another machine")
+        blocks = _Mapping(known.blocks)
+        try:
+            probe = _Mapping(known.probe)
+        except TransportError:
+            blocks.close()
+            raise
+        handle = next(self._ids)
+        self._peers[handle] = self._begin_probe(known, blocks, probe)
+        return handle
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        known = self._peers[peer]
+        if known.state is PeerState.CONNECTING and known.ended.query():
+            self._judge_probe(known)
+        return known.state
+
+    def rate(self, peer: PeerHandle) -> float | None:
+        """Bytes per second of the probe; None before it has ended."""
+        return self._peers[peer].bytes_per_s
+
+    def is_same_device(self, peer: PeerHandle) -> bool:
+        return self._peers[peer].metadata.device == self._uuid
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        known = self._peers.pop(peer)
+        known.ended.synchronize()  # a few MB; nothing may be unmapped under a copy
+        known.blocks.close()
+        known.probe.close()
+
+    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+        known = self._peers[peer]
+        check_ranges(ranges, self._num_bytes, known.metadata.blocks.num_bytes, known.metadata.name)
+        try:
+            entry = self._copy(known.blocks.address, ranges)
+        except RuntimeError as error:  # torch's and Triton's errors of the driver
+            known.state = PeerState.BROKEN
+            raise TransportError(f"the GPU refuses to copy from {known.metadata.name}: {error}") from error
+        read = next(self._ids)
+        self._reads[read] = entry
+        return read
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        entry = self._reads[read]
+        if entry.state is ReadState.RUNNING:
+            try:
+                entry.state = ReadState.DONE if entry.ended.query() else ReadState.RUNNING
+            except RuntimeError as error:  # nothing runs on this device any more
+                logger.error("a copy between GPUs failed: %s", error)
+                entry.state = ReadState.FAILED
+        return entry.state
+
+    def release(self, read: ReadHandle) -> bool:
+        entry = self._reads[read]
+        assert entry.state is not ReadState.RUNNING, "a read that runs may still write"
+        if entry.table is not None:
+            self._tables.setdefault(len(entry.table), []).append(entry.table)
+        del self._reads[read]
+        return True
+
+    def progress(self) -> None:
+        """Do nothing: no peer needs us to read our memory."""
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+
+    def _compile(self) -> None:
+        """Run the kernel once, that no hand-off waits for its compilation."""
+        source, target = self._probe.data_ptr(), self._scratch.data_ptr()
+        self._launch([(source, target, NONCE_BYTES)] * 2).ended.synchronize()
+
+    def _begin_probe(self, known: _Metadata, blocks: _Mapping, probe: _Mapping) -> _Peer:
+        """Copy the nonce, then the probe twice: the first copy meets cold mappings."""
+        import torch
+
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        nonce = torch.empty(NONCE_BYTES, dtype=torch.uint8, device=self._scratch.device)
+        ranges = [(probe.address, self._scratch.data_ptr(), min(PROBE_BYTES, known.probe.num_bytes))]
+        parts = [self._launch([(probe.address, nonce.data_ptr(), NONCE_BYTES)]), self._launch(ranges)]
+        began.record(self._stream)
+        parts.append(self._launch(ranges))
+        ended.record(self._stream)
+        return _Peer(known, blocks, probe, began, ended, nonce, [part.table for part in parts])
+
+    def _judge_probe(self, peer: _Peer) -> None:
+        peer.tables.clear()
+        if bytes(peer.nonce.tolist()) != peer.metadata.nonce:
+            logger.warning("the memory mapped for %s is not its own: it is read another way", peer.metadata.name)
+            peer.state = PeerState.BROKEN
+            return
+        milliseconds = peer.began.elapsed_time(peer.ended)
+        peer.bytes_per_s = min(PROBE_BYTES, peer.metadata.probe.num_bytes) / max(milliseconds, 1e-3) * 1e3
+        peer.state = PeerState.CONNECTED
+
+    def _copy(self, remote: int, ranges: Sequence[ByteRange]) -> _Read:
+        pieces = [(remote + piece.remote, self._address + piece.local, piece.num_bytes) for piece in ranges]
+        if sum(num_bytes for _, _, num_bytes in pieces) >= LONG_RANGE_BYTES * len(pieces) or _unaligned(pieces):
+            return self._copy_one_by_one(pieces)
+        return self._launch(pieces)
+
+    def _copy_one_by_one(self, pieces: Sequence[tuple[int, int, int]]) -> _Read:
+        from baton.kernels.peers.ipc import DriverError, copy_async
+
+        try:
+            for source, target, num_bytes in pieces:
+                copy_async(target, source, num_bytes, int(self._stream.cuda_stream))
+        except DriverError as error:
+            raise RuntimeError(str(error)) from error
+        return _Read(self._mark(), None)
+
+    def _launch(self, pieces: Sequence[tuple[int, int, int]]) -> _Read:
+        import torch
+
+        from baton.kernels.block_copy.ranges import copy_ranges
+
+        table = self._table(pieces)
+        with torch.cuda.stream(self._stream):
+            copy_ranges(table, len(pieces))
+        return _Read(self._mark(), table)
+
+    def _mark(self) -> torch.cuda.Event:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _table(self, pieces: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """The ranges in pinned memory, of a power of two in length."""
+        import torch
+
+        length = 1 << (len(pieces) - 1).bit_length()
+        spare = self._tables.get(length)
+        table = spare.pop() if spare else torch.empty((length, 3), dtype=torch.int64, pin_memory=True)
+        numbers = array("q", itertools.chain.from_iterable(pieces))
+        table.view(-1)[: len(numbers)] = torch.frombuffer(numbers, dtype=torch.int64)
+        return table
+
+
+def _shared(address: int, num_bytes: int) -> _Shared:
+    """Raises `NotRegistrable`."""
+    from baton.kernels.peers.ipc import DriverError, shared_handle
+
+    try:
+        handle, offset = shared_handle(address)
+    except DriverError as error:
+        raise NotRegistrable(f"the GPU's memory cannot be shared with other processes: {error}") from error
+    return _Shared(handle, offset, num_bytes)
+
+
+def _unaligned(pieces: Sequence[tuple[int, int, int]]) -> bool:
+    from baton.kernels.block_copy.ranges import ALIGNMENT
+
+    return any((source | target | num_bytes) % ALIGNMENT for source, target, num_bytes in pieces)

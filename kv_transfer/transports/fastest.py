@@ -1,0 +1,226 @@
+"""Two transports to the same memory, of which each peer is read over the faster one that works.
+
+    network   NIXL or UCX: reaches every machine
+    direct    CUDA IPC: GPUs of one machine
+
+    add_peer: both connect and measure a few MB ──> CONNECTED once either is, and stays so while either is
+    read:     over the faster ──fails──> over the other, once, counted ──fails──> FAILED
+
+The name is the network's: both ends must have that in common, and either may lack the direct way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .. import codec
+from ..errors import TransportError
+from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+
+logger = logging.getLogger(__name__)
+
+SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand bring ten times as much: below it, GPU memory travels through TCP
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer must know to read our memory in either way."""
+
+    name: Annotated[str, Meta(max_length=4096)]
+    network: bytes
+    direct: bytes | None
+
+
+_decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a peer")
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """The way in which a peer's memory is read."""
+
+    name: str  # the transport's
+    bytes_per_s: float | None  # as measured when the peer was connected
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Way:
+    """One transport to a peer."""
+
+    transport: Transport
+    peer: PeerHandle
+
+    @property
+    def state(self) -> PeerState:
+        return self.transport.peer_state(self.peer)
+
+    @property
+    def rate(self) -> float:
+        return self.transport.rate(self.peer) or 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    name: str
+    ways: list[_Way]  # the direct one first, so that it comes first among equals
+    is_told: bool = False  # the lane is in the log
+
+    def best(self) -> _Way | None:
+        """Return the fastest of those that are connected."""
+        connected = [way for way in self.ways if way.state is PeerState.CONNECTED]
+        return max(connected, key=lambda way: way.rate, default=None)
+
+
+@dataclasses.dataclass(slots=True)
+class _Read:
+    peer: _Peer
+    ranges: Sequence[ByteRange]
+    way: _Way
+    handle: ReadHandle
+    is_second: bool = False
+    letting_go: list[tuple[Transport, ReadHandle]] = dataclasses.field(default_factory=list)  # of a failed first try
+
+
+class FastestTransport:
+    """A `Transport` made of two. `direct` may be None: then only names and rates are added to what the network does."""
+
+    def __init__(self, network: Transport, direct: Transport | None, name: str, *, on_gpu: bool) -> None:
+        """`name`: this engine, in logs of peers. `on_gpu`: the memory is a GPU's, which should not be read slowly."""
+        self.name = network.name
+        self._network, self._direct = network, direct
+        self._on_gpu = on_gpu
+        known = _Metadata(name, network.metadata(), None if direct is None else direct.metadata())
+        self._metadata = codec.encode(known)
+        self._ids = itertools.count(1)
+        self._peers: dict[PeerHandle, _Peer] = {}
+        self._reads: dict[ReadHandle, _Read] = {}
+        self.num_fallbacks = 0  # reads that failed over the fastest way and were begun again over the other
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        known = _decode_metadata(metadata)
+        ways = [_Way(self._network, self._network.add_peer(known.network))]
+        if self._direct is not None and known.direct is not None:
+            try:
+                ways.insert(0, _Way(self._direct, self._direct.add_peer(known.direct)))
+            except TransportError as error:
+                logger.info("%s is read over %s, not %s: %s", known.name, self.name, self._direct.name, error)
+        handle = next(self._ids)
+        self._peers[handle] = _Peer(known.name, ways)
+        return handle
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        known = self._peers[peer]
+        states = [way.state for way in known.ways]
+        if not known.is_told and PeerState.CONNECTED in states and PeerState.CONNECTING not in states:
+            known.is_told = True
+            self._tell_lane(known)
+        if PeerState.CONNECTED in states:
+            return PeerState.CONNECTED
+        return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
+
+    def rate(self, peer: PeerHandle) -> float | None:
+        lane = self.lane(peer)
+        return None if lane is None else lane.bytes_per_s
+
+    def lane(self, peer: PeerHandle) -> Lane | None:
+        """Return the way in which a read of this peer would go now; None where it is not connected."""
+        way = self._peers[peer].best()
+        return None if way is None else Lane(way.transport.name, way.transport.rate(way.peer))
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        for way in self._peers.pop(peer).ways:
+            way.transport.remove_peer(way.peer)
+
+    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+        known = self._peers[peer]
+        way = known.best()
+        if way is None:
+            raise TransportError(f"the connection to {known.name} is broken")
+        entry = self._begin(known, ranges, way)
+        read = next(self._ids)
+        self._reads[read] = entry
+        return read
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        entry = self._reads[read]
+        entry.letting_go = [part for part in entry.letting_go if not part[0].release(part[1])]
+        state = entry.way.transport.poll(entry.handle)
+        if state is ReadState.FAILED and not entry.is_second and self._begin_again(entry):
+            return self.poll(read)
+        if state is ReadState.DONE and entry.letting_go:
+            return ReadState.RUNNING  # what is left of the first try may still write
+        return state
+
+    def release(self, read: ReadHandle) -> bool:
+        entry = self._reads[read]
+        entry.letting_go = [part for part in entry.letting_go if not part[0].release(part[1])]
+        if entry.letting_go or not entry.way.transport.release(entry.handle):
+            return False
+        del self._reads[read]
+        return True
+
+    def progress(self) -> None:
+        self._network.progress()
+        if self._direct is not None:
+            self._direct.progress()
+
+    def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+        self._network.close()
+
+    def _begin(self, peer: _Peer, ranges: Sequence[ByteRange], way: _Way) -> _Read:
+        """Begin a read; where its way refuses it, over the other. Raises `TransportError`."""
+        try:
+            return _Read(peer, ranges, way, way.transport.read(way.peer, ranges))
+        except TransportError as error:
+            other = self._other(peer, way)
+            if other is None:
+                raise
+            self._note_fallback(peer, way, other, str(error))
+        return _Read(peer, ranges, other, other.transport.read(other.peer, ranges), is_second=True)
+
+    def _begin_again(self, entry: _Read) -> bool:
+        """Begin a read that has failed anew, over the other way. False: there is none that works."""
+        other = self._other(entry.peer, entry.way)
+        if other is None:
+            return False
+        try:
+            handle = other.transport.read(other.peer, entry.ranges)
+        except TransportError as error:
+            logger.warning("%s: nor can it be read over %s: %s", entry.peer.name, other.transport.name, error)
+            return False
+        self._note_fallback(entry.peer, entry.way, other, "the read failed")
+        entry.letting_go.append((entry.way.transport, entry.handle))
+        entry.way, entry.handle, entry.is_second = other, handle, True
+        return True
+
+    @staticmethod
+    def _other(peer: _Peer, way: _Way) -> _Way | None:
+        return next((each for each in peer.ways if each is not way and each.state is PeerState.CONNECTED), None)
+
+    def _note_fallback(self, peer: _Peer, way: _Way, other: _Way, reason: str) -> None:
+        self.num_fallbacks += 1
+        logger.warning("%s: over %s instead of %s: %s", peer.name, other.transport.name, way.transport.name, reason)
+
+    def _tell_lane(self, peer: _Peer) -> None:
+        rates = ", ".join(f"{way.transport.name} {_shown(way)}" for way in peer.ways)
+        best = peer.best()
+        if self._on_gpu and best is not None and 0 < best.rate < SLOW_GPU_BYTES_PER_S:
+            logger.warning("GPU memory of %s travels slowly, probably through TCP: %s", peer.name, rates)
+        elif best is not None:
+            logger.info("memory of %s is read over %s (%s)", peer.name, best.transport.name, rates)
+
+
+def _shown(way: _Way) -> str:
+    if way.state is not PeerState.CONNECTED:
+        return "does not work"
+    rate = way.transport.rate(way.peer)
+    return "not measured" if rate is None else f"{rate / 1e9:.1f} GB/s"

@@ -1,0 +1,200 @@
+"""Reads between processes of one GPU: the right bytes, a dead holder, handles of nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.errors import NotRegistrable, TransportError
+from baton.kv_transfer.transports import ByteRange, PeerState, ReadState
+from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport, _decode_metadata
+from baton.kv_transfer.transports.fastest import FastestTransport
+
+if TYPE_CHECKING:
+    import torch
+
+LAYOUT = KVLayout(model="small", num_layers=4, num_kv_heads=2, head_dim=64, dtype="float32")
+NUM_BLOCKS = 600  # 39 MB: two long ranges, or many short ones
+SIZE = NUM_BLOCKS * LAYOUT.block_bytes
+PATIENCE_S = 60.0
+
+
+def region_of(memory: torch.Tensor) -> KVRegion:
+    return KVRegion(memory.data_ptr(), NUM_BLOCKS, str(memory.device), LAYOUT, 0, LAYOUT.num_kv_heads)
+
+
+def hold(conn: Connection) -> None:
+    """Offer memory whose every block holds its number, until told to end."""
+    import torch
+
+    memory = torch.arange(NUM_BLOCKS, dtype=torch.int32, device="cuda:0").repeat_interleave(LAYOUT.block_bytes // 4)
+    transport = CudaIpcTransport(region_of(memory), "holder")
+    conn.send(transport.metadata())
+    conn.recv()
+    transport.close()
+
+
+@dataclasses.dataclass
+class Holder:
+    process: multiprocessing.process.BaseProcess
+    conn: Connection
+    metadata: bytes
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(PATIENCE_S)
+
+
+@pytest.fixture
+def holder() -> Iterator[Holder]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(PATIENCE_S)
+    yield Holder(process, ours, ours.recv())
+    if process.is_alive():
+        ours.send("end")
+    process.join(PATIENCE_S)
+    if process.is_alive():
+        process.kill()
+
+
+@pytest.fixture
+def memory() -> torch.Tensor:
+    import torch
+
+    return torch.full((SIZE // 4,), -1, dtype=torch.int32, device="cuda:0")
+
+
+@pytest.fixture
+def reader(memory: torch.Tensor) -> Iterator[CudaIpcTransport]:
+    transport = CudaIpcTransport(region_of(memory), "reader")
+    yield transport
+    transport.close()
+
+
+def connect(reader: CudaIpcTransport, metadata: bytes) -> int:
+    peer = reader.add_peer(metadata)
+    end = time.monotonic() + PATIENCE_S
+    while reader.peer_state(peer) is PeerState.CONNECTING:
+        assert time.monotonic() < end
+    return peer
+
+
+def finish(reader: CudaIpcTransport, read: int) -> ReadState:
+    end = time.monotonic() + PATIENCE_S
+    while (state := reader.poll(read)) is ReadState.RUNNING:
+        assert time.monotonic() < end
+    return state
+
+
+def block(source: int, target: int, count: int = 1) -> ByteRange:
+    return ByteRange(source * LAYOUT.block_bytes, target * LAYOUT.block_bytes, count * LAYOUT.block_bytes)
+
+
+def numbers(memory: torch.Tensor) -> list[int]:
+    """Return the number in each block; -2 where a block is not one number throughout."""
+    blocks = memory.view(NUM_BLOCKS, -1)
+    return [int(first) if bool((row == first).all()) else -2 for row, first in zip(blocks, blocks[:, 0], strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "ranges",
+    [[block(5, 9)], [block(n, NUM_BLOCKS - 1 - n) for n in range(0, NUM_BLOCKS, 3)], [block(0, 100, 500)]],
+    ids=["one block", "scattered", "a long range"],
+)
+def test_blocks_arrive_and_no_others_change(
+    ranges: list[ByteRange], holder: Holder, reader: CudaIpcTransport, memory: torch.Tensor
+) -> None:
+    peer = connect(reader, holder.metadata)
+    assert reader.peer_state(peer) is PeerState.CONNECTED
+    assert (reader.rate(peer) or 0) > 0
+    assert reader.is_same_device(peer)
+    read = reader.read(peer, ranges)
+    assert finish(reader, read) is ReadState.DONE
+    assert reader.release(read)
+    expected = [-1] * NUM_BLOCKS
+    for piece in ranges:
+        first, target = piece.remote // LAYOUT.block_bytes, piece.local // LAYOUT.block_bytes
+        for n in range(piece.num_bytes // LAYOUT.block_bytes):
+            expected[target + n] = first + n
+    assert numbers(memory) == expected
+
+
+@pytest.mark.gpu
+def test_ranges_that_no_kernel_takes_are_copied_by_the_driver(
+    holder: Holder, reader: CudaIpcTransport, memory: torch.Tensor
+) -> None:
+    peer = connect(reader, holder.metadata)
+    read = reader.read(peer, [ByteRange(LAYOUT.block_bytes * 7, 4, 8)])
+    assert finish(reader, read) is ReadState.DONE
+    assert memory[:4].tolist() == [-1, 7, 7, -1]
+
+
+@pytest.mark.gpu
+def test_reads_of_a_holder_that_is_killed_meanwhile_end_and_its_memory_is_free_when_it_is_forgotten(
+    holder: Holder, reader: CudaIpcTransport
+) -> None:
+    import torch
+
+    peer = connect(reader, holder.metadata)
+    reads = [reader.read(peer, [block(0, 0, NUM_BLOCKS)]) for _ in range(200)]
+    holder.kill()
+    assert {finish(reader, read) for read in reads} <= {ReadState.DONE, ReadState.FAILED}
+    assert all(reader.release(read) for read in reads)
+    reader.remove_peer(peer)
+    torch.zeros(1, device="cuda").add_(1)
+    torch.cuda.synchronize()  # the device still works
+
+
+@pytest.mark.gpu
+def test_handles_of_a_dead_process_are_refused(holder: Holder, reader: CudaIpcTransport) -> None:
+    holder.kill()
+    with pytest.raises(TransportError, match="cannot be mapped"):
+        reader.add_peer(holder.metadata)
+
+
+@pytest.mark.gpu
+def test_a_peer_on_another_machine_is_refused(holder: Holder, reader: CudaIpcTransport) -> None:
+    import msgspec
+
+    elsewhere = msgspec.structs.replace(_decode_metadata(holder.metadata), machine="another boot")
+    with pytest.raises(TransportError, match="holder is on another machine"):
+        reader.add_peer(msgspec.msgpack.encode(elsewhere))
+
+
+@pytest.mark.gpu
+def test_memory_without_the_peers_number_in_it_is_not_read(holder: Holder, reader: CudaIpcTransport) -> None:
+    import msgspec
+
+    forged = msgspec.structs.replace(_decode_metadata(holder.metadata), nonce=bytes(16))
+    peer = connect(reader, msgspec.msgpack.encode(forged))
+    assert reader.peer_state(peer) is PeerState.BROKEN
+
+
+@pytest.mark.gpu
+def test_two_ends_over_both_ways_choose_cuda_ipc_on_one_gpu(memory: torch.Tensor) -> None:
+    from baton.kv_transfer.settings import TransferSettings
+    from baton.kv_transfer.transports.opening import open_transport
+
+    ours = open_transport(TransferSettings(), region_of(memory), "ours")
+    assert isinstance(ours, FastestTransport)
+    assert ours.name == "nixl/UCX"
+    ours.close()
+
+
+def test_memory_of_the_host_is_not_shared_so() -> None:
+    with pytest.raises(NotRegistrable):
+        CudaIpcTransport(KVRegion(4096, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads), "host")
