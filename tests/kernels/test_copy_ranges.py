@@ -28,7 +28,7 @@ def test_ranges_of_any_length_arrive_and_nothing_else_changes(lengths: list[int]
         rows.append([source.data_ptr() + start, target.data_ptr() + at, length])
         expected[at : at + length] = source[start : start + length]
         at += 2 * length  # a gap behind each
-    table = torch.tensor(rows + [[0, 0, 0]], dtype=torch.int64, device=DEVICE)
+    table = torch.tensor([*rows, [0, 0, 0]], dtype=torch.int64, device=DEVICE)
     copy_ranges(table, len(rows))
     assert torch.equal(target, expected)
 

@@ -15,9 +15,11 @@ import pytest
 
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.errors import NotRegistrable, TransportError
-from baton.kv_transfer.transports import ByteRange, PeerState, ReadState
+from baton.kv_transfer.settings import TransferSettings
+from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport
 from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport, _decode_metadata
 from baton.kv_transfer.transports.fastest import FastestTransport
+from baton.kv_transfer.transports.opening import open_transport
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +34,20 @@ def region_of(memory: torch.Tensor) -> KVRegion:
     return KVRegion(memory.data_ptr(), NUM_BLOCKS, str(memory.device), LAYOUT, 0, LAYOUT.num_kv_heads)
 
 
-def hold(conn: Connection) -> None:
+def hold(conn: Connection, over_network_too: bool) -> None:
     """Offer memory whose every block holds its number, until told to end."""
     import torch
 
     memory = torch.arange(NUM_BLOCKS, dtype=torch.int32, device="cuda:0").repeat_interleave(LAYOUT.block_bytes // 4)
-    transport = CudaIpcTransport(region_of(memory), "holder")
+    region = region_of(memory)
+    transport: Transport
+    if over_network_too:
+        transport = open_transport(TransferSettings(), region, "holder")
+    else:
+        transport = CudaIpcTransport(region, "holder")
     conn.send(transport.metadata())
-    conn.recv()
+    while not conn.poll(1e-3):
+        transport.progress()
     transport.close()
 
 
@@ -55,11 +63,12 @@ class Holder:
         self.process.join(PATIENCE_S)
 
 
-@pytest.fixture
-def holder() -> Iterator[Holder]:
+@pytest.fixture(params=[False])
+def holder(request: pytest.FixtureRequest) -> Iterator[Holder]:
+    """A process that holds blocks; with True it can be read over the network, too."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(theirs,), daemon=True)
+    process = context.Process(target=hold, args=(theirs, request.param), daemon=True)
     process.start()
     assert ours.poll(PATIENCE_S)
     yield Holder(process, ours, ours.recv())
@@ -84,7 +93,7 @@ def reader(memory: torch.Tensor) -> Iterator[CudaIpcTransport]:
     transport.close()
 
 
-def connect(reader: CudaIpcTransport, metadata: bytes) -> int:
+def connect(reader: Transport, metadata: bytes) -> int:
     peer = reader.add_peer(metadata)
     end = time.monotonic() + PATIENCE_S
     while reader.peer_state(peer) is PeerState.CONNECTING:
@@ -92,7 +101,7 @@ def connect(reader: CudaIpcTransport, metadata: bytes) -> int:
     return peer
 
 
-def finish(reader: CudaIpcTransport, read: int) -> ReadState:
+def finish(reader: Transport, read: int) -> ReadState:
     end = time.monotonic() + PATIENCE_S
     while (state := reader.poll(read)) is ReadState.RUNNING:
         assert time.monotonic() < end
@@ -185,14 +194,20 @@ def test_memory_without_the_peers_number_in_it_is_not_read(holder: Holder, reade
 
 
 @pytest.mark.gpu
-def test_two_ends_over_both_ways_choose_cuda_ipc_on_one_gpu(memory: torch.Tensor) -> None:
-    from baton.kv_transfer.settings import TransferSettings
-    from baton.kv_transfer.transports.opening import open_transport
-
-    ours = open_transport(TransferSettings(), region_of(memory), "ours")
-    assert isinstance(ours, FastestTransport)
-    assert ours.name == "nixl/UCX"
-    ours.close()
+@pytest.mark.parametrize("holder", [True], indirect=True, ids=["both ways"])
+def test_of_both_ways_the_one_over_cuda_ipc_is_chosen_on_one_gpu(holder: Holder, memory: torch.Tensor) -> None:
+    reader = open_transport(TransferSettings(), region_of(memory), "reader")
+    peer = connect(reader, holder.metadata)
+    assert reader.peer_state(peer) is PeerState.CONNECTED
+    assert isinstance(reader, FastestTransport)
+    lane = reader.lane(peer)
+    assert lane is not None
+    assert lane.name == "cuda_ipc"
+    read = reader.read(peer, [block(3, 4)])
+    assert finish(reader, read) is ReadState.DONE
+    assert numbers(memory)[3:6] == [-1, 3, -1]
+    assert reader.release(read)
+    reader.close()
 
 
 def test_memory_of_the_host_is_not_shared_so() -> None:
