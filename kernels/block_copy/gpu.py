@@ -11,6 +11,9 @@ from baton.kernels import pdl
 
 WORDS = 4096  # of 4 bytes, that one program copies
 NUM_WARPS = 8
+ALIGNMENT = 16  # bytes: addresses and lengths of ranges are multiples of it
+MAX_RANGES = 1 << 16
+PROGRAMS = 4 * 132  # a Hopper GPU has 132 multiprocessors; four programs each keep its memory busy
 
 
 def gather_blocks(kv: Tensor, block_ids: Tensor, staging: Tensor, first_head: int) -> Tensor:
@@ -30,6 +33,26 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
     """See `baton.kernels.block_copy.copy_blocks`."""
     blocks = _words(kv)
     _copy(blocks, sources, blocks, targets, 0, 0, blocks.shape[1])
+
+
+def copy_ranges(ranges: Tensor, num_ranges: int) -> None:
+    """Copy `ranges[:num_ranges]`, each (source address, target address, bytes), on the current stream.
+
+    One side may be memory of another process or device that is mapped into this one.
+
+    ranges [>= num_ranges, 3] int64, contiguous, in device memory or in pinned memory of the host, which is read
+    in place: it stays as it is until the kernel has run. Addresses and lengths are multiples of `ALIGNMENT`.
+
+    Raises `ValueError` for a table of another kind, or with more than `MAX_RANGES` ranges.
+    """
+    if ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1] != 3 or not ranges.is_contiguous():
+        raise ValueError(f"ranges is {ranges.dtype} {list(ranges.shape)}: give contiguous int64 [n, 3]")
+    if not 0 <= num_ranges <= min(len(ranges), MAX_RANGES):
+        raise ValueError(f"{num_ranges} ranges of a table of {len(ranges)}: give at most {MAX_RANGES}")
+    if num_ranges == 0:
+        return
+    programs_per_range = max(1, PROGRAMS // num_ranges)
+    _copy_ranges_kernel[(num_ranges, programs_per_range)](ranges, WORDS=WORDS, num_warps=NUM_WARPS)
 
 
 def _words(blocks: Tensor) -> Tensor:
@@ -98,3 +121,20 @@ def _copy_kernel(
     if source_row >= 0 and target_row >= 0:
         values = tl.load(source + source_row * source_stride + source_offset + words, mask=words < NUM_WORDS)
         tl.store(target + target_row * target_stride + target_offset + words, values, mask=words < NUM_WORDS)
+
+
+@triton.jit
+def _copy_ranges_kernel(
+    ranges,  # int64 [n, 3]: source address, target address, bytes
+    WORDS: tl.constexpr,
+):
+    row = ranges + 3 * tl.program_id(0)
+    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int32)), 16)
+    target = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.int32)), 16)
+    num_words = tl.multiple_of(tl.load(row + 2) // 4, 4)
+    start = tl.program_id(1).to(tl.int64) * WORDS
+    while start < num_words:
+        words = start + tl.arange(0, WORDS)
+        values = tl.load(source + words, mask=words < num_words)
+        tl.store(target + words, values, mask=words < num_words)
+        start += tl.num_programs(1) * WORDS

@@ -109,6 +109,9 @@ class _StampedTransport:
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return self._transport.peer_state(peer)
 
+    def rate(self, peer: PeerHandle) -> float | None:
+        return self._transport.rate(peer)
+
     def remove_peer(self, peer: PeerHandle) -> None:
         self._transport.remove_peer(peer)
 

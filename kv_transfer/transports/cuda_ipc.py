@@ -266,7 +266,7 @@ class CudaIpcTransport:
     def _launch(self, pieces: Sequence[tuple[int, int, int]]) -> _Read:
         import torch
 
-        from baton.kernels.block_copy.ranges import copy_ranges
+        from baton.kernels.block_copy.gpu import copy_ranges
 
         table = self._table(pieces)
         with torch.cuda.stream(self._stream):
@@ -304,6 +304,6 @@ def _shared(address: int, num_bytes: int) -> _Shared:
 
 
 def _unaligned(pieces: Sequence[tuple[int, int, int]]) -> bool:
-    from baton.kernels.block_copy.ranges import ALIGNMENT
+    from baton.kernels.block_copy.gpu import ALIGNMENT
 
     return any((source | target | num_bytes) % ALIGNMENT for source, target, num_bytes in pieces)

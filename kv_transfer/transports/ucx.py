@@ -155,15 +155,8 @@ class UcxTransport:
         if known.state is PeerState.CONNECTING:
             self._advance()
             self._settle(known.warm_read)
-            if known.warm_read.state is ReadState.DONE and known.probe_began is None:
-                known.probe_began = time.perf_counter()
-                self._into_scratch(known, PROBE_BYTES)
-                self._settle(known.warm_read)
             if known.warm_read.state is ReadState.DONE:
-                taken_s = max(time.perf_counter() - known.probe_began, 1e-9)
-                known.bytes_per_s = min(PROBE_BYTES, known.metadata.num_bytes) / taken_s
-                known.state = PeerState.CONNECTED
-                _ucx_log.drain()
+                self._probe(known)
         if known.warm_read.state is ReadState.FAILED or not known.endpoint.alive:
             known.state = PeerState.BROKEN
             _ucx_log.drain()
@@ -249,6 +242,18 @@ class UcxTransport:
         except self._ucxx.UCXError as error:
             logger.warning("UCX closed a connection with: %s", error)
         _ucx_log.drain()
+
+    def _probe(self, peer: _Peer) -> None:
+        """Time a read of a few MB, once the small one has ended; the peer is connected when it has come."""
+        if peer.probe_began is None:
+            peer.probe_began = time.perf_counter()
+            self._into_scratch(peer, PROBE_BYTES)
+            self._settle(peer.warm_read)
+        if peer.warm_read.state is ReadState.DONE:
+            taken_s = max(time.perf_counter() - peer.probe_began, 1e-9)
+            peer.bytes_per_s = min(PROBE_BYTES, peer.metadata.num_bytes) / taken_s
+            peer.state = PeerState.CONNECTED
+            _ucx_log.drain()
 
     def _into_scratch(self, peer: _Peer, num_bytes: int) -> None:
         """Read the first bytes of a peer's region, at most so many."""

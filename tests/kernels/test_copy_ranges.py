@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from baton.kernels.block_copy.ranges import MAX_RANGES, copy_ranges
+from baton.kernels.block_copy.gpu import MAX_RANGES, copy_ranges
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted there
 UNIT = 16
