@@ -10,8 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import Engine as Engine
-    from .build import build_engine as build_engine
     from .config import EngineConfig as EngineConfig
     from .config import InvalidEngineConfig as InvalidEngineConfig
     from .core.sampling import InvalidSamplingParams as InvalidSamplingParams
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
     from .offline.outputs import Logprob as Logprob
     from .offline.outputs import RequestOutput as RequestOutput
     from .offline.prompts import InvalidPrompt as InvalidPrompt
+    from .startup.build import Engine as Engine
+    from .startup.build import build_engine as build_engine
 
 _HOME = {
     "LLM": "offline.llm",
@@ -38,8 +38,8 @@ _HOME = {
     "InvalidPrompt": "offline.prompts",
     "EngineConfig": "config",
     "InvalidEngineConfig": "config",
-    "Engine": "build",
-    "build_engine": "build",
+    "Engine": "startup.build",
+    "build_engine": "startup.build",
 }
 
 __all__ = list(_HOME)

@@ -1,7 +1,7 @@
-"""What an engine is told at start: names as in vLLM, so that arguments written for one serve the other.
+"""Engine arguments, under vLLM's names, so that arguments written for one serve the other.
 
-A config is checked once and never rewritten. What depends on the checkpoint or the machine (the context length, the
-number of KV blocks) is worked out by `engine.loading` into values of its own.
+A config is checked once and never rewritten. Values that depend on the checkpoint or the machine (the context length,
+the number of KV blocks) are worked out by `engine.startup.load` and kept apart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from . import foreign_arguments
+from . import vllm_compat
 from .core.layout import BLOCK_SIZE
 from .hf_config.model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
@@ -96,11 +96,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The config that these arguments describe; None is as if left out.
 
         Raises `InvalidEngineConfig` for unknown names (and tells the nearest valid one), wrong types, and values that
-        cannot be served. Names of `foreign_arguments` are taken where they ask for nothing.
+        cannot be served. Arguments listed in `vllm_compat` are accepted where they change nothing.
         """
-        for name, message in foreign_arguments.refusals(args, foreign_arguments.ENGINE).items():
+        for name, message in vllm_compat.refusals(args, vllm_compat.ENGINE).items():
             raise InvalidEngineConfig(name, message)
-        args = {name: value for name, value in args.items() if name not in foreign_arguments.ENGINE}
+        args = {name: value for name, value in args.items() if name not in vllm_compat.ENGINE}
         for name in args:
             if name not in cls.__struct_fields__:
                 near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)

@@ -14,7 +14,7 @@ FORKING.set_forkserver_preload(
     [
         "torch",
         "numpy",
-        "baton.engine.build",
+        "baton.engine.startup.build",
         "baton.kv_transfer.connector",
         "baton.cluster.gateway",
         "baton.cluster.ingress.server",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engine import EngineConfig, SamplingParams, build_engine
-from baton.engine.build import follow
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
 from baton.engine.parallel import ALONE_MEMBER, Member
+from baton.engine.startup.build import follow
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from .server import EngineServer
 from .threads import configure_threads
 
 if TYPE_CHECKING:
-    from baton.engine.build import Engine
     from baton.engine.parallel.rendezvous import Rendezvous
+    from baton.engine.startup.build import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +134,13 @@ class EngineWorker:
         )
 
     def _follow(self, member: Member, doors: Doors) -> None:
-        from baton.engine.build import follow
+        from baton.engine.startup.build import follow
 
         with contextlib.ExitStack() as ending:
             follow(self._config, member, follow_kv_parts(self._launch, self._engine_id, member, doors, ending))
 
     def _build(self, member: Member) -> EngineRecord:
-        from baton.engine.build import build_engine
+        from baton.engine.startup.build import build_engine
 
         connect = self._kv.connect if self._launch.hands_over else None
         open_tiers = self._kv.open_tiers if self._launch.tiers is not None else None

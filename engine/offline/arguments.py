@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.sampling import InvalidSamplingParams, SamplingParams, as_decoded
-from ..foreign_arguments import ForeignArgument, refusals
+from ..vllm_compat import UnsupportedArgument, refusals
 from .prompts import InvalidPrompt
 
 _TAKEN = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # by `render_chat`
@@ -20,8 +20,11 @@ class InvalidArgument(TypeError):
         self.name = name
 
 
-def require_nothing_foreign(call: str, given: Mapping[str, Any], known: Mapping[str, ForeignArgument]) -> None:
-    """Of the arguments that `call` has no parameter for, all must be vLLM's and ask for nothing."""
+def refuse_unsupported(call: str, given: Mapping[str, Any], known: Mapping[str, UnsupportedArgument]) -> None:
+    """Check the arguments that `call` has no parameter for: each must be one of vLLM's that changes nothing.
+
+    Raises `InvalidArgument`.
+    """
     for name in given:
         if name not in known:
             raise InvalidArgument(name, f"is no argument of {call}")

@@ -15,16 +15,16 @@ from typing import Any, Self
 
 import msgspec
 
-from .. import foreign_arguments
-from ..build import Engine, build_engine
+from .. import vllm_compat
 from ..config import EngineConfig
 from ..core.engine import EngineFailed
 from ..core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind
 from ..core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
 from ..parallel.errors import GroupFailed
 from ..parallel.member import ALONE_MEMBER
+from ..startup.build import Engine, build_engine
 from ..text import Tokenizer, bad_word_token_ids
-from .arguments import one_for_each, require_flag, require_nothing_foreign, require_tools, template_variables
+from .arguments import one_for_each, refuse_unsupported, require_flag, require_tools, template_variables
 from .completion import Continuation, logprob_dict
 from .interrupts import SignalsAfter
 from .local_members import LocalMembers
@@ -108,18 +108,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **foreign: Any,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Continues every prompt; answers in their order.
 
         A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
         optional `"cache_salt"`. One `SamplingParams` serves all prompts, a list has one for each. `use_tqdm` shows a
-        progress bar. `foreign` are vLLM's further arguments, which must ask for nothing (`foreign_arguments`).
+        progress bar. `vllm_arguments` are accepted where they change nothing: see `vllm_compat`.
 
         Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running
         then. Raises `EngineFailed` or `GroupFailed` where the engine can serve nothing any more, or was closed.
         """
-        require_nothing_foreign("generate", foreign, foreign_arguments.GENERATE)
+        refuse_unsupported("generate", vllm_arguments, vllm_compat.GENERATE)
         return self._generate(as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
@@ -132,14 +132,14 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **foreign: Any,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the checkpoint's chat template.
 
         `chat_template_kwargs` are further names that the template may read, like `enable_thinking`.
         Raises `ChatTemplateError` (`InvalidMessages` for messages) and what `generate` raises.
         """
-        require_nothing_foreign("chat", foreign, foreign_arguments.CHAT)
+        refuse_unsupported("chat", vllm_arguments, vllm_compat.CHAT)
         require_flag("add_generation_prompt", add_generation_prompt)
         require_flag("continue_final_message", continue_final_message)
         require_tools(tools)

@@ -148,7 +148,7 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all of its processes: the first one decides
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    from ..build import build_engine, follow
+    from ..startup.build import build_engine, follow
 
     member = _member(order)
     try:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..build import Engine, build_engine
 from ..config import EngineConfig
 from ..core.messages import EngineRequest, FinishReason
 from ..core.sampling import SamplingParams
+from ..startup.build import Engine, build_engine
 
 ABORTED_SHARE = 0.05
 SHARED_SHARE = 0.3  # of prompts, that begin as an earlier one did

@@ -12,13 +12,13 @@ from typing import Any
 from engine_process import DEFAULT_SETTINGS
 from forking import FORKING
 
-from baton.engine.build import build_engine, follow
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.tiers import TierStats
 from baton.engine.parallel.member import Member
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.copies.group_copies import follow_connector
 from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -16,12 +17,30 @@ from ...layers.base import Layer
 from ...parallel.balance import spread_experts
 from ...parallel.groups import ParallelGroups
 from ..warmup import EVERY_KIND
-from .memory import Needs
 from .runner import DeviceRunner
 from .shapes import StepShape
 
 MOST_ROWS_SCORED = 256  # of hidden states in one product: beyond, products do not depend on how many they are
 EVERYTHING = msgspec.structs.replace(EVERY_KIND, min_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+
+
+_GRAPH_BYTES = 4 << 20  # of one captured step, beside the memory that all of them share
+_SPARE_BYTES = 256 << 20
+_FRAGMENTS = 0.05  # of the peak
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory that a runner takes beside weights and blocks."""
+
+    step_bytes: int  # at the peak of the largest step
+    captured_bytes: int  # of the largest captured step
+    num_captured: int
+
+    @property
+    def num_bytes(self) -> int:
+        captured = self.captured_bytes + self.num_captured * _GRAPH_BYTES
+        return int(self.step_bytes * (1 + _FRAGMENTS)) + captured + _SPARE_BYTES
 
 
 class Rehearsal:
@@ -137,3 +156,12 @@ def _start(row: int, length: int) -> RowStart:
     """A prompt that wants everything, all of it in block 0."""
     blocks = [0] * (-(-(length + 1) // BLOCK_SIZE))
     return RowStart(row, str(row), [0] * length, [], EVERYTHING, seed=0, stop_token_ids=[1], block_ids=blocks)
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """What `work` holds at its peak beyond what it leaves behind: libraries keep what they took at their first call."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)

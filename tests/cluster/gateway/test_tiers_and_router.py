@@ -20,12 +20,12 @@ from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway import GatewaySettings, create_app
 from baton.cluster.gateway.dispatch.cost import CostRates
 from baton.cluster.gateway.dispatch.router import Router
-from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, KVRegion
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
+from baton.engine.startup.build import build_engine
 from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore

@@ -15,13 +15,13 @@ from checkpoints import write_checkpoint
 from forking import FORKING
 from tier_requests import ENGINE_ARGS, FEW_BLOCKS, MANY_BLOCKS, Tokens, a_batch
 
-from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig
 from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE, KVRegion
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import TierStats
+from baton.engine.startup.build import Engine, build_engine
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from baton.engine import EngineConfig, InvalidEngineConfig, build_engine
-from baton.engine.build import Engine
 from baton.engine.core.layout import KVRegion
-from baton.engine.worker import kv_cache
+from baton.engine.startup import kv_cache
+from baton.engine.startup.build import Engine
 
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 32 * 4  # layers, K and V, tokens, kv heads, head_dim, float32
 
@@ -97,7 +97,7 @@ def test_little_memory_shortens_sequences_unless_their_length_was_asked_for(buil
 
 
 def test_start_up_is_measured_by_phase_and_leaves_the_books_clean(build: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="baton.engine.build"):
+    with caplog.at_level(logging.INFO, logger="baton.engine.startup.build"):
         engine = build(num_gpu_blocks_override=4)
     ready = next(record for record in caplog.records if "is ready in" in record.getMessage())
     assert ready.startup_s is engine.startup_s  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def test_processes_that_compile_are_gone_when_the_start_fails(
             self.closed = True
 
     compiler = Compiler()
-    monkeypatch.setattr("baton.engine.prepare.start_compiler", lambda: compiler)
+    monkeypatch.setattr("baton.engine.startup.member.start_compiler", lambda: compiler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidEngineConfig, match=wrong):
         build_engine(EngineConfig.from_args({"model": str(checkpoint), "max_model_len": 64, **args}))

@@ -26,12 +26,11 @@ from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.rows import RankRows
 from baton.engine.models import load_model, sketch_model
-from baton.engine.worker.cuda.memory import Needs, gpu_budget
-from baton.engine.worker.cuda.rehearsal import Rehearsal, eager_shapes, idle_steps, largest_step
+from baton.engine.startup.kv_cache import allocate_kv, gpu_budget
+from baton.engine.worker.cuda.rehearsal import Needs, Rehearsal, eager_shapes, idle_steps, largest_step
 from baton.engine.worker.cuda.runner import DeviceRunner
 from baton.engine.worker.cuda.shapes import CapturedShapes, StepShape
 from baton.engine.worker.cuda.step import Step
-from baton.engine.worker.kv_cache import allocate_kv
 from baton.engine.worker.runner import ModelRunner
 
 MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN = 8, 64, 200
@@ -491,10 +490,10 @@ def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
 def test_blocks_get_what_the_step_and_the_graphs_leave_of_the_share() -> None:
     gib = 1 << 30
     needs = Needs(step_bytes=10 * gib, captured_bytes=gib, num_captured=64)
-    budget = gpu_budget(needs, utilization=0.9, free=80 * gib, total=100 * gib)
+    budget = gpu_budget(needs.num_bytes, utilization=0.9, free=80 * gib, total=100 * gib)
     assert budget.num_bytes == int(0.9 * 100 * gib) - 20 * gib - needs.num_bytes
     assert 11 * gib < needs.num_bytes < 12.5 * gib
-    assert gpu_budget(needs, utilization=0.2, free=80 * gib, total=100 * gib).num_bytes == 0
+    assert gpu_budget(needs.num_bytes, utilization=0.2, free=80 * gib, total=100 * gib).num_bytes == 0
     assert budget.setting == "gpu_memory_utilization"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig, InvalidEngineConfig
-from baton.engine.foreign_arguments import ENGINE
+from baton.engine.vllm_compat import ENGINE
 
 
 def config(**args: Any) -> EngineConfig:
@@ -63,7 +63,7 @@ def test_none_is_as_if_left_out() -> None:
 
 @pytest.mark.parametrize("name", sorted(ENGINE))
 def test_vllms_arguments_are_taken_where_they_ask_for_nothing(name: str) -> None:
-    for value in (None, *ENGINE[name].asks_nothing):
+    for value in (None, *ENGINE[name].accepted):
         assert config(**{name: value}) == config()
 
 
@@ -90,7 +90,7 @@ def test_vllms_arguments_that_ask_for_something_are_refused_with_the_reason(args
     assert caught.value.field == next(iter(args))
 
 
-def test_no_argument_is_both_an_engines_and_foreign() -> None:
+def test_no_engine_argument_is_also_listed_as_unsupported() -> None:
     assert not set(ENGINE) & set(EngineConfig.__struct_fields__)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.engine.phases import Phases
+from baton.engine.startup.phases import Phases
 
 
 def ticking() -> Callable[[], float]:

@@ -14,10 +14,10 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
+from baton.engine.startup.kv_cache import allocate_kv, region_of
 from baton.engine.worker import logprobs
 from baton.engine.worker.block_tables import BlockTables
 from baton.engine.worker.inputs import StepInputs
-from baton.engine.worker.kv_cache import allocate_kv, region_of
 from baton.engine.worker.rows import Rows
 from baton.engine.worker.runner import ModelRunner
 from baton.kernels.attention import AttentionBatch

@@ -31,9 +31,9 @@ from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_model
 from baton.engine.parallel.balance import ExpertBalancer, ReviewingRunner
 from baton.engine.parallel.groups import ExpertSpread, ParallelGroups
+from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.cuda.runner import DeviceRunner
 from baton.engine.worker.cuda.shapes import CapturedShapes
-from baton.engine.worker.kv_cache import allocate_kv
 from baton.engine.worker.runner import ModelRunner
 
 

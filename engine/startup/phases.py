@@ -1,8 +1,8 @@
-"""How long each phase of a start-up takes. Start-up is a feature: whoever makes a phase slower sees it in the log.
+"""Time of each phase of a start-up. It is logged, so that a phase that became slower is seen.
 
     phases = Phases()
     with phases("kv_cache"):
-        with phases("compiling"):      counts for "compiling" only
+        with phases("compiling"):      counts as "compiling" only
             ...
 
 So the phases add up to the whole, however they are nested.
@@ -24,7 +24,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time within belongs to `name`, but for that of phases within it. A phase may come again, and adds up."""
+        """Count the time within as `name`, except that of nested phases. A phase that is entered again adds up."""
         self._count()
         self._open.append(name)
         self.seconds.setdefault(name, 0.0)
@@ -42,7 +42,7 @@ class Phases:
         return ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
 
     def _count(self) -> None:
-        """Gives the time since the last border to the phase that it was spent in."""
+        """Add the time since the last change of phase to the phase that it was spent in."""
         now = self._clock()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

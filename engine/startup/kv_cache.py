@@ -1,4 +1,13 @@
-"""The memory that holds the KV blocks: how many there are, and where they lie on a CPU."""
+"""Memory of the KV blocks: how many of them fit, and their allocation on a CPU.
+
+On a GPU, blocks get
+
+    gpu_memory_utilization x total
+      - memory in use: weights, the driver, other processes
+      - the peak of the largest step, tables and inputs included        measured by the profile run
+      - the memory that captured graphs hold                            measured on the largest
+      - a margin for fragmentation of the allocator
+"""
 
 from __future__ import annotations
 
@@ -15,13 +24,14 @@ from ..core.layout import BLOCK_SIZE, KVLayout, KVRegion
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_FREE_MEMORY = 0.25  # several engines, their weights and the page cache live on the same machine
+# Of a CPU engine by default: other engines, their weights and the page cache are on the same machine.
+_SHARE_OF_FREE_MEMORY = 0.25
 _MOST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class KVBudget:
-    """Memory for blocks, and the argument that changes it."""
+    """Memory for blocks, and the name of the engine argument that sets it."""
 
     num_bytes: int
     setting: str
@@ -30,13 +40,13 @@ class KVBudget:
 def size_kv_cache(
     config: EngineConfig, context_len: int, layout: KVLayout, default_budget: Callable[[], KVBudget]
 ) -> tuple[int, int]:
-    """How many tokens a sequence may have (at most `context_len`), and how many blocks there are.
+    """Return the longest sequence in tokens (at most `context_len`) and the number of blocks.
 
-    As many blocks as `num_gpu_blocks_override` says, else as the memory holds (`kv_cache_memory_bytes`, or what the
-    device can spare), but never more than `max_num_seqs` sequences of full length could fill. Where nobody said how
-    long sequences may be, the checkpoint and the blocks decide; where someone did, too few blocks are refused.
+    The number is `num_gpu_blocks_override`, or what fits into the memory (`kv_cache_memory_bytes`, else the default
+    budget), but no more than `max_num_seqs` sequences of full length could fill. Without `max_model_len`, too few
+    blocks shorten the sequences.
 
-    Raises `InvalidEngineConfig`.
+    Raises `InvalidEngineConfig` where the blocks do not hold one sequence of the `max_model_len` that was given.
     """
     blocks_per_seq = -(-context_len // BLOCK_SIZE)
     if config.num_gpu_blocks_override is not None:
@@ -69,7 +79,7 @@ def size_kv_cache(
 
 
 def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """A tensor of `layout.shape`, page-aligned; no page of it is touched yet."""
+    """Return a page-aligned CPU tensor of `layout.shape(num_blocks)`; no page of it has been touched yet."""
     # Private: the system gives no huge pages to anonymous memory that is shared, which is Python's default.
     memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # one block spans many small pages, and attention jumps from block to block
@@ -78,9 +88,9 @@ def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:
 
 
 def region_of(kv: torch.Tensor, layout: KVLayout, first_head: int = 0) -> KVRegion:
-    """Where the blocks lie, for those who move them. Valid as long as `kv` lives.
+    """Describe the memory of the blocks to transfers. Valid as long as `kv` lives.
 
-    `first_head`: of the model's KV heads, the first that `kv` holds.
+    `first_head` is the first of the model's KV heads that `kv` holds.
     """
     return KVRegion(
         address=kv.data_ptr(),
@@ -93,7 +103,7 @@ def region_of(kv: torch.Tensor, layout: KVLayout, first_head: int = 0) -> KVRegi
 
 
 def cpu_budget(num_members: int = 1) -> KVBudget:
-    """What one of an engine's members on a machine takes for its blocks when nobody says.
+    """Return the default budget of each of `num_members` ranks on a machine, for a CPU engine.
 
     Together they take a bounded share of the memory that is free now.
     """
@@ -101,8 +111,17 @@ def cpu_budget(num_members: int = 1) -> KVBudget:
     return KVBudget(spare, "kv_cache_memory_bytes")
 
 
+def gpu_budget(step_memory_bytes: int, *, utilization: float, free: int, total: int) -> KVBudget:
+    """Return the memory left for blocks on a GPU that has `free` of `total` bytes now.
+
+    `step_memory_bytes` is what the runner takes beside weights and blocks.
+    """
+    left = int(utilization * total) - (total - free) - step_memory_bytes
+    return KVBudget(max(0, left), "gpu_memory_utilization")
+
+
 def available_memory_bytes() -> int:
-    """What this process can still take without swapping: the machine's, or its control group's where that is less."""
+    """Return the bytes that this process can take without swapping: the machine's, or its control group's if fewer."""
     machine = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()

@@ -1,4 +1,9 @@
-"""Start-up on a GPU. Implements `worker.assembly.Assembly`."""
+"""Start-up on a GPU. Implements `DeviceStartup`.
+
+The steps of an engine are run three times before it is ready: recorded on a stub model, so that other processes compile
+their kernels while the weights load; launched on the model itself, to measure the memory that they take; and captured
+as CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +15,44 @@ import torch
 from baton.kernels import jit
 from baton.kernels.compiler import Compiler, recording
 
-from ...config import EngineConfig
-from ...core.engine import EngineCoreConfig
-from ...core.layout import KVLayout
-from ...hf_config.model_config import ModelConfig
-from ...layers.decoder import CausalLM
-from ...models import load_model, sketch_model
-from ...parallel import ParallelGroups
-from ...phases import Phases
-from ...weights import loading_bar
-from ..kv_cache import size_kv_cache
-from ..runner import Model
-from ..workplace import Workplace
-from .memory import Needs, gpu_budget, peak_bytes
-from .queue import CudaQueue
-from .rehearsal import Rehearsal, exchanges
-from .runner import DeviceRunner
-from .shapes import CapturedShapes
+from ..config import EngineConfig
+from ..core.engine import EngineCoreConfig
+from ..core.layout import KVLayout
+from ..hf_config.model_config import ModelConfig
+from ..layers.decoder import CausalLM
+from ..models import load_model, sketch_model
+from ..parallel import ParallelGroups
+from ..weights import loading_bar
+from ..worker.cuda.queue import CudaQueue
+from ..worker.cuda.rehearsal import Needs, Rehearsal, exchanges, peak_bytes
+from ..worker.cuda.runner import DeviceRunner
+from ..worker.cuda.shapes import CapturedShapes
+from ..worker.runner import Model
+from .device import DeviceContext
+from .kv_cache import gpu_budget, size_kv_cache
+from .phases import Phases
 
-_HOST_THREADS = 4  # of an op on the host, which is a small one: more would only wait for each other
+_HOST_THREADS = 4  # of a CPU op: these ops are small, and more threads would only wait for each other
 
 
-class CudaAssembly:
-    device = "cuda"
+class CudaStartup:
+    device_type = "cuda"
 
-    def __init__(self, config: EngineConfig, place: Workplace, phases: Phases, compiler: Compiler | None) -> None:
-        """`compiler` compiles ahead, and is closed when it has."""
+    def __init__(self, config: EngineConfig, context: DeviceContext, phases: Phases, compiler: Compiler | None) -> None:
+        """`compiler` compiles kernels ahead of their first launch; it is closed when it has."""
         self._config = config
-        self._place = place
-        self._groups = place.groups
+        self._context = context
+        self._groups = context.groups
         self._phases = phases
         self._compiler = compiler
-        torch.cuda.set_device(place.device)
-        self._queue = CudaQueue(place.device)
+        torch.cuda.set_device(context.device)
+        self._queue = CudaQueue(context.device)
 
     def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
-        """Wakes the device up, and has other processes compile what steps launch while the weights come.
-
-        What is compiled from here on is counted. Sets how many threads an op on the host uses.
+        """Set the number of CPU threads, and record the kernels of every step, which other processes compile while the
+        weights load. Compilations are counted from here on.
         """
-        self._place.share_cores(most=_HOST_THREADS)
+        self._context.share_cores(most=_HOST_THREADS)
         jit.mark_starting()
         if self._compiler is not None:
             with self._phases("recording"):
@@ -65,25 +68,25 @@ class CudaAssembly:
             return load_model(model_config, device=self._queue.device, progress=progress, groups=self._groups)
 
     def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
-        """Launches every kernel on the way: the largest step is run to see what it takes."""
+        """Run every size of step, so that all kernels have been launched and the memory of the largest is known."""
         if self._compiler is not None:
             with self._phases("compiling"):
                 self._compiler.wait()
                 self._compiler.close()
-        self._groups.widest.agree([0])  # what one member compiles for all is there
+        self._groups.widest.agree([0])  # the kernels that one rank compiles for all are there
         with self._phases("rehearsal"), model.shortened():
             needs = self._rehearse(model, self._groups, model_config, layout)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._queue.device)
-        budget = gpu_budget(needs, utilization=self._config.gpu_memory_utilization, free=free, total=total)
+        budget = gpu_budget(needs.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
         return size_kv_cache(self._config, model_config.max_model_len, layout, lambda: budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
-        """Zeros: a block that was never written may be read next to one that was, and must not hold NaN."""
+        """Return zeros: a block that was never written may be read beside one that was, and must not hold NaN."""
         return torch.zeros(layout.shape(num_blocks), dtype=getattr(torch, layout.dtype), device=self._queue.device)
 
     def make_runner(
-        self, model: Model, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
+        self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> DeviceRunner:
         runner = self._runner(model, kv, model_config, core_config.max_model_len)
         if not self._config.enforce_eager:
@@ -102,7 +105,7 @@ class CudaAssembly:
         self._queue.release()
 
     def _rehearse(self, model: CausalLM, groups: ParallelGroups, model_config: ModelConfig, layout: KVLayout) -> Needs:
-        """All that will be launched, over a single block of KV."""
+        """Run all that will be launched, over a single block of KV."""
         with self._queue.current():
             exchanges(model, groups, getattr(torch, model_config.dtype))
         self._queue.synchronize()

@@ -1,0 +1,137 @@
+"""The engine of a rank that schedules, and the loop of one that follows. Neither loads or compiles anything later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config import EngineConfig
+from ..core.connector import KVConnector
+from ..core.engine import EngineCore, EngineCoreConfig
+from ..core.layout import BLOCK_SIZE, KVLayout, KVRegion
+from ..core.tiers import KVTiers
+from ..hf_config.model_config import ModelConfig
+from ..parallel.member import ALONE_MEMBER, Member
+from .member import loaded_member
+from .phases import Phases
+
+if TYPE_CHECKING:
+    from ..structured import Grammars
+    from .load import LoadedMember
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that is ready to serve."""
+
+    core: EngineCore
+    model_config: ModelConfig
+    layout: KVLayout
+    region: KVRegion  # this rank's KV blocks; valid as long as `core` lives
+    max_model_len: int  # tokens, prompt and output together
+    num_blocks: int
+    startup_s: dict[str, float]  # seconds by phase, in order
+    grammars: Grammars | None  # None: the engine has no tokenizer
+    close: Callable[[], None]  # leaves the group and ends the grammar compiler
+
+
+def build_engine(
+    config: EngineConfig,
+    connect: Callable[[KVRegion], KVConnector] | None = None,
+    member: Member = ALONE_MEMBER,
+    *,
+    open_tiers: Callable[[KVRegion], KVTiers] | None = None,
+) -> Engine:
+    """Load the model, allocate its KV blocks and run every kind of step once, so that no request is the first.
+
+    `connect` and `open_tiers` are called on this thread, before the first step, with the memory of the KV blocks. The
+    first returns what transfers blocks between engines: without it, blocks are neither offered nor received. The second
+    returns what stores evicted blocks: without it, they are forgotten. Of a tensor-parallel group, `member` is the rank
+    that schedules; the other ranks run `follow`.
+
+    Raises `InvalidEngineConfig` where the machine cannot serve the arguments, `ModelError` for a checkpoint that this
+    version cannot load, `GroupFailed` where another member of the group does not come or fails.
+    """
+    assert member.tp_rank == 0, "ranks that do not schedule follow"
+    phases = Phases()
+    with loaded_member(config, member, phases) as loaded:
+        with phases("connect"):
+            connector = connect(loaded.region) if connect else None
+            tiers = open_tiers(loaded.region) if open_tiers else None
+        with phases("warm_up"):
+            runner = loaded.make_runner()
+        grammars = _grammars(config, loaded.core_config)
+        core = EngineCore(
+            loaded.core_config,
+            loaded.membership.leading(runner),
+            connector,
+            late_compilations=loaded.late_compilations,
+            expert_review=loaded.expert_review,
+            lockstep=loaded.membership.lockstep(review_experts_every=config.eplb_step_interval),
+            tiers=tiers,
+            grammars=grammars,
+        )
+    _log_ready(loaded, phases)
+    return Engine(
+        core=core,
+        model_config=loaded.model_config,
+        layout=loaded.model_config.layout,
+        region=loaded.region,
+        max_model_len=loaded.core_config.max_model_len,
+        num_blocks=loaded.core_config.num_blocks,
+        startup_s=phases.seconds,
+        grammars=grammars,
+        close=lambda: _close(loaded, grammars),
+    )
+
+
+def follow(config: EngineConfig, member: Member, connect: Callable[[KVRegion], object] | None = None) -> None:
+    """Run the steps that the scheduling rank of a tensor-parallel group sends, until the group ends.
+
+    `connect` gets the memory of this rank's part of the KV blocks; what it returns is kept alive meanwhile. Raises what
+    `build_engine` raises, and `GroupFailed` where the group ends before its time.
+    """
+    assert member.tp_rank > 0, "the rank that schedules is built"
+    phases = Phases()
+    with loaded_member(config, member, phases) as loaded:
+        with phases("connect"):
+            connected = connect(loaded.region) if connect else None
+        with phases("warm_up"):
+            runner = loaded.make_runner()
+        logger.info("rank %d is ready in %.2f s (%s)", member.rank, phases.total, phases)
+        loaded.membership.follow(runner, depth=loaded.core_config.depth)
+    loaded.close()
+    del connected
+
+
+def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> Grammars | None:
+    """The compiler of structured outputs; None without a tokenizer, since grammars are about text."""
+    if config.skip_tokenizer_init:
+        return None
+    folder = config.tokenizer or config.model
+    from ..structured import Grammars, Vocabulary  # loads numpy
+
+    return Grammars(Vocabulary(folder, core_config.vocab_size, core_config.eos_token_ids))
+
+
+def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
+    num_blocks = loaded.core_config.num_blocks
+    logger.info(
+        "%s is ready in %.2f s (%s) with %d KV blocks for %d tokens",
+        loaded.model_config.architecture,
+        phases.total,
+        phases,
+        num_blocks,
+        num_blocks * BLOCK_SIZE,
+        extra={"startup_s": phases.seconds},
+    )
+
+
+def _close(loaded: LoadedMember, grammars: Grammars | None) -> None:
+    loaded.close()
+    if grammars is not None:
+        grammars.close()

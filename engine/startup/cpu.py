@@ -1,0 +1,80 @@
+"""Start-up on a CPU. Implements `DeviceStartup`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from baton.kernels import native
+
+from ..config import EngineConfig
+from ..core.engine import EngineCoreConfig
+from ..core.layout import KVLayout
+from ..core.step import Runner
+from ..hf_config.model_config import ModelConfig
+from ..layers.decoder import CausalLM
+from ..models import load_model
+from ..parallel.groups import ALL_ALONE
+from ..weights import loading_bar
+from ..worker.runner import ModelRunner
+from ..worker.warmup import warm_up
+from .device import DeviceContext
+from .kv_cache import allocate_kv, cpu_budget, size_kv_cache
+
+logger = logging.getLogger(__name__)
+
+
+class CpuStartup:
+    device_type = "cpu"
+
+    def __init__(self, config: EngineConfig, context: DeviceContext) -> None:
+        self._config = config
+        self._context = context
+
+    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
+        """Set the number of threads, and compile the C++ kernels if this machine has not done so yet."""
+        if self._config.num_threads is not None:
+            torch.set_num_threads(self._config.num_threads)
+        else:
+            self._context.share_cores()
+        try:
+            native.prepare()
+        except native.NativeBuildError as error:
+            logger.warning("no compiled kernels, so an engine many times slower: %s", error)
+
+    def load_weights(self, model_config: ModelConfig) -> CausalLM:
+        with loading_bar() as progress:
+            return load_model(model_config, progress=progress, groups=self._context.groups)
+
+    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
+        budget = functools.partial(cpu_budget, self._context.member.num_local)
+        return size_kv_cache(self._config, model_config.max_model_len, layout, budget)
+
+    def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+        return allocate_kv(layout, num_blocks)
+
+    def make_runner(
+        self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
+    ) -> Runner:
+        runner = ModelRunner(
+            model,
+            kv,
+            vocab_size=core_config.vocab_size,
+            max_num_seqs=core_config.max_num_seqs,
+            max_model_len=core_config.max_model_len,
+            tapes=self._context.groups == ALL_ALONE,
+        )
+        warm_up(runner, num_blocks=core_config.num_blocks, max_model_len=core_config.max_model_len)
+        return runner
+
+    def in_order(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def late_compilations(self) -> int:
+        return 0
+
+    def release(self) -> None:
+        pass

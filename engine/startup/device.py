@@ -1,0 +1,86 @@
+"""The device of this process, and what the start-up on one kind of device implements."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..config import EngineConfig, InvalidEngineConfig
+from ..core.engine import EngineCoreConfig
+from ..core.layout import KVLayout
+from ..core.step import Runner
+from ..hf_config.model_config import ModelConfig
+from ..layers.decoder import CausalLM
+from ..parallel.groups import ALL_ALONE, ParallelGroups
+from ..parallel.member import ALONE_MEMBER, Member
+
+
+@dataclass(frozen=True)
+class DeviceContext:
+    """A rank's device and the groups that it computes with."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    member: Member = ALONE_MEMBER
+    groups: ParallelGroups = ALL_ALONE
+
+    def share_cores(self, most: int | None = None) -> None:
+        """Set how many threads a CPU op uses: this rank's share of the cores that the process may run on, at most
+        `most`. OMP_NUM_THREADS takes precedence.
+        """
+        if "OMP_NUM_THREADS" not in os.environ:
+            share = max(1, len(os.sched_getaffinity(0)) // self.member.num_local)
+            torch.set_num_threads(share if most is None else min(most, share))
+
+
+def device_for(config: EngineConfig, member: Member) -> torch.device:
+    """Return the device that the arguments name; "auto" is a GPU if there is one. Raises `InvalidEngineConfig`."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidEngineConfig("device", "is 'cuda', but torch finds no CUDA device here: give 'cpu' or 'auto'")
+    index = torch.cuda.current_device() if member.device_index is None else member.device_index
+    if index >= torch.cuda.device_count():
+        raise InvalidEngineConfig("device", f"rank {member.rank} needs GPU {index}, found {torch.cuda.device_count()}")
+    return torch.device("cuda", index)
+
+
+class DeviceStartup(Protocol):
+    """Start-up on one kind of device. `load_member` calls the methods in this order."""
+
+    device_type: str  # "cpu" or "cuda"
+
+    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
+        """Do what can be done before the weights are loaded. `layout` is this rank's part of a block."""
+        ...
+
+    def load_weights(self, model_config: ModelConfig) -> CausalLM: ...
+
+    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
+        """Return the longest sequence in tokens and the number of blocks. Raises `InvalidEngineConfig`."""
+        ...
+
+    def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+        """Return a tensor of `layout.shape(num_blocks)`."""
+        ...
+
+    def make_runner(
+        self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
+    ) -> Runner:
+        """Return a runner that has warmed up: no request compiles anything or touches memory first."""
+        ...
+
+    def in_order(self) -> AbstractContextManager[object]:
+        """Within, work goes to the device between the steps launched before and after."""
+        ...
+
+    def late_compilations(self) -> int:
+        """Count the kernels that were compiled after the runner was ready."""
+        ...
+
+    def release(self) -> None:
+        """Release captured graphs; no step is launched any more."""
+        ...

@@ -1,0 +1,118 @@
+"""Kernels, weights, KV blocks, runner: the order in which a rank loads, whatever its device. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.kernels.compiler import Compiler
+
+from ..config import EngineConfig
+from ..core.engine import EngineCoreConfig
+from ..core.layout import KVRegion
+from ..core.messages import ExpertReview
+from ..core.step import Runner
+from ..hf_config.model_config import ModelConfig
+from ..parallel.balance import ExpertBalancer, ReviewingRunner
+from ..parallel.membership import Membership
+from .device import DeviceContext, DeviceStartup
+from .kv_cache import region_of
+from .phases import Phases
+
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class LoadedMember:
+    """A rank whose weights are loaded and whose KV blocks are allocated."""
+
+    membership: Membership
+    model_config: ModelConfig
+    core_config: EngineCoreConfig
+    region: KVRegion
+    make_runner: Callable[[], Runner]
+    late_compilations: Callable[[], int]
+    expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
+    release: Callable[[], None]
+
+    def close(self) -> None:
+        """Leave the group. Captured graphs are released in between: they refer to the group and may delay its end."""
+        self.membership.close()
+        self.release()
+        self.membership.groups.wait_closed(_CLOSE_S)
+
+
+def load_member(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    membership: Membership,
+    context: DeviceContext,
+    compiler: Compiler | None,
+    phases: Phases,
+) -> LoadedMember:
+    """Load this rank's part of the model and allocate its KV blocks.
+
+    All ranks of the group call it at the same time: they take the smallest number of blocks that any of them has
+    memory for.
+    """
+    layout, member, widest = model_config.layout, context.member, context.groups.widest
+    heads = layout.heads_of(member.tp_rank, member.tensor_parallel_size)
+    own_layout = msgspec.structs.replace(layout, num_kv_heads=len(heads))  # this rank's part of a block
+    with phases("kernels"):
+        startup = _startup_on(config, context, phases, compiler)
+        startup.prepare_kernels(model_config, own_layout)
+    with phases("weights"):
+        model = startup.load_weights(model_config)
+    with phases("kv_cache"):
+        sizes = startup.size_kv_cache(model, model_config, own_layout)
+        max_model_len, num_blocks = (-size for size in widest.agree([-size for size in sizes]))
+        kv = startup.allocate_kv(own_layout, num_blocks)
+    core_config = _core_config(config, model_config, max_model_len, num_blocks, config.depth_on(startup.device_type))
+    balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
+
+    def make_runner() -> Runner:
+        runner = startup.make_runner(model, kv, model_config, core_config)
+        widest.agree([0])  # no rank serves before all of them can
+        return runner if balancer is None else ReviewingRunner(runner, balancer, startup.in_order)
+
+    return LoadedMember(
+        membership=membership,
+        model_config=model_config,
+        core_config=core_config,
+        region=region_of(kv, layout, heads.start),
+        make_runner=make_runner,
+        late_compilations=startup.late_compilations,
+        expert_review=None if balancer is None else lambda: balancer.last,
+        release=startup.release,
+    )
+
+
+def _startup_on(
+    config: EngineConfig, context: DeviceContext, phases: Phases, compiler: Compiler | None
+) -> DeviceStartup:
+    """The start-up of the context's kind of device. `compiler` compiles a GPU's kernels."""
+    if context.device.type == "cpu":
+        from .cpu import CpuStartup
+
+        return CpuStartup(config, context)
+    from .cuda import CudaStartup
+
+    return CudaStartup(config, context, phases, compiler)
+
+
+def _core_config(
+    config: EngineConfig, model_config: ModelConfig, max_model_len: int, num_blocks: int, depth: int
+) -> EngineCoreConfig:
+    return EngineCoreConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        eos_token_ids=list(model_config.eos_token_ids),
+        vocab_size=model_config.vocab_size,
+        depth=depth,
+    )
