@@ -1,4 +1,4 @@
-"""One table of all ops: time, bandwidth, arithmetic, and the share of the roof that each reaches.
+"""The kernel benchmark: time, bandwidth and arithmetic of every op, and its share of the roofline.
 
     python -m baton.kernels.bench [OP ...]      or      baton bench kernels
 
@@ -25,12 +25,12 @@ from .roofline import BenchCase, BenchRow, measure, memory_bytes_per_s
 
 
 def best_device() -> torch.device:
-    """The GPU that torch would use, or the CPU where there is none."""
+    """Return the GPU that torch would use, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def run_all(ops: Sequence[str] = (), device: torch.device | None = None) -> list[BenchRow]:
-    """Measures every case of the ops named, or of all. Raises `ValueError` for an op that has no bench."""
+    """Measure every case of the ops named, or of all. Raises `ValueError` for an op that has no bench."""
     device = device or best_device()
     if device.type == "cuda":
         _compile_ahead(ops, device)
@@ -38,7 +38,7 @@ def run_all(ops: Sequence[str] = (), device: torch.device | None = None) -> list
 
 
 def _compile_ahead(ops: Sequence[str], device: torch.device) -> None:
-    """All kernels at the same time, by other processes: one after another takes minutes."""
+    """Compile all kernels of the cases in parallel in other processes: one after another takes minutes."""
     compiler = start_compiler()
     if compiler is None:
         return
@@ -99,7 +99,7 @@ WIDTH = 150  # where the table does not go to a terminal
 
 
 def main(ops: Sequence[str] = ()) -> None:
-    """Measures and prints the table."""
+    """Measure and prints the table."""
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table(run_all(ops)))
 
 

@@ -1,4 +1,4 @@
-"""The processes that compile Triton kernels for another one (`compiler.py`), and never touch a device.
+"""The processes that compile Triton kernels on behalf of another one (`compiler.py`). They never touch a device.
 
 What passes between that one and the first of these, which forks the rest, is a line of JSON at a time:
 
@@ -21,7 +21,7 @@ _MOST_PROCESSES = 16
 
 @functools.cache
 def settle_cache_keys() -> None:
-    """Makes a kernel's key in Triton's cache the same in all processes. Comes before the first kernel is compiled.
+    """Make a kernel's key in Triton's cache the same in all processes. Call it before the first kernel is compiled.
 
     The key holds the constants that a kernel and its callees read. Triton 3.6 asks a callee for them before the callee
     has looked: the first kernel of a process to call it goes without. Later versions look first, as is done here.
@@ -38,7 +38,7 @@ def settle_cache_keys() -> None:
 
 
 def _serve(orders: TextIO, replies: TextIO) -> None:
-    """In the first of the other processes: one order a line, one reply a line."""
+    """Read one order a line, hand it to the pool, and write one reply a line. Runs in the first of the processes."""
     from triton.backends.compiler import GPUTarget
 
     first = orders.readline()
@@ -56,7 +56,7 @@ def _serve(orders: TextIO, replies: TextIO) -> None:
 
 
 def _prepare() -> None:
-    """What takes seconds and is the same for all variants comes before the orders, and before the forks inherit it."""
+    """Import and hash all that every variant needs, before the orders come and before the workers are forked."""
     import torch  # noqa: F401  the modules of the kernels need it
     import triton.experimental.gluon._runtime  # noqa: F401
     from triton.runtime.cache import triton_key
@@ -66,7 +66,7 @@ def _prepare() -> None:
 
 
 def prepare_for(target: Any) -> None:
-    """The same, for what depends on the device, a `GPUTarget`. Hashing leaves the interpreter to other threads."""
+    """Do the part of `_prepare` that depends on the device, a `GPUTarget`. Hashing releases the GIL."""
     from triton.compiler.compiler import make_backend
     from triton.runtime.cache import triton_key
 
@@ -75,7 +75,7 @@ def prepare_for(target: Any) -> None:
 
 
 def _compile(target: Any, number: int, module: str, specialization: str) -> tuple[int, str | None]:
-    """In one of the forks: the number of the variant, and what went wrong, if anything."""
+    """Compile a variant in one of the forked workers; return its number, and the error if there was one."""
     try:
         _compile_variant(target, module, json.loads(specialization))
     except Exception as error:
@@ -84,7 +84,7 @@ def _compile(target: Any, number: int, module: str, specialization: str) -> tupl
 
 
 def _compile_variant(target: Any, module: str, variant: dict[str, Any]) -> None:
-    """From the same source with the same words as the launch will ask for, so that it finds the result."""
+    """Compile from the same source and with the same attributes as the launch, so that the launch finds the result."""
     import triton
     from triton.backends.nvidia import driver
     from triton.compiler import ASTSource
@@ -109,7 +109,7 @@ def _compile_variant(target: Any, module: str, variant: dict[str, Any]) -> None:
 
 
 def _constant(value: Any) -> Any:
-    """As it was before it became JSON."""
+    """Return a compile-time argument as it was before it was encoded as JSON."""
     import triton.language as tl
 
     if tl.dtype.is_dtype(value):

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels in other processes before they are launched, all at the same time.
+"""Ahead-of-time compilation of Triton kernels in other processes, in parallel.
 
     compiler = Compiler()                 starts, and imports torch and Triton while this process does the same
     with recording(compiler.submit):      launches of kernels that were never compiled are noted and skipped ...
@@ -45,7 +45,8 @@ class Variant:
 
 @contextlib.contextmanager
 def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[list[Variant]]:
-    """Within, a kernel that was never compiled is neither compiled nor launched, but noted once, and submitted.
+    """Record kernel launches: within, a kernel that was never compiled is not launched, but recorded once and
+    submitted.
 
     What such kernels would have written stays as it was, which is zero in tensors that torch allocates within.
     """
@@ -56,7 +57,7 @@ def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[lis
     compile_server.settle_cache_keys()
 
     class Zeros(TorchFunctionMode):
-        """Nothing is left uninitialized: the kernels that run may take what others left out for an index."""
+        """Allocate zeros in place of uninitialized memory: the kernels that run may read what skipped ones left out."""
 
         zeroing: ClassVar[dict[Any, Any]] = {
             torch.empty: torch.zeros,
@@ -93,7 +94,7 @@ def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[lis
 
 
 class _Skipped:
-    """Stands for a noted kernel among those that a function has, so that its next launch is passed over as fast."""
+    """Placeholder for a recorded kernel in its function's cache, so that its next launch is skipped as fast."""
 
     function = packed_metadata = None
 
@@ -105,14 +106,14 @@ class _Skipped:
 
 
 def start_compiler() -> Compiler | None:
-    """A `Compiler` where there is an NVIDIA device and a core to spare. Loads neither torch nor Triton."""
+    """Return a `Compiler` where there is an NVIDIA device and a core to spare. Imports neither torch nor Triton."""
     if not Path("/dev/nvidiactl").exists() or len(os.sched_getaffinity(0)) < 2:
         return None
     return Compiler()
 
 
 class Compiler:
-    """The other processes, from this one's side."""
+    """A handle on the compiling processes."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -131,7 +132,7 @@ class Compiler:
         threading.Thread(target=self._listen, name="compiler", daemon=True).start()
 
     def submit(self, variant: Variant) -> None:
-        """Starts to compile a variant for this process's device, and returns at once."""
+        """Start to compile a variant for this process's device. Returns at once."""
         if self._preparing is None:
             target = _current_target()
             self._order([target.backend, target.arch, target.warp_size])
@@ -144,7 +145,7 @@ class Compiler:
         self._num_submitted += 1
 
     def wait(self) -> None:
-        """Returns when all that was submitted is compiled, or failed to. More may be submitted afterwards."""
+        """Wait until all that was submitted is compiled, or failed to. More may be submitted afterwards."""
         if self._preparing is not None:
             self._preparing.join()
         while self._waiting:
@@ -166,7 +167,7 @@ class Compiler:
                 logger.warning("a kernel of %s was not compiled ahead: %s", variant.module, failure)
 
     def close(self) -> None:
-        """Ends the processes, which may take them a moment. Closing twice changes nothing."""
+        """Close the processes' input, after which they end. Closing twice changes nothing."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # they may have ended by themselves
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""Counts what Triton compiles, so that a server can prove that nothing compiles while it serves.
+"""A counter of Triton compilations, so that a server can prove that nothing compiles while it serves.
 
     jit.mark_starting()    before the first kernel, and again before a further engine of the process starts
     ...                    every variant is launched once
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Counter:
-    """All compilations of this process, and those that came while it was ready."""
+    """All compilations of this process, and those that came after `mark_ready`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -29,7 +29,7 @@ class _Counter:
         self.made: list[str] = []  # since `mark_starting`
 
     def add(self) -> bool:
-        """Counts one; whether it was late."""
+        """Count one compilation; return true if it came after `mark_ready`."""
         with self.lock:
             self.total += 1
             self.late += self.ready
@@ -40,26 +40,26 @@ _counter = _Counter()
 
 
 def mark_starting() -> None:
-    """Kernels may be compiled from here on. Raises `ImportError` where Triton is not installed."""
+    """Allow compilations from here on. Raises `ImportError` where Triton is not installed."""
     _watch()
     _counter.ready = False
     _counter.made.clear()
 
 
 def mark_ready() -> None:
-    """Everything that will be launched has been launched once."""
+    """Declare that every kernel that will be launched has been launched once."""
     _counter.ready = True
     made = _counter.made
     logger.info("this process itself made %d kernels and launchers: %s", len(made), ", ".join(made) or "none")
 
 
 def compilations() -> int:
-    """How many kernel variants were compiled since the first `mark_starting`."""
+    """Return the number of kernel variants compiled since the first `mark_starting`."""
     return _counter.total
 
 
 def compilations_after_ready() -> int:
-    """How many of them came between `mark_ready` and the next `mark_starting`: variants that were forgotten."""
+    """Return how many of them came between `mark_ready` and the next `mark_starting`: variants that warm-up missed."""
     return _counter.late
 
 
@@ -73,7 +73,7 @@ def _watch() -> None:
 
 
 def _also(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A hook that counts, then does what was hooked before."""
+    """Return a hook that counts, then calls the hook that was installed before."""
 
     def on_compiled(**event: Any) -> Any:
         if _counter.add():
@@ -84,7 +84,9 @@ def _also(previous: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _noting(manager: Any) -> Any:
-    """A cache like the one given that notes what this process puts into it: kernels, and C that was built."""
+    """Return a subclass of a cache manager that notes the kernels and launchers which this process puts
+    into the cache.
+    """
 
     class NotingCacheManager(manager):
         def put(self, data: Any, filename: str, binary: bool = True) -> Any:

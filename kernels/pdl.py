@@ -36,27 +36,27 @@ SUPPORTED = tl.constexpr(_supported())
 
 @functools.cache
 def launch_options() -> dict[str, bool]:
-    """What to pass to the launch of a kernel that follows the rule."""
+    """Return the launch options of a kernel that follows the rule."""
     return {"launch_pdl": True} if SUPPORTED.value else {}
 
 
 @triton.jit
 def let_next_start():
-    """The next kernel's programs may start once every program of this one has called this or ended."""
+    """Allow the next kernel to start once every program of this one has called this or ended."""
     if SUPPORTED:
         gpu_control.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous():
-    """Returns when the kernels before this one have ended and what they wrote can be read."""
+    """Wait until the kernels before this one have ended and what they wrote can be read."""
     if SUPPORTED:
         gpu_control.gdc_wait()
 
 
 @triton.jit
 def prefetch(lines):
-    """Asks for memory to be brought into L2: `lines` are addresses, one for each 128 bytes."""
+    """Prefetch memory into L2: `lines` are addresses, one for each 128 bytes."""
     if SUPPORTED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1

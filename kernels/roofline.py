@@ -1,4 +1,4 @@
-"""How near an op comes to what its machine can do at all.
+"""Roofline measurements: how near an op comes to the limits of its machine's memory and multipliers.
 
 A case declares what the op must at least move and compute. The roof is the larger of the times that memory and
 multipliers need for that, both measured here and now, on the same device (and with the same number of threads).
@@ -25,7 +25,7 @@ GRAPH_S = 2e-3
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One op at one shape. `run` does it once; `num_bytes` and `flop` are the least that it can move and compute."""
+    """One op at one shape. `run` does it once; `num_bytes` and `flop` are the least that it must move and compute."""
 
     op: str
     shape: str
@@ -69,7 +69,7 @@ def measure(case: BenchCase) -> BenchRow:
 
 
 def seconds_per_call(run: Callable[[], object], device: torch.device, measure_s: float | None = None) -> float:
-    """On a GPU the median over replays of a captured graph of calls, so that no launch from the CPU is in it.
+    """Measure the time of a call; on a GPU over replays of a captured graph, so that no CPU launch is in it.
 
     Takes about `measure_s`, by default `MEASURE_S`.
     """
@@ -78,7 +78,7 @@ def seconds_per_call(run: Callable[[], object], device: torch.device, measure_s:
 
 
 def _seconds_on_cpu(run: Callable[[], object], measure_s: float) -> float:
-    """The best of a few measurements: everything that disturbs one makes it slower."""
+    """Return the best of a few measurements: everything that disturbs one makes it slower."""
     run()
     start = time.perf_counter()
     run()
@@ -121,19 +121,19 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def cycling(function: Callable[..., object], arguments: Iterable[Any]) -> Callable[[], object]:
-    """A run that takes the next of `arguments` each time, over and over: pass so many that no cache holds them."""
+    """Return a function that takes the next of `arguments` each time: pass so many that no cache holds them."""
     following = itertools.cycle(arguments)
     return lambda: function(next(following))
 
 
 def copies_beyond_caches(num_bytes: int) -> int:
-    """How many buffers of this size a case should cycle through to be sure that it reads memory."""
+    """Return how many buffers of this size a case must cycle through to be sure that it reads memory."""
     return max(1, -(-CACHES_BYTES // num_bytes))
 
 
 @functools.cache
 def memory_bytes_per_s(device: torch.device) -> float:
-    """The better of copying (bytes read and written) and reading alone."""
+    """Measure the memory bandwidth: the better of copying (bytes read and written) and reading alone."""
     num_bytes = CACHES_BYTES if device.type == "cpu" else 4 * CACHES_BYTES
     source, target = (torch.ones(num_bytes // 4, dtype=torch.float32, device=device) for _ in range(2))
     copied = 2 * num_bytes / seconds_per_call(lambda: target.copy_(source), device)
@@ -150,7 +150,7 @@ def _read(source: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def flop_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """What torch's own matrix product reaches at a size that suits the device."""
+    """Measure torch's own matrix product at a size that suits the device."""
     size = 1024 if device.type == "cpu" else 8192
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     run = functools.partial(_scaled_product if dtype.itemsize == 1 else torch.nn.functional.linear, x, weight)
@@ -158,6 +158,6 @@ def flop_per_s(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As fast as it goes, sums of few bits included: a roof."""
+    """Multiply in FP8 with fast accumulation: the fastest product there is, as a roof."""
     one = torch.ones((), device=x.device)
     return torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -1,4 +1,4 @@
-"""Reading a GPU's memory as fast as it goes: every byte once, many loads of 16 bytes a thread in flight, nothing kept.
+"""The read bandwidth of a GPU: every byte read once, many 16-byte loads a thread in flight, nothing kept.
 
 What torch reads for a sum is 15 % slower on an H200 than kernels that stream weights or keys.
 """
@@ -14,7 +14,7 @@ BLOCK = 8192  # values of a program: 128 bytes a thread
 
 
 def read(source: Tensor) -> Tensor:
-    """The sum of each block of contiguous float32 `source`, whose size is a multiple of BLOCK."""
+    """Return the sum of each block of contiguous float32 `source`, whose size is a multiple of BLOCK."""
     sums = torch.empty(source.numel() // BLOCK, dtype=torch.float32, device=source.device)
     _sum_block[(len(sums),)](source, sums, BLOCK=BLOCK, num_warps=8)
     return sums

@@ -1,4 +1,4 @@
-"""Measures which options of an op are best on the GPU of this machine, and writes them where `tuned.config` finds them.
+"""The tuner: measures which options of an op are best on this machine's GPU, and writes them for `tuned.config`.
 
     python -m baton.kernels.tune [OP ...] [--out DIR]
 
@@ -36,7 +36,9 @@ FINALISTS = 4
 
 @dataclass(frozen=True)
 class Problem:
-    """One shape. `make_run(options)` gives what does it once with these options; a GPU captures that into a graph."""
+    """One shape. `make_run(options)` gives a function that does it once with these options; a GPU captures that into a
+    graph.
+    """
 
     key: Key
     candidates: Sequence[Options]
@@ -44,7 +46,7 @@ class Problem:
 
 
 def tune(op: str, device: torch.device, root: Path = LIBRARY, compiler: Compiler | None = None) -> Path:
-    """Measures all problems of an op; returns the file written under `root`. Raises `ValueError` as `best` does."""
+    """Measure all problems of an op; returns the file written under `root`. Raises `ValueError` as `best` does."""
     problems = list(importlib.import_module(f"{library_name}.{op}.tuning").problems(device))
     entries = [Entry(problem.key, best(problem, device, compiler)) for problem in track(problems, op)]
     path = path_for(op, device_name(device), root)
@@ -54,7 +56,7 @@ def tune(op: str, device: torch.device, root: Path = LIBRARY, compiler: Compiler
 
 
 def best(problem: Problem, device: torch.device, compiler: Compiler | None = None) -> Options:
-    """The fastest candidate; `compiler` compiles all at the same time. Raises `ValueError` where none fits."""
+    """Return the fastest candidate; `compiler` compiles all at the same time. Raises `ValueError` where none fits."""
     if compiler is not None:
         with recording(compiler.submit):
             list(_fitting(problem))
@@ -67,7 +69,7 @@ def best(problem: Problem, device: torch.device, compiler: Compiler | None = Non
 
 
 def _fitting(problem: Problem) -> Iterator[Options]:
-    """Runs each candidate once: those that compile and find the shared memory and the registers that they need."""
+    """Yield the candidates that run: those that compile and find the shared memory and registers they need."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
     for options in problem.candidates:
@@ -81,7 +83,7 @@ def _fitting(problem: Problem) -> Iterator[Options]:
 
 
 def as_json(entries: Iterable[Entry]) -> str:
-    """One line an entry, so that a difference shows what has changed."""
+    """Encode one entry a line, so that a difference shows what has changed."""
     lines = (json.dumps({"key": dict(entry.key), "config": entry.config}) for entry in entries)
     return "[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n"
 

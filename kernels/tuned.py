@@ -1,4 +1,4 @@
-"""Block sizes, warps and the like, as they were measured to be best on a device.
+"""Tuned launch options (block sizes, warps and the like), as they were measured to be best on a device.
 
     options = tuned.config("linear", x.device, {"rows": 64, "columns": 4096, "depth": 1024}, default=OPTIONS)
     kernel[grid](..., **options)
@@ -34,14 +34,14 @@ Options = dict[str, int]
 
 @dataclass(frozen=True)
 class Entry:
-    """What was best at one key."""
+    """The best options at one key."""
 
     key: Key
     config: Options
 
 
 def config(op: str, device: torch.device, key: Key, default: Options) -> Options:
-    """The options for `op` at `key`: the nearest measured ones, or `default`, which also serves on any CPU.
+    """Return the options for `op` at `key`: the nearest measured ones, or `default`, which also serves on any CPU.
 
     Raises `ValueError` where a file names other options than `default` does: it belongs to another kernel.
     """
@@ -59,26 +59,26 @@ _chosen: dict[tuple[object, ...], Options] = {}
 
 
 def known(op: str, device: torch.device) -> list[Entry]:
-    """All that was measured for an op: nothing on CPUs."""
+    """Return all measurements of an op: none on CPUs."""
     return entries(op, device_name(device)) if device.type == "cuda" else []
 
 
 def nearest(known: list[Entry], key: Key) -> Entry | None:
-    """The entry with the same names and words whose numbers are nearest by factor; None where no words agree."""
+    """Return the entry with the same names and words whose numbers are nearest by factor; None where no words agree."""
     words = {name: value for name, value in key.items() if isinstance(value, str)}
     alike = [entry for entry in known if entry.key.keys() == key.keys() and words.items() <= entry.key.items()]
     return min(alike, key=lambda entry: _distance(entry.key, key), default=None)
 
 
 def _distance(one: Key, other: Key) -> float:
-    """The sum of the logarithms of the factors between the numbers of two keys."""
+    """Return the sum of the logarithms of the factors between the numbers of two keys."""
     pairs = ((value, other[name]) for name, value in one.items())
     return sum(abs(math.log((a + 1) / (b + 1))) for a, b in pairs if isinstance(a, int) and isinstance(b, int))
 
 
 @functools.cache
 def entries(op: str, device: str) -> list[Entry]:
-    """All that was measured for an op on a device, with this version of Triton or the nearest one that there is."""
+    """Return all measurements of an op on a device, with this version of Triton or the nearest one that there is."""
     version = triton_version()
     files = {_version_of(path): path for path in (LIBRARY / op / "tuned").glob(f"{device}.triton-*.json")}
     if not files:
@@ -91,13 +91,13 @@ def entries(op: str, device: str) -> list[Entry]:
 
 
 def path_for(op: str, device: str, root: Path = LIBRARY) -> Path:
-    """The file that belongs to this version of Triton."""
+    """Return the file that belongs to this version of Triton."""
     return root / op / "tuned" / f"{device}.triton-{_dotted(triton_version())}.json"
 
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """As in the names of files: `NVIDIA_H200`."""
+    """Return a device's name as file names have it: `NVIDIA_H200`."""
     return torch.cuda.get_device_name(device).replace(" ", "_").replace("/", "_")
 
 

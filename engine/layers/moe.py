@@ -9,9 +9,9 @@ from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.parallel.dispatch import Dispatches
 from baton.engine.parallel.groups import ALONE, ExpertSpread, Group, ParallelGroups
 from baton.engine.parallel.placement import ExpertPlacement
+from baton.kernels.expert_map import ExpertMap
 from baton.kernels.linear import RowNorm
-from baton.kernels.locate import ExpertTable
-from baton.kernels.peers import Routed
+from baton.kernels.p2p import RoutedTokens
 
 from .base import Share
 from .experts import Experts, Router
@@ -79,23 +79,23 @@ class SpreadExperts:
         self._one_of_each_rank = (1,) * groups.dp.size
         self.placement = ExpertPlacement.initial(experts.held.whole, spread.num_redundant, groups.ep.size)
         self._dispatches = Dispatches.of(groups, self.placement, spread.backend)
-        self._table: ExpertTable | None = None
+        self._table: ExpertMap | None = None
         experts.keep_experts(self.placement.held[groups.ep.rank])
 
     @property
-    def table(self) -> ExpertTable:
+    def table(self) -> ExpertMap:
         assert self._table is not None, "allocate() comes before the first step"
         return self._table
 
     def allocate(self, device: torch.device | str) -> None:
         placement = self.placement
-        self._table = ExpertTable.empty(placement.num_experts, placement.most_replicas, device)
+        self._table = ExpertMap.empty(placement.num_experts, placement.most_replicas, device)
         self._table.write(placement.replicas())
 
     def rehearse(self, dtype: torch.dtype) -> None:
         """Sends a token without experts the eager way, and back: captured steps may go another. All ranks call it."""
         device, shape = self.table.places.device, (1, self._top_k)
-        token = Routed(
+        token = RoutedTokens(
             torch.zeros(1, self.experts.down.shape[1], dtype=dtype, device=device),
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.float32, device=device),
@@ -118,7 +118,7 @@ class SpreadExperts:
     ) -> Tensor:
         """As `Experts`, but for the sum over the ranks that have the same tokens."""
         dispatch = self._dispatches.captured if of_ranks is None else self._dispatches.eager
-        served = dispatch.prepare(Routed(hidden, expert_ids, weights), self.table, of_ranks)
+        served = dispatch.prepare(RoutedTokens(hidden, expert_ids, weights), self.table, of_ranks)
         if dispatch.is_local:
             return self.experts(served.hidden, served.expert_ids, served.weights, add_to)
         partial = self.experts(served.hidden, served.expert_ids, served.weights, None)

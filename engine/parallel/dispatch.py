@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.kernels import peers
-from baton.kernels.locate import ExpertTable, locate
-from baton.kernels.peers import Routed
+from baton.kernels import p2p
+from baton.kernels.expert_map import ExpertMap, map_experts
+from baton.kernels.p2p import RoutedTokens
 
 from .groups import ParallelGroups
 from .placement import ExpertPlacement
@@ -49,7 +49,7 @@ class Served:
     weights: Tensor  # [N, top_k] float32
     num_own: int  # tokens that `finalize` gives back
     trip: Trip | None = None
-    visits: Tensor | None = None  # as `peers.dispatch` gives it, where that brought the tokens
+    visits: Tensor | None = None  # as `p2p.dispatch` gives it, where that brought the tokens
 
 
 class ExpertDispatch(abc.ABC):
@@ -58,7 +58,7 @@ class ExpertDispatch(abc.ABC):
     is_local = False  # whether the tokens served are the rank's own, so that their sum may be added up in place
 
     @abc.abstractmethod
-    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+    def prepare(self, tokens: RoutedTokens, table: ExpertMap, of_ranks: Sequence[int] | None) -> Served:
         """Brings the tokens that this rank's experts serve, given its own, which all ranks of a column have: T of them.
 
         `of_ranks`: T of each data-parallel rank; None: the same everywhere.
@@ -75,9 +75,9 @@ class Replicated(ExpertDispatch):
     def __init__(self, groups: ParallelGroups, placement: ExpertPlacement) -> None:
         self._places = placement.places(groups.ep.rank)
 
-    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+    def prepare(self, tokens: RoutedTokens, table: ExpertMap, of_ranks: Sequence[int] | None) -> Served:
         num_own = len(tokens.hidden)
-        ids = locate(tokens.expert_ids, table, places=self._places, counted=range(num_own))
+        ids = map_experts(tokens.expert_ids, table, places=self._places, counted=range(num_own))
         return Served(tokens.hidden, ids, tokens.weights, num_own)
 
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
@@ -89,12 +89,12 @@ class GatherScatter(ExpertDispatch):
         self._dp = groups.dp
         self._places = placement.places(groups.ep.rank)
 
-    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+    def prepare(self, tokens: RoutedTokens, table: ExpertMap, of_ranks: Sequence[int] | None) -> Served:
         num_own = len(tokens.hidden)
         most = max(of_ranks) if of_ranks else num_own
         first = self._dp.rank * most
         came = tokens.padded(most).through(self._dp.all_gather)
-        ids = locate(came.expert_ids, table, places=self._places, counted=range(first, first + num_own))
+        ids = map_experts(came.expert_ids, table, places=self._places, counted=range(first, first + num_own))
         return Served(came.hidden, ids, came.weights.contiguous(), num_own)
 
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
@@ -112,18 +112,18 @@ class OverPeers(ExpertDispatch):
         self._otherwise = GatherScatter(groups, placement)
         self._group = group
         slots, column = placement.slots, groups.tp.size
-        self._places = peers.PlacesOfRanks(first=groups.tp.rank * slots, apart=column * slots, of_each=slots)
+        self._places = p2p.RankSlots(first=groups.tp.rank * slots, apart=column * slots, of_each=slots)
 
-    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
-        if of_ranks is not None or not peers.serves_tokens(tokens, self._group.memory):
+    def prepare(self, tokens: RoutedTokens, table: ExpertMap, of_ranks: Sequence[int] | None) -> Served:
+        if of_ranks is not None or not p2p.supports_dispatch(tokens, self._group.memory):
             return self._otherwise.prepare(tokens, table, of_ranks)
-        brought = peers.dispatch(tokens, table, self._places, self._group.memory)
+        brought = p2p.dispatch(tokens, table, self._places, self._group.memory)
         return Served(brought.hidden, brought.expert_ids, brought.weights, len(tokens.hidden), visits=brought.visits)
 
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
-        if served.visits is None or not peers.serves(peers.Op.COMBINE, partial, self._group.memory):
+        if served.visits is None or not p2p.supports(p2p.Op.COMBINE, partial, self._group.memory):
             return self._otherwise.finalize(partial, served)
-        return peers.combine(partial, served.visits, self._group.memory)
+        return p2p.combine(partial, served.visits, self._group.memory)
 
 
 class AllToAll(ExpertDispatch):
@@ -137,9 +137,9 @@ class AllToAll(ExpertDispatch):
         self._ep = groups.ep
         self._slots = placement.slots
 
-    def prepare(self, tokens: Routed, table: ExpertTable, of_ranks: Sequence[int] | None) -> Served:
+    def prepare(self, tokens: RoutedTokens, table: ExpertMap, of_ranks: Sequence[int] | None) -> Served:
         num_own, size = len(tokens.hidden), self._ep.size
-        places = locate(tokens.expert_ids, table, places=range(size * self._slots), counted=range(num_own))
+        places = map_experts(tokens.expert_ids, table, places=range(size * self._slots), counted=range(num_own))
         first, end = (num_own * part // self._tp.size for part in (self._tp.rank, self._tp.rank + 1))
         hidden, places, weights = tokens.hidden[first:end], places[first:end], tokens.weights[first:end]
         ranks = torch.where(places < 0, -1, places // self._slots)
@@ -149,7 +149,7 @@ class AllToAll(ExpertDispatch):
         received_counts = self._ep.all_to_all(counts, [1] * size, [1] * size)
         sent, received = counts.tolist(), received_counts.tolist()
         there = torch.where(ranks[token] == to[:, None], places[token] % self._slots, -1)
-        came = Routed(hidden[token], there, weights[token]).through(
+        came = RoutedTokens(hidden[token], there, weights[token]).through(
             lambda packed: self._ep.all_to_all(packed, sent, received)
         )
         trip = Trip(sent, received, first, _parts(goes, places.shape[1]))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.kernels import peers
-from baton.kernels.peers import Op, PeerMemory, PeersOutOfReach
+from baton.kernels import p2p
+from baton.kernels.p2p import Op, PeerAccessError, PeerMemory
 
 from .groups import Group
 from .rendezvous import Meeting
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SymmetricGroup(Group):
-    """A group that uses the memory of peers where that is faster (see `kernels.peers`), and else goes its own way."""
+    """A group that uses the memory of peers where that is faster (see `kernels.p2p`), and else goes its own way."""
 
     def __init__(self, group: Group, memory: PeerMemory) -> None:
         self.rank, self.size = group.rank, group.size
@@ -26,18 +26,18 @@ class SymmetricGroup(Group):
         self.memory = memory
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if peers.serves(Op.ALL_REDUCE, x, self.memory):
-            return peers.all_reduce(x, self.memory)
+        if p2p.supports(Op.ALL_REDUCE, x, self.memory):
+            return p2p.all_reduce(x, self.memory)
         return self._group.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if peers.serves(Op.ALL_GATHER, x, self.memory):
-            return peers.all_gather(x, self.memory)
+        if p2p.supports(Op.ALL_GATHER, x, self.memory):
+            return p2p.all_gather(x, self.memory)
         return self._group.all_gather(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        if peers.serves(Op.REDUCE_SCATTER, x, self.memory):
-            return peers.reduce_scatter(x, self.memory)
+        if p2p.supports(Op.REDUCE_SCATTER, x, self.memory):
+            return p2p.reduce_scatter(x, self.memory)
         return self._group.reduce_scatter(x)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -47,11 +47,11 @@ class SymmetricGroup(Group):
         return self._group.agree(values)
 
     def rehearse(self, dtype: torch.dtype) -> None:
-        peers.rehearse(self.memory, dtype)
+        p2p.warm_up(self.memory, dtype)
 
     def sketch(self, rank: int) -> Group:
         """Kernels over the memory of peers are launched all the same, and so recorded with those of the layers."""
-        memory = PeerMemory.sketch(rank, self.size, self.memory.ended.device)
+        memory = PeerMemory.without_peers(rank, self.size, self.memory.ended.device)
         return SymmetricGroup(self._group.sketch(rank), memory)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ def with_peer_memory(name: str, group: Group, meeting: Meeting, device: torch.de
 
     try:
         memory = PeerMemory.share(group.rank, group.size, device, exchange)
-    except PeersOutOfReach as reason:
+    except PeerAccessError as reason:
         log = logger.warning if group.rank == 0 else logger.debug
         log("what group %s sums and exchanges goes over NCCL, and takes longer where it is small: %s", name, reason)
         return group

@@ -1,6 +1,6 @@
 """Steps without the model's Python: what captured graphs are to a GPU.
 
-    at start-up      the model's calls are recorded, once for each size of step (`kernels.native.tape`)
+    at start-up      the model's calls are recorded, once for each size of step (`kernels.native.cpu_graph`)
     a step           writes its inputs where the calls of its size or the next read them, and has them made;
                      sequences and tokens beyond its own are padding, and products leave them out
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
-from baton.kernels.native.calls import Obstacle
-from baton.kernels.native.tape import Tape, Workspace, record
+from baton.kernels.native.calls import NotRecordable
+from baton.kernels.native.cpu_graph import CpuGraph, Workspace, record
 
 from .block_tables import BlockTables
 from .inputs import StepInputs
@@ -83,15 +83,15 @@ class StepTape:
     """Steps of one size, or smaller ones."""
 
     _inputs: _Inputs
-    _tape: Tape
+    _tape: CpuGraph
     _hidden: Tensor  # [T or R, hidden_size], what the tape gives
 
     @classmethod
     def record(cls, forward: Forward, inputs: _Inputs, workspace: Workspace) -> StepTape:
-        """Raises `Obstacle` where the model does what no tape can."""
+        """Raises `NotRecordable` where the model does what no tape can."""
         sizes = [len(rows) for rows in (inputs.token_ids, inputs.wanted) if rows is not None]
         recording = record(lambda: forward(inputs.token_ids, inputs.batch, inputs.wanted), workspace, sizes)
-        return cls(inputs, recording.tape, recording.answer)
+        return cls(inputs, recording.graph, recording.answer)
 
     def has_room(self, wanted: Tensor) -> bool:
         return self._inputs.wanted is not None and len(wanted) <= len(self._inputs.wanted)
@@ -137,7 +137,7 @@ def _recorded(forward: Forward, of_sizes: dict[int, _Inputs], workspace: Workspa
     for size, inputs in of_sizes.items():
         try:
             tapes[size] = StepTape.record(forward, inputs, workspace)
-        except Obstacle as obstacle:
+        except NotRecordable as obstacle:
             logger.info("steps of %d %s or more run through Python: the model needs %s", size, unit, obstacle)
             break
     return tapes

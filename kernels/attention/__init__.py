@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from baton.kernels.attention_batch import SHORT_CONTEXTS, AttentionBatch
+
 from . import cpu, reference
-from .batch import SHORT_CONTEXTS, AttentionBatch
 from .rule import AttentionRule
 
 __all__ = ["SHORT_CONTEXTS", "AttentionBatch", "AttentionRule", "paged_attention", "prepare"]
 
 
 def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int) -> AttentionBatch:
-    """The batch, with the plan that its device's kernels need; call it once a step, before the first layer.
+    """Return the batch, with the plan that its device's kernels need; call it once a step, before the first layer.
 
     On a GPU this launches a few small kernels and looks at shapes only, so that a captured graph may hold it: whenever
     the graph runs, the plan is made anew from the lengths that lie on the device then.
@@ -35,7 +36,8 @@ def paged_attention(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, H, D] over `layer` of kv [blocks, KV heads, layers, 2, block_size, D] -> [T, H, D].
+    """Compute causal attention of q [T, H, D] over `layer` of kv [blocks, KV heads, layers, 2, block_size, D] -> [T, H,
+    D].
 
     Query head h reads KV head h // (H / KV heads). What it makes of them is the `rule` of the layer: make it once, not
     once a call. Sums are float32. The KV of the step's own tokens must be in the cache already; blocks past a

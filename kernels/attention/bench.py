@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from baton.kernels.native.memory import empty_on_huge_pages
+from baton.kernels.native.huge_pages import empty_on_huge_pages
 from baton.kernels.roofline import BenchCase, cycling
 
 from . import AttentionBatch, AttentionRule, paged_attention, prepare
@@ -101,7 +101,7 @@ def step(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[AttentionBatch, Tensor, Tensor]:
-    """Sequences of (query tokens, context) in shuffled blocks: the batch, kv and q of that step.
+    """Build a step of sequences (query tokens, context) in shuffled blocks: its batch, kv and q.
 
     A cache in `kv_dtype`, which must be 8 bits wide, holds random finite values.
     """

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
+from baton.kernels.attention_batch import AttentionBatch
 
 from . import reference
-from .batch import AttentionBatch
 from .rule import AttentionRule
 
 
@@ -63,7 +63,7 @@ MAX_GROUP = 128  # query heads of one KV head: rows of the kernel's tile
 
 
 def _fits(q: Tensor, kv: Tensor) -> bool:
-    """Whether the kernel covers these shapes and types; the reference covers the rest."""
+    """Return true for shapes and types that the C++ function covers; the reference covers the rest."""
     return (
         q.dtype == kv.dtype
         and q.dtype in native.DTYPE_NUMBER

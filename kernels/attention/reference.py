@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
+
 from .rule import AttentionRule
 
 

@@ -1,4 +1,4 @@
-"""How a layer attends: a value that is made once, when the layer's weights are there, and serves every step."""
+"""The attention rule of a layer: scale, window, cap, sinks and cache scales, made once when the weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """What scores become, which keys count, and what stored keys and values stand for.
+    """The formula of one layer's attention: how scores become weights, which keys are visible, how stored values are
+    scaled.
 
         score    scale * q k, with k = k_scale * what is stored; then soft_cap * tanh(score / soft_cap)
         weight   e^score / (sum over the visible keys + e^sink of the query's head)
@@ -48,13 +49,13 @@ class AttentionRule:
                 raise TypeError(f"{name} has shape {list(tensor.shape)}: give one value for the whole layer")
 
     def check_heads(self, num_heads: int) -> None:
-        """Raises `ValueError` where so many query heads have another number of sinks."""
+        """Raise `ValueError` if the number of sinks is not the number of query heads."""
         if self.sinks is not None and self.sinks.shape != (num_heads,):
             raise ValueError(f"sinks has shape {list(self.sinks.shape)}: give one for each of {num_heads} query heads")
 
     @property
     def is_scaled(self) -> bool:
-        """Whether keys or values are stored as something else than what they stand for."""
+        """True where keys or values are stored divided by a scale."""
         return self.k_scale is not None or self.v_scale is not None
 
     @property
@@ -67,12 +68,12 @@ class AttentionRule:
 
     @cached_property
     def limit(self) -> int:
-        """The window as a number that always holds."""
+        """The window as a number: `UNLIMITED` where there is none."""
         return UNLIMITED if self.window is None else self.window
 
     @cached_property
     def cap(self) -> float:
-        """The cap as a number; 0, which nobody reads, where there is none."""
+        """The cap as a number: 0, which kernels do not read, where there is none."""
         return self.soft_cap or 0.0
 
     # Kernels for prefill fold the constants together: weights are 2^(score_unit * s) over their sum, with s = q k or,
@@ -84,5 +85,5 @@ class AttentionRule:
 
     @cached_property
     def cap_scale(self) -> float:
-        """0, which nobody reads, where there is no cap."""
+        """The factor of the cap's exponent: 0, which kernels do not read, where there is no cap."""
         return 0.0 if self.soft_cap is None else 2 * LOG2_E * self.scale / self.soft_cap

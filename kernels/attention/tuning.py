@@ -1,4 +1,4 @@
-"""What may be best at which shape, for `baton.kernels.tune`: the decodes of models of 0.6B to 70B."""
+"""Tuning candidates of decode attention, at the shapes of models of 0.6B to 70B."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from baton.kernels.tuned import Options
 from . import AttentionRule, paged_attention
 from .bench import Model, step
 from .gpu.decode import decode_plan, tuning_key
-from .gpu.decode_sums import MOST_SEQS
-from .gpu.plan import prepared
+from .gpu.decode_combine import MOST_SEQS
+from .gpu.decode_plan import prepared
 
 HEADS = ((16, 8, 128), (32, 8, 128), (32, 4, 128), (64, 8, 128), (32, 8, 64))  # query heads, KV heads, dimensions
 CONTEXTS = ((1, 8192), (4, 2048), (16, 2048), (64, 2048), (256, 1024))  # sequences, tokens of each
@@ -46,7 +46,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
 def _problem(
     num_heads: int, num_kv_heads: int, head_dim: int, num_seqs: int, context: int, device: torch.device
 ) -> Problem:
-    """A step of `num_seqs` decodes over so many layers that no cache holds the keys and values of all."""
+    """Return the problem of a step of `num_seqs` decodes, over so many layers that no cache holds the KV of all."""
 
     def make_run(options: Options) -> Callable[[], object]:
         plan = decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)

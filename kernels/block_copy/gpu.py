@@ -1,4 +1,4 @@
-"""Moving KV blocks in Triton: programs copy 16 KB each, whatever the bytes mean."""
+"""Copies of KV blocks in Triton: programs copy 16 KB each, of whatever type."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def copy_ranges(ranges: Tensor, num_ranges: int) -> None:
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """Blocks [n, heads, ...] as rows of int32."""
+    """View blocks [n, heads, ...] as rows of int32."""
     return blocks.view(torch.uint8).flatten(1).view(torch.int32)
 
 
 def _head_words(blocks: Tensor) -> int:
-    """Raises `ValueError` where a head's share of a block is no whole number of words."""
+    """Return the int32 words of one head of a block. Raises `ValueError` where that is no whole number."""
     num_bytes = blocks.stride(1) * blocks.element_size()
     if num_bytes % 4:
         raise ValueError(f"a head's share of a block has {num_bytes} bytes: give a multiple of 4")
@@ -77,7 +77,7 @@ def _copy(
     target_offset: int,
     num_words: int,
 ) -> None:
-    """`num_words` words of each row, from row source_ids[i] to row target_ids[i]; without ids, row i."""
+    """Copy `num_words` words of each row, from row source_ids[i] to row target_ids[i]; without ids, row i."""
     ids = target_ids if source_ids is None else source_ids
     assert ids is not None, "one side is named by ids"
     if len(ids) == 0:

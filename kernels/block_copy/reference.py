@@ -1,4 +1,4 @@
-"""The definition of moving KV blocks."""
+"""Reference of KV block copies."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """8-bit floating point numbers as bytes: torch cannot index them."""
+    """View 8-bit floating-point numbers as bytes, since torch cannot index them."""
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values

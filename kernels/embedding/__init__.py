@@ -1,16 +1,47 @@
-"""Rows of a table by token id."""
+"""Token embeddings: rows of a table by token id, in C++ on a CPU (`native/embedding.cpp`), by torch elsewhere."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import functools
 
-from . import cpu, reference
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.kernels import native
 
 __all__ = ["embedding"]
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight [vocab, hidden] by token_ids [T], int32 or int64 -> [T, hidden]. Ids are in the vocabulary."""
-    if weight.is_cpu:
-        return cpu.embedding(token_ids, weight)
-    return reference.embedding(token_ids, weight)
+    """Look up rows of weight [vocab, hidden] by token_ids [T], int32 or int64 -> [T, hidden].
+
+    Ids must be in the vocabulary. The definition is `torch.nn.functional.embedding`.
+    """
+    kernel = _kernel() if weight.is_cpu and _fits(token_ids, weight) else None
+    if kernel is None:
+        return functional.embedding(token_ids, weight)
+    num_rows, width = weight.shape
+    out = torch.empty((len(token_ids), width), dtype=weight.dtype)
+    kernel(
+        weight.data_ptr(),
+        num_rows,
+        width * weight.itemsize,
+        token_ids.data_ptr(),
+        int(token_ids.dtype == torch.int64),
+        len(token_ids),
+        out.data_ptr(),
+    )
+    return out
+
+
+def _fits(token_ids: Tensor, weight: Tensor) -> bool:
+    """Return true for tensors that the C++ function reads as they lie in memory."""
+    contiguous = token_ids.dim() == 1 and token_ids.is_contiguous() and weight.dim() == 2 and weight.is_contiguous()
+    return contiguous and token_ids.dtype in (torch.int32, torch.int64)
+
+
+@functools.cache
+def _kernel() -> native.NativeFunction | None:
+    pointer, i64 = native.POINTER, native.I64
+    return native.function("baton_embedding", pointer, i64, i64, pointer, native.INT, native.ROWS, pointer)

@@ -16,7 +16,7 @@ TOKENS = (1, 16, 64, 256, 8192)
 
 
 def cases(device: torch.device) -> Iterator[BenchCase]:
-    """None where the reference would serve: it multiplies the weight out for every call."""
+    """Yield nothing where the reference would serve: it dequantizes the weight for every call."""
     if not has_gpu_kernels(device):
         return
     for name, (columns, depth) in SHAPES.items():
@@ -37,7 +37,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 
 def random_weight(columns: int, depth: int, in_blocks: bool, device: torch.device) -> Fp8Weight:
-    """Finite bits, and scales of one: what values they stand for is nothing to the time that they take."""
+    """Return a weight of random finite bits with scales of one; the values do not affect the time."""
     bits = torch.randint(0, 0x70, (columns, depth), dtype=torch.uint8, device=device)
     scale_shape = (-(-columns // BLOCK), depth // BLOCK) if in_blocks else (columns,)
     return Fp8Weight(bits.view(torch.float8_e4m3fn), torch.ones(scale_shape, device=device))

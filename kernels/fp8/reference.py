@@ -1,4 +1,4 @@
-"""The definition of a linear layer over a weight in 8 bits, and of how its input is brought to 8 bits."""
+"""Reference of FP8 linear layers, and of the quantization of their inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def linear(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`norm(x) @ weight.T + bias`, through 8 bits. Sums in float32 (float64 where x is), rounded once."""
+    """Compute `norm(x) @ weight.T + bias` through 8 bits. Sums in float32 (float64 where x is), rounded once."""
     dtype = x.dtype
     compute_dtype = torch.promote_types(dtype, torch.float32)
     if norm is not None:
@@ -37,7 +37,8 @@ def linear(
 
 
 def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [T, K] in E4M3, with a scale for each `group` of values of a token, which divides K: float32 [K / group, T].
+    """Quantize x [T, K] to E4M3, with a scale for each `group` of values of a token, which divides K: float32 [K /
+    group, T].
 
     Tokens come last in the scales, because a kernel that takes many tokens reads the scales of one group together.
     """
@@ -47,6 +48,6 @@ def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(quantized: Tensor, scale: Tensor) -> Tensor:
-    """[T, K] float32 of what `quantize` gave."""
+    """Return [T, K] float32 of the result of `quantize`."""
     num_tokens = quantized.shape[0]
     return (quantized.float().view(num_tokens, scale.shape[0], -1) * scale.T[:, :, None]).flatten(1)

@@ -1,4 +1,4 @@
-"""What may be best at which shape, for `baton.kernels.tune`: the linear layers of 8B to 70B models."""
+"""Tuning candidates of FP8 linear layers, at the shapes of 8B to 70B models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton.kernels.tuned import Options
 
 from .bench import random_weight
 from .gpu import MANY_TOKENS
-from .gpu.inputs import quantize
-from .gpu.products import product, tuning_key
+from .gpu.gemm import product, tuning_key
+from .gpu.quantize import quantize
 from .weight import BLOCK
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (10240, 8192), (8192, 28672))  # N, K

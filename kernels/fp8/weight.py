@@ -1,4 +1,4 @@
-"""A weight in 8 bits with what its values are to be multiplied by."""
+"""FP8 weights and their scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Fp8Weight:
     scale: Tensor  # float32: [N], or [ceil(N / 128), K / 128]
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` where data and scale do not belong together: a kernel would read beyond them."""
+        """Raise `ValueError` where data and scale do not belong together: a kernel would read beyond them."""
         rows, depth = self.data.shape
         allowed = [(rows,), *([(-(-rows // BLOCK), depth // BLOCK)] if depth % BLOCK == 0 else [])]
         if tuple(self.scale.shape) not in allowed:
@@ -36,21 +36,22 @@ class Fp8Weight:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether a scale belongs to a block of 128 x 128; otherwise to a row."""
+        """True where a scale belongs to a block of 128 x 128, false where to a row."""
         return self.scale.dim() == 2
 
     @property
     def scaled_by(self) -> str:
-        """What a scale belongs to: "blocks" or "rows"."""
+        """The granularity of scales: "blocks" or "rows"."""
         return "blocks" if self.in_blocks else "rows"
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K] that this stands for."""
+        """Return the weight [N, K] that this stands for."""
         return dequantize(self.data, self.scale, dtype)
 
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`data` [N, K] times its scales, one a row [N] or one a block [ceil(N / 128), ceil(K / 128)]; K may be any here.
+    """Multiply `data` [N, K] by its scales, one a row [N] or one a block [ceil(N / 128), ceil(K / 128)]; K may be any
+    here.
 
     Raises `ValueError` for scales of another shape.
     """
@@ -84,5 +85,5 @@ def quantize_weight(weight: Tensor, *, in_blocks: bool) -> Fp8Weight:
 
 
 def scale_for(largest: Tensor) -> Tensor:
-    """What makes `largest` the largest value of the format; 1 where all is zero."""
+    """Return the scale that maps `largest` to the largest value of the format; 1 where all is zero."""
     return torch.where(largest > 0, largest / LARGEST, 1.0)

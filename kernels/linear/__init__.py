@@ -1,7 +1,68 @@
-"""A linear layer over a weight that was packed once, for the device that it lives on."""
+"""Linear layers fused with the norm before them and the activation or residual addition behind them."""
 
-from .layer import gated_linear, linear
-from .norm import RowNorm
-from .packed import PackedWeight, pack
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from baton.kernels.silu_and_mul import silu_and_mul
+
+from . import cpu
+from .operands import PackedWeight, RowNorm, pack
 
 __all__ = ["PackedWeight", "RowNorm", "gated_linear", "linear", "pack"]
+
+
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: RowNorm | None = None,
+    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute `norm(x) @ weight.T + bias`: x [T, K], weight [N, K], bias [N] -> [T, N], of one type; sums in float32.
+
+    The result goes into `out` [T, N] where that is given. With `add_to` [T, N] it is added to what that holds, in
+    place, and `add_to` is returned. Not both.
+
+    In panels, a row of the product is bitwise the same whatever the other rows are and however many. Elsewhere the
+    algorithm is chosen by T, and the last bits may depend on it.
+    """
+    if add_to is not None and out is not None:
+        raise ValueError("a result goes into `out` or is added to `add_to`: give one of them")
+    if x.is_cuda:
+        from . import gpu
+
+        return gpu.linear(x, weight.data, bias, norm=norm, add_to=add_to, out=out, gated=False)
+    product = _product(x if norm is None else norm(x), weight, bias)
+    if add_to is not None:
+        return add_to.add_(product)
+    return product if out is None else out.copy_(product)
+
+
+def gated_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: RowNorm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute `silu(gate) * up` of gate and up = `linear(x, weight, bias, norm=norm)`; weight [2 F, K], gates first ->
+    [T, F].
+
+    The product need not be rounded before the activation.
+    """
+    if x.is_cuda:
+        from . import gpu
+
+        return gpu.linear(x, weight.data, bias, norm=norm, add_to=None, out=out, gated=True)
+    return silu_and_mul(_product(x if norm is None else norm(x), weight, bias), out)
+
+
+def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    if weight.in_panels:
+        return cpu.linear(x, weight.data, weight.shape, bias)
+    return functional.linear(x, weight.data, bias)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.native.memory import empty_on_huge_pages
+from baton.kernels.native.huge_pages import empty_on_huge_pages
 
 PANEL_ROWS = 32  # rows of the weight in one panel, as in native/linear.cpp
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """The panels of `weight` [N, K], N filled up to whole panels; None where torch serves this weight better."""
+    """Return the panels of `weight` [N, K], N filled up to whole panels; None where torch serves this weight better."""
     num_rows, depth = weight.shape
     packer = _packer()
     if packer is None or weight.dtype != torch.bfloat16 or depth % 2 or weight.numel() == 0:

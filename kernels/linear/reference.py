@@ -1,4 +1,4 @@
-"""The definition of a linear layer, with what stands right before and behind it."""
+"""Reference of fused linear layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from baton.kernels.rms_norm.reference import rms_norm
 from baton.kernels.silu_and_mul.reference import silu_and_mul
 
-from .norm import RowNorm
+from .operands import RowNorm
 
 
 def linear(

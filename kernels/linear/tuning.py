@@ -1,4 +1,4 @@
-"""What may be best at which shape, for `baton.kernels.tune`: the layers of the models that Baton is measured with."""
+"""Tuning candidates of linear layers, at the shapes of `bench.LAYERS`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from baton.kernels.tune import Problem
 from baton.kernels.tuned import Options
 
 from . import gpu
+from .bench import LAYERS, LayerShape
 from .gpu import Method
-from .norm import RowNorm
-from .shapes import LAYERS, TOKENS, LayerShape
+from .operands import RowNorm
 
-# What one thread of `few_tokens` can hold beside its sums, in registers of two weights each.
+# What one thread of `gemv` can hold beside its sums, in registers of two weights each.
 MOST_REGISTERS = 96
-# BLOCK_N, BLOCK_K, warps, stages of `tiles`, by the largest number of tokens that they are for.
+# BLOCK_N, BLOCK_K, warps, stages of `gemm`, by the largest number of tokens that they are for.
 TILES = {
     16: ((16, 256, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5)),
     32: ((32, 128, 4, 5), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5)),
@@ -26,6 +26,7 @@ TILES = {
     128: ((64, 64, 4, 5), (128, 64, 8, 4), (128, 128, 8, 3)),
     256: ((64, 64, 4, 4), (128, 64, 8, 4)),
 }
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FULL_DEVICE = range(90, 1100)  # programs between which a split of the depth can pay
 
 
@@ -35,7 +36,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
 
 
 def _problems_of(shape: LayerShape, device: torch.device) -> Iterator[Problem]:
-    """One a number of tokens, over the same weights."""
+    """Yield one problem a number of tokens, over the same weights."""
     copies = copies_beyond_caches(shape.weight_rows * shape.depth * 2)
     weights = [torch.randn(shape.weight_rows, shape.depth, dtype=torch.bfloat16, device=device) for _ in range(copies)]
     norm = RowNorm(torch.ones(shape.depth, dtype=torch.bfloat16, device=device), 1e-6) if shape.norm else None
@@ -62,11 +63,11 @@ def _runs(
 def _candidates(shape: LayerShape, tokens: int) -> Iterator[Options]:
     yield gpu.UNTUNED_MANY
     if tokens <= gpu.MAX_TOKENS:
-        yield from _few_tokens(shape, tokens)
-    yield from _tiles(shape, max(tokens, gpu.SMALLEST_TILE))
+        yield from _gemv_candidates(shape, tokens)
+    yield from _gemm_candidates(shape, max(tokens, gpu.SMALLEST_TILE))
 
 
-def _few_tokens(shape: LayerShape, tokens: int) -> Iterator[Options]:
+def _gemv_candidates(shape: LayerShape, tokens: int) -> Iterator[Options]:
     warps_of = ((256, 1), (256, 2), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
     for rows, (block_k, num_warps) in itertools.product((2, 4, 8, 16), warps_of):
         registers = rows * block_k // (64 * num_warps)  # of one step
@@ -86,7 +87,7 @@ def _few_tokens(shape: LayerShape, tokens: int) -> Iterator[Options]:
             }
 
 
-def _tiles(shape: LayerShape, tokens: int) -> Iterator[Options]:
+def _gemm_candidates(shape: LayerShape, tokens: int) -> Iterator[Options]:
     for block_n, block_k, num_warps, stages in TILES[tokens]:
         for split in (1, 2, 4, 8, 16):
             programs = shape.weight_rows // block_n * split

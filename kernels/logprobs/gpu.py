@@ -173,7 +173,7 @@ def _logit_of(logits, token, vocab_size):
 
 @triton.jit
 def _key(logit, token):
-    """An int64 that is greater the greater the logit is, and for equal ones the lower the token is."""
+    """Return an int64 that is greater for a greater logit, and for equal logits greater for a lower token."""
     bits = logit.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (~token.to(tl.int64) & _TOKEN)
@@ -181,6 +181,6 @@ def _key(logit, token):
 
 @triton.jit
 def _logit_of_key(key):
-    """The logit of a key; not a number for a slot that is empty."""
+    """Return the logit of a key; not a number for a slot that is empty."""
     ordered = (key >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and of best tokens in plain torch: the definition."""
+"""Reference of log-probabilities of chosen and best tokens."""
 
 from __future__ import annotations
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 
 from . import reference
-from .up import MAX_EXPANDED_TOKENS, UpProjection
+from .up_projection import MAX_EXPANDED_TOKENS, UpProjection
 
 __all__ = ["MAX_EXPANDED_TOKENS", "AttentionBatch", "UpProjection", "latent_and_cache", "mla_attention", "prepare"]
 
 
 def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int) -> AttentionBatch:
-    """`batch` with what all layers of this step share on its device. Launches only; may be captured in a graph."""
+    """Return `batch` with the plan that all layers of the step share. Only launches kernels: safe inside a captured
+    graph.
+    """
     if not batch.seq_lens.is_cuda:
         return batch
     from . import gpu
@@ -37,7 +39,7 @@ def latent_and_cache(
     *,
     eps: float,
 ) -> None:
-    """Rotates q_rope [T, H, rope] in place and writes each token's latent and key part to its slot of `layer` in kv.
+    """Rotate q_rope [T, H, rope] in place and writes each token's latent and key part to its slot of `layer` in kv.
 
     compressed [T, rank + rope] is what the down-projection gives: the latent, which is normed (RMSNorm with `norm`
     [rank] and `eps`), and the shared key part, which is rotated. Dimension 2i turns against 2i + 1.
@@ -61,7 +63,8 @@ def mla_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """Causal attention of q [T, H, nope + rope] over `layer` of kv [blocks, 1, layers, 1, block_size, rank + rope].
+    """Compute causal attention of q [T, H, nope + rope] over `layer` of kv [blocks, 1, layers, 1, block_size, rank +
+    rope].
 
     Gives [T, H, value]. Key h of a token is `up`'s [nope] of its latent beside the shared [rope]; value h is `up`'s
     [value] of the latent. A query sees the keys up to its own position. Sums are float32. The latents of the step's own

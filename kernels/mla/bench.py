@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from baton.kernels.native.memory import empty_on_huge_pages
+from baton.kernels.native.huge_pages import empty_on_huge_pages
 from baton.kernels.roofline import BenchCase, cycling
 
 from . import AttentionBatch, UpProjection, latent_and_cache, mla_attention, prepare
@@ -43,7 +43,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 
 def attention_case(name: str, sequences: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> BenchCase:
-    """The arithmetic counted is that of whichever of the two forms, absorbed or expanded, needs less."""
+    """Return the arithmetic counted is that of whichever of the two forms, absorbed or expanded, needs less."""
     batch, kv, q = step(sequences, dtype, device)
     up = UpProjection(torch.randn(HEADS * (NOPE + VALUE), RANK, dtype=dtype, device=device) / 20, HEADS, NOPE, VALUE)
     prepared = prepare(batch, num_heads=HEADS, head_dim=NOPE + ROPE)

@@ -1,13 +1,13 @@
-"""The definition of attention over latents: one sequence at a time, keys and values of every head in full."""
+"""Reference of multi-head latent attention."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 
-from .up import UpProjection
+from .up_projection import UpProjection
 
 
 def latent_and_cache(
@@ -64,6 +64,6 @@ def mla_attention(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates dimension 2i against 2i + 1."""
+    """Rotate dimension 2i against 2i + 1."""
     first, second = x[..., ::2], x[..., 1::2]
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts each token goes to, and the weighted sum of their outputs."""
+"""Mixture of experts: routing of tokens to experts, and the weighted sum of the experts' outputs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from . import cpu, reference
-from .activation import SILU, GatedActivation
-from .rule import RoutingRule
-from .weights import ExpertWeights
+from .routing import RoutingRule
+from .weights import SILU, ExpertWeights, GatedActivation
 
 __all__ = ["SILU", "ExpertWeights", "GatedActivation", "RoutingRule", "fused_experts", "route", "router_logits"]
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x [T, H], weight [E, H], bias [E] -> [T, E].
+    """Compute `x @ weight.T + bias`: x [T, H], weight [E, H], bias [E] -> [T, E].
 
     Summed and kept in float32 (float64 where x is).
     """
@@ -30,7 +29,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def route(
     logits: Tensor, rule: RoutingRule, *, bias: Tensor | None = None, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of logits [T, E] (any floating type): expert ids [T, K] int32, best first, and their weights [T, K] float32.
+    """Choose experts by logits [T, E] (any floating type): expert ids [T, K] int32, best first, and weights [T, K]
+    float32.
 
     `bias` [E] float32 is added to the scores where experts are chosen, not where they are weighed. Tokens whose slot
     (`slots` [T] int64) is negative are padding: their expert is -1, their weight 0. Raises `ValueError` for a number of
@@ -47,7 +47,7 @@ def route(
 def fused_experts(
     x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, *, add_to: Tensor | None = None
 ) -> Tensor:
-    """The sum over k of what expert `expert_ids[:, k]` makes of x, times `weights[:, k]`: [T, H].
+    """Sum what each expert `expert_ids[:, k]` computes from x, times `weights[:, k]`, over k: [T, H].
 
     x [T, H]; expert_ids [T, K] int32, -1 for none; weights [T, K] float32. With `add_to` [T, H], which shares nothing
     with x, the sum is added to it in place, and it is returned. Sums in float32; what each expert gives may be rounded

@@ -1,4 +1,4 @@
-"""A mixture of experts: few tokens (bound by reading weights), many (bound by arithmetic)."""
+"""Benchmark of mixtures of experts: few tokens (bound by reading weights), many (bound by arithmetic)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEW, MANY = (1, 64), (1, 8, 64, 256, 2048, 16384)
 
 
 def experts_of(name: str, device: torch.device) -> ExpertWeights:
-    """Those of a mixture, random; gpt-oss has biases and an activation of its own."""
+    """Return random experts of a model's sizes; gpt-oss has biases and an activation of its own."""
     num_experts, _, hidden_size, width = (SMALL | LARGE)[name]
     gate_up = torch.empty(num_experts, 2 * width, hidden_size, dtype=torch.bfloat16, device=device)
     down = torch.empty(num_experts, hidden_size, width, dtype=torch.bfloat16, device=device)

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from baton.kernels.silu_and_mul import silu_and_mul
 
-from .activation import SILU, GatedActivation
 from .reference import gated, of_expert
-from .weights import ExpertWeights
+from .weights import SILU, ExpertWeights, GatedActivation
 
 
 def fused_experts(
@@ -37,7 +36,7 @@ def fused_experts(
 
 
 def _gated(hidden: Tensor, activation: GatedActivation) -> Tensor:
-    """Of [rows, 2 F], gates and ups next to each other."""
+    """Apply the activation to [rows, 2 F], gates and ups next to each other."""
     if activation == SILU:
         return silu_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The definition of a mixture of experts: routing, and the weighted sum of the experts' outputs."""
+"""Reference of a mixture of experts: routing, and the weighted sum of the experts' outputs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .activation import GatedActivation
-from .rule import RoutingRule
-from .weights import ExpertWeights
+from .routing import RoutingRule
+from .weights import ExpertWeights, GatedActivation
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,12 +40,12 @@ def route(
 
 
 def _first_best(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest along the last dimension, highest first; of equal ones the first."""
+    """Return the indices of the `count` highest along the last dimension, highest first; of equal ones the first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
-    """The activation of gates and ups of one shape."""
+    """Return the activation of gates and ups of one shape."""
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return gate * torch.sigmoid(activation.slope * gate) * (up + activation.shift)

@@ -1,4 +1,4 @@
-"""What may be best at which shape, for `baton.kernels.tune`: the mixtures of experts of `bench`."""
+"""Tuning candidates of the expert kernels, for the mixtures of experts of `bench`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton.kernels.tuned import Options
 
 from . import ExpertWeights, RoutingRule, route
 from .bench import LARGE, experts_of
-from .gpu import few, grouped_experts
-from .gpu.options import FewOptions, GroupedOptions, ProductOptions, Shape, tuning_key
+from .gpu import gemv, grouped_experts
+from .gpu.options import GemvOptions, GroupedOptions, MoeShape, ProductOptions, tuning_key
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 PRODUCTS = {  # by the rows of a tile: columns, depth, warps, stages
@@ -47,13 +47,13 @@ def problems(device: torch.device) -> Iterator[Problem]:
 
 def _problem(experts: ExpertWeights, top_k: int, num_tokens: int) -> Problem:
     device = experts.down.device
-    shape = Shape(num_tokens, experts.num_experts, top_k, experts.hidden_size, experts.width, experts.in_8_bits)
+    shape = MoeShape(num_tokens, experts.num_experts, top_k, experts.hidden_size, experts.width, experts.in_8_bits)
     x = torch.randn(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
     routings = [route(logits, RoutingRule(top_k)) for logits in _logits(num_tokens, shape.num_experts, device)]
 
     def run_few(options: Options) -> Callable[[], object]:
-        chosen = FewOptions(**options)
-        return cycling(lambda pair: few.fused_experts(x, experts, pair[0], pair[1], None, chosen), routings)
+        chosen = GemvOptions(**options)
+        return cycling(lambda pair: gemv.fused_experts(x, experts, pair[0], pair[1], None, chosen), routings)
 
     def run_grouped(options: Options) -> Callable[[], object]:
         chosen = GroupedOptions.from_flat(options)
@@ -65,21 +65,24 @@ def _problem(experts: ExpertWeights, top_k: int, num_tokens: int) -> Problem:
 
 
 def _logits(num_tokens: int, num_experts: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """[T, E] of each routing: by turns tokens choose on their own, many of them alike, nearly all of them alike."""
+    """Yield [T, E] of each routing: tokens choose independently, many of them alike, nearly all of them alike, in
+    turns.
+    """
     for _, favour in zip(range(ROUTINGS), itertools.cycle(FAVOURS), strict=False):
         ahead = torch.randn(num_experts, device=device) * favour
         yield torch.randn(num_tokens, num_experts, device=device) + ahead
 
 
 def _few_candidates() -> Iterator[Options]:
-    names = FewOptions.__dataclass_fields__
+    names = GemvOptions.__dataclass_fields__
     for gate_up, down in itertools.product(GATE_UP_FEW, DOWN_FEW):
         yield dict(zip(names, (*gate_up, *down), strict=True))
 
 
-def _grouped_candidates(shape: Shape) -> Iterator[Options]:
-    """Tiles that hold from half to four times the rows that an expert has on average, where there are such; taller ones
-    beside them for experts that have more."""
+def _grouped_candidates(shape: MoeShape) -> Iterator[Options]:
+    """Yield tiles that hold from half to four times an expert's average rows, and taller ones for experts that have
+    more.
+    """
     rows = shape.num_tokens * shape.top_k / shape.num_experts
     products = PRODUCTS_IN_8_BITS if shape.in_8_bits else PRODUCTS
     heights = [height for height in products if rows / 2 <= height < max(32, 4 * rows)] or [max(products)]

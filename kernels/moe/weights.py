@@ -1,4 +1,4 @@
-"""What the experts of a layer are made of."""
+"""Expert weights of a mixture-of-experts layer, and the activation between their two products."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .activation import SILU, GatedActivation
+BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 
-BLOCK = 128  # rows and columns of a matrix in 8 bits that share a scale
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """(up + shift) * gate * sigmoid(slope * gate), with gate at most `limit` and up within +-limit where there is one.
+
+    The defaults are silu(gate) * up. gpt-oss (arXiv:2508.10925) has slope 1.702, limit 7 and shift 1.
+    """
+
+    slope: float = 1.0
+    limit: float | None = None
+    shift: float = 0.0
+
+
+SILU = GatedActivation()
 
 
 @dataclass(frozen=True)
@@ -54,14 +67,14 @@ class ExpertWeights:
                 raise ValueError(f"scales are {given[0]} and {given[1]}: give {expected[0]} and {expected[1]}")
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """An expert's `gate_up` [2 F, H] and `down` [H, F], multiplied out."""
+        """Return an expert's dequantized `gate_up` [2 F, H] and `down` [H, F]."""
         gate_up, down = self.gate_up[expert], self.down[expert]
         if self.gate_up_scale is None or self.down_scale is None:
             return gate_up.to(dtype), down.to(dtype)
         pairs = self.gate_up_scale[expert].unflatten(0, (-1, 2)).transpose(0, 1)  # of gates, of ups
-        gate_scales, up_scales = (_spelt_out(scales, self.width, self.hidden_size) for scales in pairs)
+        gate_scales, up_scales = (_expand_scales(scales, self.width, self.hidden_size) for scales in pairs)
         scales = torch.stack([gate_scales, up_scales], dim=1).flatten(0, 1)
-        down_scales = _spelt_out(self.down_scale[expert], self.hidden_size, self.width)
+        down_scales = _expand_scales(self.down_scale[expert], self.hidden_size, self.width)
         return (gate_up.float() * scales).to(dtype), (down.float() * down_scales).to(dtype)
 
     @property
@@ -81,6 +94,6 @@ class ExpertWeights:
         return self.down.shape[2]
 
 
-def _spelt_out(scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Of blocks to of values."""
+def _expand_scales(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Expand per-block scales to per-value scales [rows, columns]."""
     return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]

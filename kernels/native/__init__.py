@@ -1,4 +1,4 @@
-"""The CPU kernels in C++: a ctypes library that shares torch's threads.
+"""CPU kernels in C++: a ctypes library that shares torch's threads.
 
     kernel = native.function("baton_rms_norm", POINTER, ..., I64, INT)
     if kernel is None: ...                      not to be had here: one warning was logged, the reference serves
@@ -39,7 +39,7 @@ DTYPE_NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def prepare() -> Path:
-    """Builds (seconds, the first time) and loads the kernels; returns the library's path.
+    """Build (seconds, the first time) and load the kernels; return the library's path.
 
     For installers and for a process's start: later calls of `function` then cost nothing. Raises `NativeBuildError`
     with the reason where the kernels cannot be had.
@@ -48,7 +48,7 @@ def prepare() -> Path:
 
 
 def function(name: str, *arguments: type, returns: type | None = None) -> NativeFunction | None:
-    """A C function with its argument types declared; None, after one warning, where the library cannot be had."""
+    """Declare a C function and its argument types; return None, after one warning, where the library is unavailable."""
     library = _library()
     return None if library is None else NativeFunction(library, name, arguments, returns)
 
@@ -73,7 +73,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _share_openmp_of_torch() -> None:
-    """Makes the symbols of the OpenMP runtime that torch already uses visible to libraries loaded from now on."""
+    """Make the symbols of the OpenMP runtime that torch already uses visible to libraries loaded from now on."""
     for path in _mapped_libraries():
         if path.name.startswith(("libgomp", "libiomp5")):
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -82,7 +82,7 @@ def _share_openmp_of_torch() -> None:
 
 
 def _mapped_libraries() -> list[Path]:
-    """Files that this process has loaded, by path. Importing torch loads its OpenMP runtime."""
+    """Return the files that this process has mapped. Importing torch loads its OpenMP runtime."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

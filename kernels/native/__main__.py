@@ -6,7 +6,7 @@ from . import NativeBuildError, prepare
 
 
 def main() -> None:
-    """Prints where the library is, or why there is none: the references serve then, so that is no failure."""
+    """Print the library's path, or why there is none: the references serve then, so that is no failure."""
     try:
         print(f"CPU kernels: {prepare()}")
     except NativeBuildError as error:

@@ -9,7 +9,7 @@
 
 #include "attention_amx.h"
 #include "attention_tile.h"
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace baton {
 
@@ -215,4 +215,4 @@ void baton_paged_attention(int dtype, const void* q, const void* kv_layer, void*
 
 }
 
-BATON_TAPED(baton_paged_attention)
+BATON_RECORDABLE(baton_paged_attention)

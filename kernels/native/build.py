@@ -30,7 +30,7 @@ class NativeBuildError(RuntimeError):
 
 
 def library_path() -> Path:
-    """The compiled library, built now where the cache does not hold it. Raises `NativeBuildError`."""
+    """Return the compiled library, after building it where the cache does not hold it. Raises `NativeBuildError`."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise NativeBuildError("no C++ compiler: install g++ (Debian and Ubuntu: apt-get install g++)")
@@ -44,7 +44,7 @@ def library_path() -> Path:
 
 
 def cache_folder() -> Path:
-    """A folder that only this user can write to: the user's cache, or a private one where that is read-only."""
+    """Return a folder that only this user can write to: the user's cache, or a private one where that is read-only."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(root) / "baton"
     try:
@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _private_temporary_folder() -> Path:
-    """It goes with this process."""
+    """Create a folder that is deleted when this process exits."""
     folder = tempfile.mkdtemp(prefix="baton-native-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -76,7 +76,7 @@ def _compiler_version(compiler: str) -> str:
 
 
 def _cpu_flags() -> str:
-    """What `-march=native` depends on."""
+    """Return the description of the CPU that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -86,7 +86,7 @@ def _cpu_flags() -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compiles next to `path` and renames: whoever is second among several processes replaces equal by equal."""
+    """Compile next to `path` and renames: whoever is second among several processes replaces equal by equal."""
     sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         objects = [os.path.join(folder, source.stem + ".o") for source in sources]
@@ -101,7 +101,7 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Runs the commands side by side and waits for each, so that none writes into a folder that is gone."""
+    """Run the commands side by side and waits for each, so that none writes into a folder that is gone."""
     started = [
         (command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         for command in commands

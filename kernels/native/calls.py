@@ -1,4 +1,4 @@
-"""A C function as Python calls it, and notes of such calls."""
+"""C functions as Python calls them, and recorders of such calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ POINTER, I64, INT, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c
 
 
 class ROWS(ctypes.c_int64):
-    """A number of rows to compute: a tape may be told of fewer."""
+    """The argument type of a number of rows: a recorded graph may be replayed with fewer."""
 
 
 class NativeFunction:
-    """A function of a library, its argument types declared. While a thread takes notes, calls are noted, not made."""
+    """A C function with declared argument types. While a thread records, its calls are recorded, not made."""
 
     __slots__ = ("_arguments", "_declared", "_of_words", "name")
 
@@ -26,7 +26,7 @@ class NativeFunction:
         self._declared = library[name]  # indexing makes a new object: declarations of two callers do not mix
         self._declared.argtypes = arguments
         self._declared.restype = returns
-        self._of_words = getattr(library, f"{name}_of_words", None)  # see native/tape.h
+        self._of_words = getattr(library, f"{name}_of_words", None)  # see native/cpu_graph.h
 
     def __call__(self, *given: Any) -> int | None:
         notes = _thread.notes
@@ -38,36 +38,38 @@ class NativeFunction:
 
     @property
     def address_of_words(self) -> int | None:
-        """Of its form that takes words (`BATON_TAPED`); None where it has none."""
+        """The address of the variant that takes its arguments as words (`BATON_RECORDABLE`); None where
+        there is none.
+        """
         return None if self._of_words is None else ctypes.cast(self._of_words, POINTER).value
 
     @property
     def row_words(self) -> list[int]:
-        """Which of its words are `ROWS`."""
+        """The indices of its arguments that are `ROWS`."""
         return [index for index, kind in enumerate(self._arguments) if kind is ROWS]
 
     def words(self, given: Sequence[Any]) -> list[int]:
         return [_word(kind, value) for kind, value in zip(self._arguments, given, strict=True)]
 
 
-class Obstacle(Exception):
-    """What was about to be done cannot be done again by a tape. The message names it."""
+class NotRecordable(Exception):
+    """Raised at an operation that a recorded graph cannot repeat. The message names it."""
 
 
-class NotedCall(NamedTuple):
+class RecordedCall(NamedTuple):
     address: int  # of the function
     words: list[int]  # its arguments
     row_words: list[int]  # those that are `ROWS`
 
 
-class CallNotes:
-    """The calls that one thread asks for within `with notes:`, in their order. None is made."""
+class CallRecorder:
+    """Records the calls that one thread asks for within `with recorder:`, in their order. None is made."""
 
     def __init__(self) -> None:
-        self.calls: list[NotedCall] = []
+        self.calls: list[RecordedCall] = []
         self.given: list[Sequence[Any]] = []  # the arguments themselves: arrays among them must live on
 
-    def __enter__(self) -> CallNotes:
+    def __enter__(self) -> CallRecorder:
         assert _thread.notes is None, "a thread notes its calls once"
         _thread.notes = self
         return self
@@ -76,16 +78,16 @@ class CallNotes:
         _thread.notes = None
 
     def add(self, function: NativeFunction, given: Sequence[Any]) -> None:
-        """Raises `Obstacle` for a function that takes no words."""
+        """Record a call. Raises `NotRecordable` for a function without a variant that takes words."""
         address = function.address_of_words
         if address is None:
-            raise Obstacle(function.name)
-        self.calls.append(NotedCall(address, function.words(given), function.row_words))
+            raise NotRecordable(function.name)
+        self.calls.append(RecordedCall(address, function.words(given), function.row_words))
         self.given.append(given)
 
 
 class _Thread(threading.local):
-    notes: CallNotes | None = None
+    notes: CallRecorder | None = None
 
 
 _thread = _Thread()

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "tape.h"
+#include "cpu_graph.h"
 
 extern "C" {
 
@@ -20,4 +20,4 @@ void baton_embedding(const void* table, int64_t num_rows, int64_t row_bytes, con
 
 }
 
-BATON_TAPED(baton_embedding)
+BATON_RECORDABLE(baton_embedding)

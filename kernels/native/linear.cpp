@@ -8,7 +8,7 @@
 
 #include "amx_tile.h"
 #include "dot_tile.h"
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace baton {
 
@@ -154,4 +154,4 @@ void baton_linear(const void* x, int64_t x_stride, const void* packed, const voi
 
 }
 
-BATON_TAPED(baton_linear)
+BATON_RECORDABLE(baton_linear)

@@ -1,7 +1,7 @@
 // RMSNorm of rows, with the residual addition before it. A row is one thread's, so its result does not depend on others.
 #include <cmath>
 
-#include "tape.h"
+#include "cpu_graph.h"
 #include "vec.h"
 
 namespace baton {
@@ -66,4 +66,4 @@ void baton_rms_norm(int dtype, const void* x, int64_t x_stride, const void* resi
 
 }
 
-BATON_TAPED(baton_rms_norm)
+BATON_RECORDABLE(baton_rms_norm)

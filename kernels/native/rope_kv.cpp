@@ -1,7 +1,7 @@
 // Head norm, rotation and KV write of one layer's new tokens, in one pass over q, k and v.
 #include <cmath>
 
-#include "tape.h"
+#include "cpu_graph.h"
 #include "vec.h"
 
 namespace baton {
@@ -85,4 +85,4 @@ void baton_rope_and_cache(int dtype, void* q, void* k, const void* v, const void
 
 }
 
-BATON_TAPED(baton_rope_and_cache)
+BATON_RECORDABLE(baton_rope_and_cache)

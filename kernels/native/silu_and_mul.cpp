@@ -1,5 +1,5 @@
 // silu(gate) * up over rows of [gate, up]: the gated activation.
-#include "tape.h"
+#include "cpu_graph.h"
 #include "vec.h"
 
 namespace baton {
@@ -39,4 +39,4 @@ void baton_silu_and_mul(int dtype, const void* gate_up, int64_t stride, void* ou
 
 }
 
-BATON_TAPED(baton_silu_and_mul)
+BATON_RECORDABLE(baton_silu_and_mul)

@@ -10,7 +10,8 @@ __all__ = ["rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x [..., N], weight [N]; x's shape and dtype.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x [..., N], weight [N]; x's shape and
+    dtype.
 
     With `residual` (x's shape and dtype): the pair (norm of the sum, sum), sum = x + residual. Computed in float32 and
     rounded once. A row's result does not depend on the other rows.

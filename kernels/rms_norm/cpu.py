@@ -48,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [rows, N] with contiguous rows: a view where it can be."""
+    """View x as [rows, N] with contiguous rows; copy only where it must."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

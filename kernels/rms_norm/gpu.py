@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def _shape(num_rows: int, columns: int) -> tuple[int, int]:
-    """(rows of a program, its warps). Few rows: as many threads a row as have something to load."""
+    """Return (rows of a program, its warps). Few rows: as many threads a row as have something to load."""
     loads_per_row = max(1, columns // ELEMENTS_PER_THREAD)
     if num_rows < MANY_ROWS:
         return 1, min(16, max(1, loads_per_row // 32))
@@ -58,7 +58,7 @@ def _shape(num_rows: int, columns: int) -> tuple[int, int]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [rows, N] with contiguous rows: a view where it can be."""
+    """View x as [rows, N] with contiguous rows; copy only where it must."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -1,4 +1,4 @@
-"""The definition of RMSNorm (Zhang and Sennrich, arXiv:1910.07467), with the residual addition before it."""
+"""Reference of RMSNorm (Zhang and Sennrich, arXiv:1910.07467), with the residual addition before it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 
 from . import cpu, reference
 
@@ -26,7 +26,7 @@ def rope_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Changes q [T, H, D] in place, writes k and v [T, KV, D] to the batch's slots of `layer` in kv, returns q.
+    """Rotate q [T, H, D] in place, write k and v [T, KV, D] to the batch's slots of `layer` in kv, and return q.
 
     Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D] and `eps`, where given) and rotated
     (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim on stay).

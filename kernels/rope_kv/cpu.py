@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 
 from . import reference
 
@@ -67,7 +67,9 @@ _SIZES = ctypes.c_int64 * 12  # the integers of RopeBatch in native/rope_kv.cpp
 def _fits(
     q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> bool:
-    """Whether the kernel's view of the tensors is right: one type, contiguous heads, contiguous tables."""
+    """Return true for tensors that the C++ function reads as they lie: one type, contiguous heads,
+    contiguous tables.
+    """
     dim = q.shape[2]
     same_type = k.dtype == v.dtype == kv.dtype == q.dtype and cos_sin.dtype == torch.float32
     same_type &= all(norm is None or norm.dtype == q.dtype for norm in (q_norm, k_norm))

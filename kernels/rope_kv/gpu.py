@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import pdl
-from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 
 MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
 FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program where tokens are few, and where they are many
@@ -153,7 +153,7 @@ def _rope_and_cache_kernel(
 
 @triton.jit
 def _angles(source, HALF: tl.constexpr):
-    """The cosines [1, HALF] of a token's position, and its sines, which lie behind them."""
+    """Return the cosines [1, HALF] of a token's position, and its sines, which lie behind them."""
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     cos = tl.load(source + half, mask=half < HALF, other=0.0)
     sin = tl.load(source + HALF + half, mask=half < HALF, other=0.0)
@@ -162,7 +162,7 @@ def _angles(source, HALF: tl.constexpr):
 
 @triton.jit
 def _weight(weight, DIM: tl.constexpr, HALF: tl.constexpr):
-    """The parts of a norm's weight [DIM], [1, part] float32 each; none where `weight` is None."""
+    """Return the parts of a norm's weight [DIM], [1, part] float32 each; none where `weight` is None."""
     parts = ()
     if weight is not None:
         parts = _load(weight, tl.arange(0, 1), 1, DIM, HALF)
@@ -171,7 +171,7 @@ def _weight(weight, DIM: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _load(source, heads, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
-    """The parts of `heads` of one token, [heads, part] float32 each."""
+    """Return the parts of `heads` of one token, [heads, part] float32 each."""
     cells = source + heads[:, None] * DIM
     known = (heads < NUM_HEADS)[:, None]
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
@@ -186,7 +186,7 @@ def _load(source, heads, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.co
 
 @triton.jit
 def _norm(parts, weight, eps, DIM: tl.constexpr):
-    """RMSNorm over each head; `weight` in parts, or () for no norm."""
+    """Apply RMSNorm over each head; `weight` in parts, or () for no norm."""
     if len(weight) > 0:
         parts = _normed(parts, weight, eps, DIM)
     return parts
@@ -206,7 +206,7 @@ def _normed(parts, weight, eps, DIM: tl.constexpr):
 
 @triton.jit
 def _rotate(parts, angles):
-    """Turns the second part against the first by `angles`: cosines and sines."""
+    """Turn the second part against the first by `angles`: cosines and sines."""
     cos, sin = angles
     return (parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin) + parts[2:]
 
@@ -234,7 +234,7 @@ def _store(
 
 @triton.jit
 def _store_part(cells, values, mask, scale):
-    """Rounds to the type of the memory; what 8 bits cannot hold becomes their largest, not infinity."""
+    """Round to the type of the memory; what 8 bits cannot hold becomes their largest, not infinity."""
     if scale is not None:
         values = values / tl.load(scale)
     if cells.dtype.element_ty == tl.float8e4nv:

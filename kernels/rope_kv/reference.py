@@ -1,11 +1,11 @@
-"""The definition of the fused head norm, rotation and KV write."""
+"""Reference of the fused head norm, rotation and KV write."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 
 
 def rope_and_cache(
@@ -40,7 +40,7 @@ def rope_and_cache(
 
 
 def _narrowed(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`values / scale` as `dtype`; 8 bits hold nothing larger than their largest number."""
+    """Return `values / scale` as `dtype`, clamped to its largest number."""
     if scale is not None:
         values = values.to(torch.promote_types(values.dtype, torch.float32)) / scale
     if dtype.itemsize == 1:
@@ -49,12 +49,12 @@ def _narrowed(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tenso
 
 
 def bits(values: Tensor) -> Tensor:
-    """8-bit floating point numbers as bytes: torch cannot index them."""
+    """View 8-bit floating-point numbers as bytes, since torch cannot index them."""
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates dimension i against i + rotary_dim / 2 ("neox style"); dimensions from rotary_dim on stay as they are."""
+    """Rotate dimension i against i + rotary_dim / 2 ("neox style"); dimensions from rotary_dim on stay as they are."""
     half = cos.shape[-1]
     first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

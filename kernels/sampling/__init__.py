@@ -1,11 +1,11 @@
-"""Drawing the next token: see `reference.py` for what is computed, `batch.py` for what a step says about its rows."""
+"""Sampling of the next token: `reference.py` defines it, `batch.py` describes the rows of a step."""
 
 from torch import Tensor
 
 from . import cpu, reference
 from .batch import NO_TOKEN, AllowedTokens, BadWords, BannedTokens, LogitBias, Penalties, SamplingBatch, TokenHistory
-from .row_words import ROW_WORDS, decode_rows, encode_row
-from .rows import SamplingRequest, SamplingRows
+from .batch_builder import SamplingRequest, SamplingRows
+from .row_format import ROW_WORDS, decode_rows, encode_row
 
 __all__ = [
     "NO_TOKEN",
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draws one token a row: `logits` `[R, V]` of any float type, unchanged, to token ids `[R]` int64.
+    """Draw one token a row: `logits` `[R, V]` of any float type, unchanged, to token ids `[R]` int64.
 
     A row's token depends on its own logits, parameters, seed and position only: neither on the rows beside it nor on
     the machine. NaN counts as minus infinity; a row of nothing else gives `NO_TOKEN`. Waits for no device.
@@ -41,7 +41,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def sample_rows(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """As `sample`, for rows whose numbers lie in a table: `logits` `[R, V]` of any float type to `[R]` int64.
+    """Draw as `sample` does, for rows whose parameters lie in a table: `logits` `[R, V]` of any float type to `[R]`
+    int64.
 
     Row i of the logits belongs to row `rows[i]` of `table` `[num_rows, ROW_WORDS]` int32, which holds what `encode_row`
     gives; -1 is padding and gives token 0. `positions[i]` tokens precede the one that is drawn. `rows` and `positions`

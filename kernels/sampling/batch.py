@@ -1,4 +1,4 @@
-"""What one step's draw needs to know about its rows.
+"""`SamplingBatch`: the sampling parameters of one step's rows.
 
 A feature that no row of the step uses is `None`, and costs nothing. Features that few rows use are sparse: their
 `rows` index the rows of the logits, not those of the runner.
@@ -68,7 +68,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Everything beside the logits `[R, V]`, all on their device. `kernels.sampling.sample` says what each does."""
+    """Everything but the logits `[R, V]`, all on their device. `kernels.sampling.sample` says what each field does."""
 
     seeds: Tensor  # [R] int64, not negative
     positions: Tensor  # [R] int64: absolute index of the token that is drawn, i.e. how many tokens precede it

@@ -51,7 +51,7 @@ _PER_ROW = {
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """As `reference.edit_logits`, but penalties touch only the tokens of the history, not the whole vocabulary."""
+    """Edit logits as `reference.edit_logits` does, but with penalties only over the tokens of the history."""
     if batch.allowed is not None:
         logits = _keep_allowed(logits, batch.allowed)
         batch = replace(batch, allowed=None)
@@ -66,7 +66,7 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _keep_allowed(logits: Tensor, allowed: AllowedTokens) -> Tensor:
-    """A copy. Bits become bytes in numpy, where torch would take thirty-two steps."""
+    """Return a masked copy. Bits become bytes in numpy, where torch would take thirty-two steps."""
     logits = logits.clone(memory_format=torch.contiguous_format)
     packed = allowed.bits.contiguous().numpy().view(np.uint8)
     bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
@@ -104,7 +104,7 @@ def _penalize(
 
 
 def _pointer(name: str, numbers: Tensor | None, dtype: torch.dtype, length: int) -> int:
-    """The address of a vector that C++ may read; 0 for one that is not there."""
+    """Return the address of a vector that C++ may read; 0 for one that is not there."""
     if numbers is None:
         return 0
     if numbers.dtype != dtype or numbers.shape != (length,) or not numbers.is_contiguous():

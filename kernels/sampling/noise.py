@@ -1,4 +1,4 @@
-"""Random numbers without a state: the noise of a token is a function of (seed, position, token id).
+"""Stateless random numbers: the noise of a token is a function of (seed, position, token id).
 
 So a request draws the same tokens alone, batched, preempted or moved to another machine. Two rules keep it so on every
 device: integers come from Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), and
@@ -28,7 +28,9 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Four random words of 32 bits a counter. All tensors are int64 that hold words, of shapes that broadcast."""
+    """Return four random words of 32 bits a counter. All tensors are int64 that hold words, of shapes that
+    broadcast.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -40,7 +42,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """`[R, V]` int64 words of 32 bits for `seeds` and `positions` `[R]`."""
+    """Return `[R, V]` int64 words of 32 bits for `seeds` and `positions` `[R]`."""
     groups = -(-vocab_size // GROUP)
     counters = torch.arange(groups * LANES, device=seeds.device)[None]
     position, seed = positions[:, None], seeds[:, None]
@@ -53,7 +55,7 @@ def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def portable_log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive, finite float64, the same bits on every device.
+    """Return the natural logarithm of positive, finite float64, the same bits on every device.
 
     With x = m * 2**e and m near 1: log x = e log 2 + 2 artanh((m - 1) / (m + 1)).
     """
@@ -70,6 +72,6 @@ def portable_log(x: Tensor) -> Tensor:
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Standard Gumbel noise in float64 from words of 32 bits: -log(-log u) with u = (word + 1/2) / 2**32."""
+    """Return standard Gumbel noise in float64 from words of 32 bits: -log(-log u) with u = (word + 1/2) / 2**32."""
     uniform = (words.double() + 0.5) * 2.0**-32
     return -portable_log(-portable_log(uniform))

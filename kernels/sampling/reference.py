@@ -1,4 +1,4 @@
-"""Sampling in plain torch: the definition.
+"""Reference of sampling, in plain torch.
 
     edit        allowed tokens, bad words, banned tokens, logit bias, penalties          (in this order)
     truncate    min-p, then top-k, then top-p over what they leave; ties stay together
@@ -20,7 +20,7 @@ NUCLEUS_WIDTHS = (128, 4096)  # how many of the best tokens top-p looks at befor
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Token ids `[R]` int64 from `logits` `[R, V]` float32, which stay as they are."""
+    """Draw token ids `[R]` int64 from `logits` `[R, V]` float32, which stay as they are."""
     logits = edit_logits(logits, batch).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best, greedy = logits.max(dim=-1)
     greedy = greedy.masked_fill(best == -torch.inf, NO_TOKEN)
@@ -36,7 +36,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The logits that temperature and truncation see: a copy where a row asks for changes, else `logits` itself."""
+    """Return the logits that temperature and truncation see: a copy where a row asks for changes, else
+    `logits` itself.
+    """
     if not batch.edits_logits:
         return logits
     logits = logits.clone()
@@ -55,7 +57,7 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def truncation_threshold(logits: Tensor, temperature: Tensor, batch: SamplingBatch) -> Tensor:
-    """The least logit that may be drawn, `[R, 1]` float64; `temperature` is `[R, 1]` float64 and positive."""
+    """Return the least logit that may be drawn, `[R, 1]` float64; `temperature` is `[R, 1]` float64 and positive."""
     threshold = torch.full_like(temperature, -torch.inf)
     if batch.min_p is not None:
         best = logits.amax(dim=-1, keepdim=True).double()
@@ -74,7 +76,7 @@ def truncation_threshold(logits: Tensor, temperature: Tensor, batch: SamplingBat
 
 
 def _nucleus_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """The logit `[R, 1]` at which the probability of the tokens above and at it first reaches `top_p`."""
+    """Return the logit `[R, 1]` at which the probability of the tokens above and at it first reaches `top_p`."""
     vocab_size = logits.shape[1]
     best = logits.amax(dim=-1, keepdim=True)
     best = torch.where(best.isfinite(), best, 0.0)

@@ -10,7 +10,7 @@ __all__ = ["silu_and_mul"]
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up` of gate_up [T, 2 F], the gates first -> [T, F]. Computed in float32 and rounded once."""
+    """Compute `silu(gate) * up` of gate_up [T, 2 F], the gates first -> [T, F]. In float32, rounded once."""
     if gate_up.is_cpu:
         return cpu.silu_and_mul(gate_up, out)
     if gate_up.is_cuda:

@@ -39,7 +39,7 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 @triton.jit
 def _silu_and_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program for COLUMNS columns of one row; gate_up rows are `stride` apart, out [rows, WIDTH]."""
+    """Compute COLUMNS columns of one row; gate_up rows are `stride` apart, out [rows, WIDTH]."""
     pdl.let_next_start()
     programs_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row = (tl.program_id(0) // programs_per_row).to(tl.int64)

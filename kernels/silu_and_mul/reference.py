@@ -1,4 +1,4 @@
-"""The definition of the gated activation of Llama-like feed-forward layers (SwiGLU, arXiv:2002.05202)."""
+"""Reference of the gated activation of Llama-like feed-forward layers (SwiGLU, arXiv:2002.05202)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds the model in a step on a device: changes to the row tables, the step's inputs, the drawn tokens.
+"""The kernels around the model in a step on a device: row table updates, the step's inputs, the drawn tokens.
 
     apply_writes     what changed since the last step ──> tables
     decode_inputs    rows, starts                     ──> token ids, positions, slots, lengths
@@ -33,7 +33,8 @@ __all__ = [
 
 
 def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Tensor) -> None:
-    """`memory[to : to + count] = values[source : source + count]` for the first `num_pieces` of (to, source, count).
+    """Copy `memory[to : to + count] = values[source : source + count]` for the first `num_pieces` of (to, source,
+    count).
 
     `memory` [N] and `values` [V] are int32, `pieces` [P, 3] is int64, `num_pieces` [1] int32; no count exceeds `PIECE`,
     no two pieces write the same element. All but `memory` may be pinned memory of the CPU, which a device reads in
@@ -43,17 +44,17 @@ def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Ten
 
 
 def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    """Fills `inputs` for one token of each row: the one at `starts`. Padding is described at `StepBuffers`."""
+    """Fill `inputs` for one token of each row: the one at `starts`. Padding is described at `StepBuffers`."""
     _implementation(inputs.token_ids).decode_inputs(tables, batch, inputs)
 
 
 def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    """Fills `inputs` for tokens `starts[i] ...` of each row, as many as `query_start` says."""
+    """Fill `inputs` for tokens `starts[i] ...` of each row, as many as `query_start` says."""
     _implementation(inputs.token_ids).chunk_inputs(tables, batch, inputs)
 
 
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox) -> None:
-    """Token `drawn[i]` ([S] int64) becomes number `seq_lens[i]` of its row, and goes to the mailbox.
+    """Append token `drawn[i]` ([S] int64) to its row at `seq_lens[i]`, and copy it to the CPU's ring of pages.
 
     Only where `samples[i]` is not 0, and never for padding. `starts` becomes `seq_lens`, so that a batch of decodes is
     ready to go on; the mailbox turns to its next page.
@@ -64,7 +65,7 @@ def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: St
 def replace_tokens(
     drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox
 ) -> None:
-    """After `store_tokens` of the same step: `drawn[j]` ([J] int64) takes the place of token `index[j]` ([J] int64)."""
+    """Replace token `index[j]` ([J] int64) by `drawn[j]` ([J] int64), after `store_tokens` of the same step."""
     _implementation(drawn).replace_tokens(drawn, index, tables, batch, inputs, mailbox)
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a step reads and writes beside the model's own: all are allocated once and stay where they are."""
+"""The tensors that a step reads and writes beside the model's own, allocated once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PIECE = 1024  # int32 values that one program of `apply_writes` moves at most
 
 @dataclass(frozen=True)
 class StepTables:
-    """What a row keeps from step to step."""
+    """The state of each row that persists from step to step."""
 
     tokens: Tensor  # [num_rows, max_model_len] int32: prompt, then output
     blocks: Tensor  # [num_rows, max_blocks] int32: tokens 16 i ... 16 i + 15 lie in block blocks[row, i]
@@ -20,7 +20,7 @@ class StepTables:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Which rows a step runs, all int32. Sequences that only fill a captured step up to its size have row -1."""
+    """The rows that a step runs, all int32. Sequences that only pad a captured step to its size have row -1."""
 
     rows: Tensor  # [num_seqs]
     starts: Tensor  # [num_seqs]  tokens of the row whose KV exists already

@@ -1,4 +1,4 @@
-"""The step's own kernels in Triton. They are small: what counts is that there are few and that none asks the CPU."""
+"""Kernels around the model in Triton. They are small: what counts is that they are few and never wait for the CPU."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _chunk_inputs(
     block_size: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs fill tokens, the others sequences."""
+    """Fill tokens in the first programs, sequences in the others."""
     program = tl.program_id(0)
     if program < token_programs:
         token = program * BLOCK + tl.arange(0, BLOCK)
@@ -239,7 +239,7 @@ def _fill_tokens(
     blocks_stride,
     block_size: tl.constexpr,
 ):
-    """Token `index` of the step is number `position` of `row` where it is `real`, and padding elsewhere."""
+    """Fill token `index` of the step with number `position` of `row` where it is `real`, and with padding elsewhere."""
     row = tl.maximum(row, 0).to(tl.int64)
     position = tl.where(real, position, 0).to(tl.int64)
     token_id = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
@@ -268,7 +268,7 @@ def _store_tokens(
     AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for all: it alone turns the page."""
+    """Store the drawn tokens in one program, which alone advances the page."""
     number = tl.load(turn)
     page = pages + ((number + num_pages - 1) % num_pages if AGAIN else number) * page_stride
     for first in range(0, count, BLOCK):

@@ -1,4 +1,4 @@
-"""The definition of a step's inputs and of what becomes of its tokens, in plain torch."""
+"""Reference of a step's inputs and of how its drawn tokens are stored."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _fill_sequences(batch: StepBatch, inputs: StepBuffers, seq_lens: Tensor) -> 
 
 
 def _fill_tokens(tables: StepTables, inputs: StepBuffers, rows: Tensor, positions: Tensor, real: Tensor) -> None:
-    """`rows`, `positions` and `real` by token; what they say of tokens that are not real is ignored."""
+    """Fill the tokens; `rows`, `positions` and `real` are by token and ignored where not real."""
     rows, positions = rows.long(), torch.where(real, positions, 0).long()
     blocks = tables.blocks[rows, positions // tables.block_size].long()
     slots = blocks * tables.block_size + positions % tables.block_size

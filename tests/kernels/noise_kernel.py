@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.sampling.gpu import noise
+from baton.kernels.sampling.gpu import numerics as noise
 
 
 def words_and_noise(num_tokens: int, seed: int, position: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from baton.kernels.attention import AttentionBatch, AttentionRule, reference
 pytest.importorskip("triton")
 
 from baton.kernels.attention import tuning
-from baton.kernels.attention.gpu import decode, decode_fp8_hopper, decode_sums, paged_attention, prepare
-from baton.kernels.attention.gpu.plan import plan_shares
+from baton.kernels.attention.gpu import decode, decode_combine, decode_fp8_hopper, paged_attention, prepare
+from baton.kernels.attention.gpu.decode_plan import plan_shares
 from baton.kernels.attention.rule import UNLIMITED
 
 LAYER = 1
@@ -34,7 +34,7 @@ SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are added by the program that comes last, or by a kernel of their own."""
     monkeypatch.setitem(SMALL_UNITS, "apart", request.param)
-    monkeypatch.setattr(decode_sums, "PARTS_AT_ONCE", 4)
+    monkeypatch.setattr(decode_combine, "PARTS_AT_ONCE", 4)
 
 
 def decodes(device: torch.device, seq_lens: Sequence[int] = RAGGED, **shape: object) -> PagedSequences:
@@ -308,8 +308,8 @@ def test_many_parts_are_loaded_at_once_where_they_are_added_apart() -> None:
     signature = dict.fromkeys(("sinks", "v_scale", "sums", "tops"), "*fp32") | {"out": "*bf16"}
     signature |= dict.fromkeys(("words", "seq_lens"), "*i32")
     signature |= dict.fromkeys(("num_seqs", "num_shares", "window", "num_heads"), "i32")
-    constants = {"SEQS": 8, "DIM": 128, "PADDED_DIM": 128, "UNIT": 64, "PARTS": decode_sums.PARTS_AT_ONCE}
-    compiled = compile_for_h200(decode_sums._add_parts, signature, constants, num_warps=4)
+    constants = {"SEQS": 8, "DIM": 128, "PADDED_DIM": 128, "UNIT": 64, "PARTS": decode_combine.PARTS_AT_ONCE}
+    compiled = compile_for_h200(decode_combine._add_parts, signature, constants, num_warps=4)
     assert compiled.widest_load_bytes == 16
     assert compiled.registers <= 128
 

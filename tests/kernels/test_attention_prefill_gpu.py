@@ -22,9 +22,9 @@ MIXED = ([1, 1, 5, 40, 70], [70, 1, 90, 40, 130])  # single tokens, a chunk afte
 @pytest.fixture
 def gpu(triton_device: torch.device) -> ModuleType:
     """The module under test, which may be imported only where Triton is."""
-    from baton.kernels.attention.gpu import prefill
+    from baton.kernels.attention import gpu
 
-    return prefill
+    return gpu
 
 
 def on_device(sequences: PagedSequences, device: torch.device) -> PagedSequences:
@@ -38,7 +38,7 @@ def queries(batch: AttentionBatch, num_heads: int, dim: int, dtype: torch.dtype)
 
 
 def plan_of(batch: AttentionBatch, first_seq: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Any:
-    from baton.kernels.attention.gpu.prefill_plan import plan_prefill
+    from baton.kernels.query_tiles import plan_prefill
 
     return plan_prefill(batch, first_seq, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
@@ -221,7 +221,7 @@ def test_a_plan_looks_at_shapes_only(triton_device: torch.device) -> None:
 def test_as_many_heads_share_a_tile_as_divide_it(
     triton_device: torch.device, group: int, long: int, short: int
 ) -> None:
-    from baton.kernels.attention.gpu.prefill_plan import LONG_ROWS, SHORT_ROWS, heads_per_tile
+    from baton.kernels.query_tiles import LONG_ROWS, SHORT_ROWS, heads_per_tile
 
     assert heads_per_tile(group, LONG_ROWS) == long
     assert heads_per_tile(group, SHORT_ROWS) == short

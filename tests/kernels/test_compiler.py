@@ -56,10 +56,10 @@ def attend():
     # by a kernel in Gluon, which takes a descriptor with a layout
     kv, scale = torch.zeros(6, 2, 1, 2, 16, 128).to(torch.float8_e4m3fn), torch.ones(1)
     batch = AttentionBatch.plan([1] * 5, [16] * 5, torch.ones(5, 1, dtype=torch.int32), 16)
-    plan = decode_fp8_hopper.plan_fetches(batch, kv, 8)
+    plan = decode_fp8_hopper.plan_tma_decode(batch, kv, 8)
     q = torch.zeros(5, 8, 128, dtype=torch.bfloat16)
     rule = AttentionRule(1.0, k_scale=scale, v_scale=scale)
-    decode_fp8_hopper.fetched_decode(q, kv, 0, batch, plan, rule, out=q)
+    decode_fp8_hopper.tma_decode(q, kv, 0, batch, plan, rule, out=q)
 
 def launch():
     memory, values = torch.zeros(64, dtype=torch.int32), torch.ones(64, dtype=torch.int32)

@@ -17,7 +17,8 @@ from baton.kernels.tuned import Options
 pytest.importorskip("triton")
 
 from baton.kernels.fp8 import gpu
-from baton.kernels.fp8.gpu import inputs, products
+from baton.kernels.fp8.gpu import gemm
+from baton.kernels.fp8.gpu import quantize as quantization
 
 TURNED: Options = {"TOKENS": 16, "COLUMNS": 64, "GROUPS": 2, "TURNED": 1, "SPLIT": 3, "STAGES": 3, "num_warps": 4}
 UPRIGHT: Options = {"TOKENS": 16, "COLUMNS": 32, "GROUPS": 1, "TURNED": 0, "SPLIT": 1, "STAGES": 3, "num_warps": 4}
@@ -32,7 +33,7 @@ def test_an_input_becomes_what_the_reference_makes_of_it(
     x = exact_input(5, 384, group, dtype, triton_device)
     if strided:
         x = torch.cat([x, x], 1)[:, :384]
-    quantized, scale = inputs.quantize(x, group)
+    quantized, scale = quantization.quantize(x, group)
     expected, expected_scale = reference.quantize(x, group)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
@@ -48,7 +49,7 @@ def test_a_product_is_as_exact_as_the_reference(
     bias = torch.randn(columns, device=triton_device)
     quantized, scale = reference.quantize(torch.randn(tokens, depth, device=triton_device), group_of(weight))
     out = torch.full((tokens, columns), float("nan"), device=triton_device)
-    products.product(quantized, scale, weight, bias, out, options)
+    gemm.product(quantized, scale, weight, bias, out, options)
     x = reference.dequantize(quantized, scale).double()
     exact = x @ weight.dequantize(torch.float64).T + bias.double()
     assert ((out.double() - exact).abs().max() / exact.abs().max()).item() < 1e-3
@@ -57,7 +58,7 @@ def test_a_product_is_as_exact_as_the_reference(
 def test_a_depth_that_is_no_multiple_of_a_step_is_filled_with_zeros(triton_device: torch.device) -> None:
     weight = random_weight(64, 144, in_blocks=False, device=triton_device)
     quantized, scale = reference.quantize(torch.randn(3, 144, device=triton_device), 144)
-    out = products.product(quantized, scale, weight, None, torch.empty(3, 64, device=triton_device), TURNED)
+    out = gemm.product(quantized, scale, weight, None, torch.empty(3, 64, device=triton_device), TURNED)
     exact = reference.dequantize(quantized, scale).double() @ weight.dequantize(torch.float64).T
     torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
 
@@ -66,7 +67,7 @@ def test_a_depth_that_is_no_multiple_of_a_step_is_filled_with_zeros(triton_devic
 def test_a_norm_goes_to_8_bits_as_the_reference_does_it(triton_device: torch.device, group: int) -> None:
     x = torch.randn(3, 384, device=triton_device) * torch.tensor([[0.1], [1.0], [30.0]], device=triton_device)
     norm = RowNorm(torch.rand(384, device=triton_device) + 0.5, 1e-6)
-    quantized, scale = inputs.quantize(x, group, norm)
+    quantized, scale = quantization.quantize(x, group, norm)
     normed = rms_norm(x, norm.weight, norm.eps)
     assert isinstance(normed, torch.Tensor)
     _, expected_scale = reference.quantize(normed, group)
@@ -81,8 +82,8 @@ def test_a_product_can_be_added_to_what_is_there(triton_device: torch.device, op
     weight = random_weight(64, 256, in_blocks=True, device=triton_device)
     quantized, scale = reference.quantize(torch.randn(3, 256, device=triton_device), BLOCK)
     before = torch.randn(3, 64, device=triton_device)
-    product = products.product(quantized, scale, weight, None, torch.empty_like(before), options)
-    out = products.product(quantized, scale, weight, None, before.clone(), options, add=True)
+    product = gemm.product(quantized, scale, weight, None, torch.empty_like(before), options)
+    out = gemm.product(quantized, scale, weight, None, before.clone(), options, add=True)
     torch.testing.assert_close(out, before + product)
 
 
@@ -92,10 +93,10 @@ def test_no_tokens_give_no_rows(triton_device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])
-@pytest.mark.parametrize("options", [*products.OPTIONS.values(), {**products.OPTIONS[16], "SPLIT": 4}])
+@pytest.mark.parametrize("options", [*gemm.OPTIONS.values(), {**gemm.OPTIONS[16], "SPLIT": 4}])
 def test_every_default_compiles_to_8_bit_products_without_spills(options: Options, in_blocks: bool) -> None:
     compiled = compile_for_h200(
-        products._product_kernel,
+        gemm._gemm_kernel,
         {
             "x": "*fp8e4nv",
             "x_scale": "*fp32",
@@ -116,7 +117,7 @@ def test_every_default_compiles_to_8_bit_products_without_spills(options: Option
             "IN_BLOCKS": in_blocks,
             "WHOLE_STEPS": True,
             "BLOCK": BLOCK,
-            "BAND": products.BAND,
+            "BAND": gemm.BAND,
         },
         num_warps=options["num_warps"],
     )

@@ -13,7 +13,7 @@ from baton.kernels.linear import RowNorm, reference
 
 pytest.importorskip("triton")
 from baton.kernels.linear import gpu
-from baton.kernels.linear.gpu import Method, few_tokens, tiles
+from baton.kernels.linear.gpu import Method, gemm, gemv
 
 FEW = {"method": Method.FEW_TOKENS, "BLOCK_N": 8, "BLOCK_K": 128, "num_warps": 4, **gpu.NOTHING, "PRELOAD": 1}
 TILES = {**FEW, "method": Method.TILES, "BLOCK_N": 16, "TOKENS": 32, "PREFETCH": 1}
@@ -185,7 +185,7 @@ def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there() -> None
     steps = {"BLOCK_N": 4, "BLOCK_K": 1024, "PRELOAD": 2, "PREFETCH": True, "THREAD": 8}
     for tokens in (1, 2, 4):
         constants = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, **steps, **GATED}
-        compiled = compile_for_h200(few_tokens._few_tokens_kernel, types, constants, num_warps=4)
+        compiled = compile_for_h200(gemv._gemv_kernel, types, constants, num_warps=4)
         before, after = compiled.ptx.split("griddepcontrol.wait")
         assert before.count("ld.global.v4") == 2 * 8, "of 8 rows, two steps"
         assert "prefetch.global.L2" in before
@@ -198,7 +198,7 @@ def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int) -> None
     for tokens in (16, 64):
         sizes = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, "BLOCK_N": 32, "BLOCK_K": 128}
         constants = {**sizes, "SPLIT": split, "PREFETCH": 4, **GATED}
-        compiled = compile_for_h200(tiles._tiles_kernel, types, constants, num_warps=4, num_stages=4)
+        compiled = compile_for_h200(gemm._gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert compiled.wgmma
         assert "cp.async" in compiled.ptx
 

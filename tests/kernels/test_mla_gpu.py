@@ -22,8 +22,8 @@ from baton.kernels.mla import AttentionBatch, reference
 pytest.importorskip("triton")
 
 from baton.kernels.mla import gpu
-from baton.kernels.mla.gpu import absorbed, absorbed_hopper, cache, dense, expanded
-from baton.kernels.mla.gpu.work import Tiles, deal
+from baton.kernels.mla.gpu import absorbed, absorbed_hopper, dense, expanded, latent_cache
+from baton.kernels.mla.gpu.work_list import Tiles, deal
 
 RAGGED = [37, 1, 16, 70, 17, 32]
 MIXED = ([1, 1, 5, 40], [50, 33, 60, 40])
@@ -46,7 +46,7 @@ def test_decodes_of_any_lengths(seq_lens: list[int], triton_device: torch.device
 def test_the_result_is_right_however_many_programs_share_the_work(
     num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
     step = latent_step([1] * len(RAGGED), RAGGED, triton_device)
     step.check(step.attend(prepare, gpu.mla_attention))
 
@@ -101,7 +101,7 @@ def items_of(query_lens: Sequence[int], seq_lens: Sequence[int], singles: bool, 
 def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
     singles: bool, num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
     generator = torch.Generator().manual_seed(0)
     query_lens = torch.randint(1, 9, (300,), generator=generator).tolist()
     seq_lens = [length + extra for length, extra in zip(query_lens, range(300), strict=True)]
@@ -125,7 +125,7 @@ def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
 def test_no_part_has_arrived_of_any_group_of_heads(
     num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
     batch = latent_step([1, 1], [40, 20], triton_device).batch
     work = deal(batch, 2, Tiles(16, 16, 16), num_heads=33, singles=True)
     assert work.arrivals.tolist() == [[0] * (num_programs // 3)] * 3
@@ -228,7 +228,7 @@ def test_latents_and_rotated_pairs_are_read_and_written_side_by_side() -> None:
     constexprs = {**SIZES, "HEADS": 16}
     types = dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64")
     types |= {"cos_sin_ptr": "*fp32", "layer_offset": "i32:16", "block_stride": "i32:16", "eps": "fp32"}
-    kernel = cache._latent_and_cache
+    kernel = latent_cache._latent_and_cache
     compiled = compile_for_h200(kernel, signature(kernel, constexprs, **types), constexprs, num_warps=4)
     assert compiled.widest_load_bytes == 16
     narrow = re.findall(r"(?:ld|st)\.global[\w.:]*\.b16 ", compiled.ptx)
@@ -340,7 +340,7 @@ def on_hopper(query_lens: Sequence[int], seq_lens: Sequence[int], num_heads: int
 def test_parts_are_added_up_however_many_there_are(
     seq_lens: list[int], num_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kernels.mla.gpu.work.multiprocessors", lambda device: num_programs)
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
     step = padded(on_hopper([1] * len(seq_lens), seq_lens), 4)
     result = step.attend(gpu.prepare, gpu.mla_attention)
     step.check(result)

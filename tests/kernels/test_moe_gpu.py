@@ -16,11 +16,12 @@ pytest.importorskip("triton")
 from triton import next_power_of_2
 
 from baton.kernels.moe import bench, gpu, tuning
-from baton.kernels.moe.gpu import few, grouped, tiles
-from baton.kernels.moe.gpu.activation import constants
-from baton.kernels.moe.gpu.combine import BLOCK, WARPS, _combine
-from baton.kernels.moe.gpu.options import FewOptions, GroupedOptions, ProductOptions, Shape, _default_grouped
-from baton.kernels.moe.gpu.route import _route
+from baton.kernels.moe.gpu import align as alignment
+from baton.kernels.moe.gpu import gemv, grouped_gemm
+from baton.kernels.moe.gpu.elementwise import activation_constants
+from baton.kernels.moe.gpu.grouped_gemm import COMBINE_BLOCK, COMBINE_WARPS, _combine
+from baton.kernels.moe.gpu.options import GemvOptions, GroupedOptions, MoeShape, ProductOptions, _default_grouped
+from baton.kernels.moe.gpu.router import _route
 
 RULES = {
     "softmax": (RoutingRule(3), 12),
@@ -79,7 +80,7 @@ def test_tiles_hold_every_pair_once_by_expert_in_order(
     triton_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(alignment, "CHUNK_TOKENS", 16)
     expert_ids = mixture(num_tokens, num_experts, top_k, 4, 4, padding=padding).expert_ids.to(triton_device)
     check_tiles(expert_ids, num_experts, block_rows)
 
@@ -89,7 +90,7 @@ def test_a_token_may_name_an_expert_twice(triton_device: torch.device) -> None:
 
 
 def check_tiles(expert_ids: torch.Tensor, num_experts: int, block_rows: int) -> None:
-    made = tiles.align(expert_ids, num_experts, block_rows)
+    made = alignment.align(expert_ids, num_experts, block_rows)
     flat = expert_ids.flatten().tolist()
     expected_order = sorted((p for p in range(len(flat)) if flat[p] >= 0), key=lambda p: (flat[p], p))
     expected_table = []
@@ -105,7 +106,7 @@ def check_tiles(expert_ids: torch.Tensor, num_experts: int, block_rows: int) -> 
 @pytest.mark.parametrize("block_rows", [1, 2, 4, 16])
 def test_no_routing_makes_more_tiles_than_there_is_room_for(counts: list[int], block_rows: int) -> None:
     made = sum(-(-count // block_rows) for count in counts)
-    assert made <= tiles.most_tiles(sum(counts), len(counts), block_rows)
+    assert made <= alignment.most_tiles(sum(counts), len(counts), block_rows)
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
@@ -160,14 +161,14 @@ def test_few_tokens_equal_the_loop_over_experts(
 ) -> None:
     case = mixture(num_tokens, 6, top_k, hidden_size, width, padding=padding, like_gpt_oss=like_gpt_oss)
     case = case.to(triton_device)
-    monkeypatch.setattr(few, "MOST_PRELOADED", 2)  # one or two blocks of depth: less than some experts have
-    options = FewOptions(gate_up_columns=4, gate_up_depth=16, down_columns=2, down_depth=16, down_warps=1)
+    monkeypatch.setattr(gemv, "MOST_PRELOADED", 2)  # one or two blocks of depth: less than some experts have
+    options = GemvOptions(gate_up_columns=4, gate_up_depth=16, down_columns=2, down_depth=16, down_warps=1)
 
     def inputs(case: Mixture) -> Inputs:
         return case.inputs if adding else (*case.inputs[:-1], None)
 
     exact = reference.fused_experts(*inputs(case.to(torch.float64)))
-    result = few.fused_experts(*inputs(case), options)
+    result = gemv.fused_experts(*inputs(case), options)
     assert_as_accurate(result, exact, reference.fused_experts(*inputs(case)))
 
 
@@ -180,8 +181,8 @@ def test_experts_in_8_bits_equal_their_definition(
     case = mixture(5, 4, 2, hidden_size, width, padding=1, like_gpt_oss=True)
     case = replace(case, experts=in_8_bits(case.experts)).to(triton_device)
     if rows is None:
-        options = FewOptions(gate_up_columns=32, gate_up_depth=depth, down_columns=16, down_depth=depth)
-        result = few.fused_experts(*case.inputs, options)
+        options = GemvOptions(gate_up_columns=32, gate_up_depth=depth, down_columns=16, down_depth=depth)
+        result = gemv.fused_experts(*case.inputs, options)
     else:
         product = ProductOptions(block_columns=64, block_depth=depth // 2, warps=4, stages=2)
         result = gpu.grouped_experts(*case.inputs, GroupedOptions(*rows, product, product))
@@ -207,7 +208,7 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_refused(triton_device: torch.
 def test_some_options_are_there_to_be_measured_at_every_shape(model: str) -> None:
     num_experts, top_k, hidden_size, width = bench.LARGE[model]
     for num_tokens in tuning.TOKENS:
-        shape = Shape(num_tokens, num_experts, top_k, hidden_size, width, bench.is_in_8_bits(model))
+        shape = MoeShape(num_tokens, num_experts, top_k, hidden_size, width, bench.is_in_8_bits(model))
         candidates = list(tuning._grouped_candidates(shape))
         assert candidates
         assert all(GroupedOptions.from_flat(options).flat() == options for options in candidates)
@@ -232,7 +233,7 @@ def test_grouped_products_compile_to_wide_loads_and_warp_groups(
     options = ProductOptions(block_columns=columns, block_depth=64, warps=warps, stages=4)
     common = {"weight": f"tensordesc<bf16[{columns}, 64]>", "bias": "*bf16", "out": "*bf16", **TILE_TYPES}
     gate_up = compile_for_h200(
-        grouped._gate_up,
+        grouped_gemm._gate_up,
         {"x": "*bf16", "x_stride": "i64:16", **common},
         {
             "scale": None,
@@ -243,11 +244,11 @@ def test_grouped_products_compile_to_wide_loads_and_warp_groups(
             "SHORT_ROWS": short_rows,
             **upper(options),
         }
-        | constants(GPT_OSS),
+        | activation_constants(GPT_OSS),
         **lower(options),
     )
     down = compile_for_h200(
-        grouped._down,
+        grouped_gemm._down,
         {"rows": f"tensordesc<bf16[{block_rows}, 64]>", "few_rows": f"tensordesc<bf16[{short_rows}, 64]>"}
         | {"routing_weights": "*fp32", **common},
         {"scale": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows, "SHORT_ROWS": short_rows}
@@ -272,12 +273,12 @@ def test_the_kernels_around_the_products_compile_for_a_device(shape: str) -> Non
         | {"SIGMOID": False, "RENORMALIZE": True, "GROUPS_PADDED": 1, "MEMBERS": 128, "PLACES": 8, "BLOCK_TOKENS": 4},
         num_warps=1,
     )
-    for block_tokens, chunks, warps in ((16, 1, 1), (tiles.CHUNK_TOKENS, 16, 8)):
+    for block_tokens, chunks, warps in ((16, 1, 1), (alignment.CHUNK_TOKENS, 16, 8)):
         chunk = {"TOP_K": top_k, "PLACES": 8, "EXPERTS": 128, "BLOCK_TOKENS": block_tokens}
         counted = {"expert_ids": "*i32", "counts": "*i32", "num_tokens": "i32"}
-        compile_for_h200(tiles._count, counted, chunk, num_warps=warps)
+        compile_for_h200(alignment._count, counted, chunk, num_warps=warps)
         compile_for_h200(
-            tiles._place,
+            alignment._place,
             {**counted, **TILE_TYPES, "num_experts": "i32", "num_chunks": "i32"},
             {**chunk, "BLOCK_ROWS": 16, "CHUNKS": chunks},
             num_warps=warps,
@@ -285,8 +286,8 @@ def test_the_kernels_around_the_products_compile_for_a_device(shape: str) -> Non
     compiled = compile_for_h200(
         _combine,
         {"outputs": "*bf16", "expert_ids": "*i32", "out": "*bf16", "out_stride": "i32:16"},
-        {"SIZE": hidden_size, "TOP_K": top_k, "PLACES": 8, "BLOCK": BLOCK, "ADD": True},
-        num_warps=WARPS,
+        {"SIZE": hidden_size, "TOP_K": top_k, "PLACES": 8, "BLOCK": COMBINE_BLOCK, "ADD": True},
+        num_warps=COMBINE_WARPS,
     )
     assert compiled.widest_load_bytes == 16
     assert compiled.shared_bytes == 0  # no sum leaves its thread
@@ -295,21 +296,21 @@ def test_the_kernels_around_the_products_compile_for_a_device(shape: str) -> Non
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernels_for_few_tokens_compile_to_wide_loads(shape: str) -> None:
     hidden_size, width, top_k = SHAPES[shape]
-    options = FewOptions()
+    options = GemvOptions()
     gate_up = compile_for_h200(
-        few._gate_up_few,
+        gemv._gate_up_few,
         {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "expert_ids": "*i32", "out": "*bf16", "x_stride": "i32:16"},
-        {"scale": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, **constants(GPT_OSS)}
+        {"scale": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, **activation_constants(GPT_OSS)}
         | {"BLOCK_COLUMNS": options.gate_up_columns, "BLOCK_DEPTH": options.gate_up_depth},
         num_warps=options.gate_up_warps,
     )
     down = compile_for_h200(
-        few._down_few,
+        gemv._down_few,
         {"activations": "*bf16", "weight": "*bf16", "bias": "*bf16", "expert_ids": "*i32", "routing_weights": "*fp32"}
         | {"out": "*bf16", "out_stride": "i32:16"},
         {"scale": None, "COLUMNS": hidden_size, "DEPTH": width, "TOP_K": top_k, "PLACES": next_power_of_2(top_k)}
         | {"BLOCK_COLUMNS": options.down_columns, "BLOCK_DEPTH": options.down_depth, "ADD": True}
-        | {"PRELOADED": few.preloaded(width, top_k, options)},
+        | {"PRELOADED": gemv.preloaded(width, top_k, options)},
         num_warps=options.down_warps,
     )
     assert gate_up.widest_load_bytes == down.widest_load_bytes == 16
@@ -320,21 +321,21 @@ def test_the_kernels_for_few_tokens_compile_to_wide_loads(shape: str) -> None:
 def test_weights_in_8_bits_go_to_warp_groups_through_registers(shape: str, block_rows: int) -> None:
     hidden_size, width, top_k = SHAPES_IN_8_BITS[shape]
     rows_per_expert = block_rows * 0.7 if block_rows < 128 else 64
-    chosen = _default_grouped(Shape(int(rows_per_expert * 32 / top_k), 32, top_k, hidden_size, width, True))
+    chosen = _default_grouped(MoeShape(int(rows_per_expert * 32 / top_k), 32, top_k, hidden_size, width, True))
     assert chosen.block_rows == block_rows
     options = chosen.gate_up
     weight = f"tensordesc<fp8e4nv[{options.block_columns}, {options.block_depth}]>"
     rows = f"tensordesc<bf16[{block_rows}, {options.block_depth}]>"
     common = {"weight": weight, "scale": "*fp32", "out": "*bf16", **TILE_TYPES}
     gate_up = compile_for_h200(
-        grouped._gate_up,
+        grouped_gemm._gate_up,
         {"x": "*bf16", "x_stride": "i64:16", **common},
         {"bias": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, "BLOCK_ROWS": block_rows}
-        | {"SHORT_ROWS": chosen.short_rows, **upper(options), **constants(SILU)},
+        | {"SHORT_ROWS": chosen.short_rows, **upper(options), **activation_constants(SILU)},
         **lower(options),
     )
     down = compile_for_h200(
-        grouped._down,
+        grouped_gemm._down,
         {"rows": rows, "few_rows": rows, "routing_weights": "*fp32", **common},
         {"bias": None, "COLUMNS": hidden_size, "DEPTH": width, "BLOCK_ROWS": block_rows}
         | {"SHORT_ROWS": chosen.short_rows, **upper(options)},
@@ -348,22 +349,22 @@ def test_weights_in_8_bits_go_to_warp_groups_through_registers(shape: str, block
 @pytest.mark.parametrize("shape", SHAPES_IN_8_BITS)
 def test_the_kernels_for_few_tokens_read_8_bits_in_wide_loads(shape: str) -> None:
     hidden_size, width, top_k = SHAPES_IN_8_BITS[shape]
-    options = FewOptions()
+    options = GemvOptions()
     gate_up = compile_for_h200(
-        few._gate_up_few,
+        gemv._gate_up_few,
         {"x": "*bf16", "weight": "*fp8e4nv", "scale": "*fp32", "expert_ids": "*i32", "out": "*bf16"}
         | {"x_stride": "i32:16"},
-        {"bias": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, **constants(SILU)}
+        {"bias": None, "COLUMNS": 2 * width, "DEPTH": hidden_size, "TOP_K": top_k, **activation_constants(SILU)}
         | {"BLOCK_COLUMNS": options.gate_up_columns, "BLOCK_DEPTH": options.gate_up_depth},
         num_warps=options.gate_up_warps,
     )
     down = compile_for_h200(
-        few._down_few,
+        gemv._down_few,
         {"activations": "*bf16", "weight": "*fp8e4nv", "scale": "*fp32", "expert_ids": "*i32"}
         | {"routing_weights": "*fp32", "out": "*bf16", "out_stride": "i32:16"},
         {"bias": None, "COLUMNS": hidden_size, "DEPTH": width, "TOP_K": top_k, "PLACES": next_power_of_2(top_k)}
         | {"BLOCK_COLUMNS": options.down_columns, "BLOCK_DEPTH": options.down_depth, "ADD": True}
-        | {"PRELOADED": few.preloaded(width, top_k, options)},
+        | {"PRELOADED": gemv.preloaded(width, top_k, options)},
         num_warps=options.down_warps,
     )
     assert gate_up.widest_load_bytes == down.widest_load_bytes == 16

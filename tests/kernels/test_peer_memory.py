@@ -1,4 +1,4 @@
-"""Every rank reaches the memory of every other, or all of them know why not. The kernels: test_peers.py."""
+"""Every rank reaches the memory of every other, or all of them know why not. The kernels: test_p2p.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.kernels.peers import PeersOutOfReach
-from baton.kernels.peers import memory as memory_module
-from baton.kernels.peers.ipc import DriverError
-from baton.kernels.peers.memory import EMPTY, total_bytes
+from baton.kernels.p2p import PeerAccessError
+from baton.kernels.p2p import peer_memory as memory_module
+from baton.kernels.p2p.cuda_ipc import DriverError
+from baton.kernels.p2p.peer_memory import EMPTY, total_bytes
 
 
 class FakeMemory:
@@ -81,7 +81,7 @@ def map_in_threads(size: int, machine_of: Callable[[int], str] | None = None) ->
         mapping = memory_module._Mapping(rank, size, 64)
         try:
             mapping.make(exchange)
-        except PeersOutOfReach as error:
+        except PeerAccessError as error:
             mapping.free()
             mapping = error
         outcomes[rank] = mapping

@@ -182,7 +182,7 @@ def test_truncation_keeps_the_tokens_that_the_reference_keeps(
     triton_device: torch.device, kind: str, truncation: str, dtype: torch.dtype
 ) -> None:
     from baton.kernels.sampling.gpu.truncation import truncate
-    from baton.kernels.sampling.row_words import encode_batch
+    from baton.kernels.sampling.row_format import encode_batch
 
     logits = logits_of(kind, 150, dtype).to(triton_device)
     warm = TEMPERATURES.clamp(min=0.01)

@@ -1,4 +1,10 @@
-"""Paged attention on a GPU: decodes and everything else go to kernels of their own."""
+"""Paged attention on a GPU: which kernel serves which sequences of a step.
+
+one short decode        decode_short
+decodes                 decode_hopper (16-bit cache), decode_fp8_hopper (E4M3 cache), decode (any device and type)
+prefill, few tokens     prefill_split_kv
+prefill, many tokens    prefill_hopper, prefill_tiles (any device and type)
+"""
 
 from __future__ import annotations
 
@@ -7,17 +13,17 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from baton.kernels.device import is_hopper
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.launch import is_hopper
+from baton.kernels.query_tiles import PrefillPlan, plan_prefill
 
-from ..batch import AttentionBatch
 from ..rule import AttentionRule
-from . import decode_fp8_hopper, decode_hopper
+from . import decode_fp8_hopper, decode_hopper, prefill_hopper
 from .decode import paged_decode, plan_decode
+from .decode_plan import DecodePlan, Prepared, ShortPlan, prepared
 from .decode_short import plan_short, short_decode
-from .plan import DecodePlan, Prepared, ShortPlan, prepared
-from .prefill import paged_prefill
-from .prefill_few import plan_few
-from .prefill_plan import plan_prefill
+from .prefill_split_kv import plan_split_prefill, prefill_split_kv
+from .prefill_tiles import prefill_tiles
 
 __all__ = ["paged_attention", "prepare"]
 
@@ -31,11 +37,11 @@ def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int) -> AttentionBa
         decode = plan_short(batch, **heads)
         if decode is None and is_hopper(kv.device):
             for kernel in (decode_hopper, decode_fp8_hopper):
-                decode = decode or kernel.plan_fetches(batch, kv, num_heads)
+                decode = decode or kernel.plan_tma_decode(batch, kv, num_heads)
         decode = decode or plan_decode(batch, **heads)
     prefill = None
     if first_prefill < batch.num_tokens:
-        prefill = plan_few(batch, first_prefill, **heads) or plan_prefill(batch, first_prefill, **heads)
+        prefill = plan_split_prefill(batch, first_prefill, **heads) or plan_prefill(batch, first_prefill, **heads)
     return dataclasses.replace(batch, prepared=Prepared(decode, prefill))
 
 
@@ -54,10 +60,10 @@ def paged_attention(
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     match plans.decode:
-        case DecodePlan(fetches=True) as plan if decode_hopper.serves(q, kv, rule):
-            decode_hopper.fetched_decode(q, kv, layer, batch, plan, rule, out=out)
-        case DecodePlan(fetches=True) as plan if decode_fp8_hopper.serves(q, kv):
-            decode_fp8_hopper.fetched_decode(q, kv, layer, batch, plan, rule, out=out)
+        case DecodePlan(uses_tma=True) as plan if decode_hopper.serves(q, kv, rule):
+            decode_hopper.tma_decode(q, kv, layer, batch, plan, rule, out=out)
+        case DecodePlan(uses_tma=True) as plan if decode_fp8_hopper.serves(q, kv):
+            decode_fp8_hopper.tma_decode(q, kv, layer, batch, plan, rule, out=out)
         case DecodePlan() as plan:
             paged_decode(q, kv, layer, batch, plan, rule, out=out)
         case ShortPlan() as plan:
@@ -65,3 +71,25 @@ def paged_attention(
     if plans.prefill is not None:
         paged_prefill(q, kv, layer, batch, plans.prefill, rule, out=out)
     return out
+
+
+def paged_prefill(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    plan: PrefillPlan,
+    rule: AttentionRule,
+    *,
+    out: Tensor,
+) -> None:
+    """Write the rows of `out` that `plan` covers: its sequences, and the padding tokens behind them.
+
+    See `baton.kernels.attention.paged_attention`.
+    """
+    if plan.split is not None:
+        prefill_split_kv(q, kv, layer, batch, plan, plan.split, rule, out=out)
+    elif is_hopper(q.device) and prefill_hopper.fits(q, kv, plan, rule):
+        prefill_hopper.prefill_pages(q, kv, layer, batch, plan, rule, out=out)
+    else:
+        prefill_tiles(q, kv, layer, batch, plan, rule, out=out)

@@ -9,7 +9,7 @@ A memory-bound kernel: every key and value is read once, and the work lies in ke
   before it still runs: they are in L2 when the query is there.
 * A sequence that lies in one share is written at once. The parts of one that is shared out are put together by the
   program that comes last, in the order of the shares, so that the result does not depend on who came when; or, where
-  the plan says so, by a kernel behind this one (`decode_sums`).
+  the plan says so, by a kernel behind this one (`decode_combine`).
 
 Scores are kept in units of log 2: the device's exponential has base 2.
 """
@@ -22,21 +22,22 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import tuned
+from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
+from baton.kernels.split_kv import LOG2_E, LOWEST
 
-from ..batch import AttentionBatch
 from ..rule import AttentionRule
-from .decode_sums import MOST_SEQS, add_parts
-from .plan import SHARE_WORDS, DecodePlan, first_visible, shares_that_fill, units_of
-from .softmax import LOG2_E, LOWEST, capped, write_rows
+from .decode_combine import MOST_SEQS, add_parts
+from .decode_output import capped, write_rows
+from .decode_plan import SHARE_WORDS, DecodePlan, first_visible, shares_that_fill, units_of
 
 MIN_ROWS = 16  # of a matrix product
 LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
 ELEMENTS_AT_ONCE = 2048  # of the partial sums, when they are put together: they have registers to share with the loop
 
 # unit_tokens: keys of one step of the loop; programs: on a multiprocessor at a time; min_units: of a share;
-# early_units: of a share, prefetched before the query is there; apart: parts are added by `decode_sums`, as far as it
-# serves so many sequences
+# early_units: of a share, prefetched before the query is there; apart: parts are added by `decode_combine`, up to the
+# number of sequences that it serves
 DEFAULT = {
     "unit_tokens": 64,
     "programs": 2,
@@ -49,7 +50,9 @@ DEFAULT = {
 
 
 def plan_decode(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> DecodePlan:
-    """The plan for the first `batch.num_decodes` sequences. Looks at shapes only: safe inside a captured graph."""
+    """Return the plan for the first `batch.num_decodes` sequences. Looks at shapes only: safe inside a
+    captured graph.
+    """
     group = num_heads // num_kv_heads
     key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes)
     options = tuned.config("attention", batch.seq_lens.device, key, DEFAULT)
@@ -69,7 +72,7 @@ def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -
 def decode_plan(
     batch: AttentionBatch, options: dict[str, int], *, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> DecodePlan:
-    """The plan with given options: those of `DEFAULT`."""
+    """Return the plan with given options: those of `DEFAULT`."""
     device = batch.seq_lens.device
     num_shares = shares_that_fill(device, num_kv_heads, options["programs"])
     return DecodePlan(
@@ -96,7 +99,7 @@ def paged_decode(
     *,
     out: Tensor,
 ) -> None:
-    """Writes the first `batch.num_decodes` rows of `out`. See `baton.kernels.attention.paged_attention`."""
+    """Write the first `batch.num_decodes` rows of `out`. See `baton.kernels.attention.paged_attention`."""
     num_heads, dim = q.shape[1:]
     shares = plan.shares(rule.limit)
     group = num_heads // plan.num_kv_heads
@@ -177,7 +180,7 @@ def attend_share(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """One share of the keys, for one KV head and the GROUP query heads that read it."""
+    """Attend one share of the keys, for one KV head and the GROUP query heads that read it."""
     let_next_start()
     head = tl.program_id(0) % HEADS
     share = tl.program_id(0) // HEADS
@@ -265,7 +268,7 @@ def attend_share(
 
 @triton.jit
 def _sequence(seq, is_read, seq_lens, block_tables, table_rows, table_stride):
-    """The length of a sequence, and where its block ids begin; anything where it is not to be read."""
+    """Return the length of a sequence, and where its block ids begin; anything where it is not to be read."""
     table_row = seq
     if table_rows is not None:
         table_row = tl.load(table_rows + seq, mask=is_read, other=0)
@@ -274,21 +277,21 @@ def _sequence(seq, is_read, seq_lens, block_tables, table_rows, table_stride):
 
 @triton.jit
 def _keys_of(seq_len, window, unit, units, UNIT: tl.constexpr):
-    """From which key to which `units` units of a sequence are, the first of them `unit`."""
+    """Return the range of keys (begin, end) of `units` units of a sequence, the first of which is `unit`."""
     begin = (first_visible(seq_len, window) // UNIT + unit) * UNIT
     return begin, tl.minimum(begin + units * UNIT, seq_len)
 
 
 @triton.jit
 def _places(key, is_read, table, kv_block_stride, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
-    """How far from the first block's keys those of `key` lie, in elements."""
+    """Return the offset of each key from the first block's keys, in elements."""
     block = tl.load(table + key // BLOCK_SIZE, mask=is_read, other=0)
     return block.to(tl.int64) * kv_block_stride + (key % BLOCK_SIZE) * DIM
 
 
 @triton.jit
 def _prefetch_rows(place, kv_half_stride, DIM: tl.constexpr):
-    """Asks for the keys at `place` and their values to be brought into L2."""
+    """Ask for the keys at `place` and their values to be brought into L2."""
     line: tl.constexpr = LINE_BYTES * 8 // place.dtype.element_ty.primitive_bitwidth
     offset = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(DIM, line))) * line, DIM - 1)
     prefetch(place[:, None] + offset[None, :])
@@ -314,7 +317,7 @@ def _attend_keys(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Over keys begin:end but those before `first_key`: the weighted sums of values, sums of weights, top scores."""
+    """Attend keys begin:end except those before `first_key`: weighted sums of values, sums of weights, top scores."""
     dim = tl.arange(0, PADDED_DIM)
     total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
@@ -359,7 +362,7 @@ def _combine(
     PADDED_DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Puts together the parts of a sequence that begins in `first_share` and ends in `last_share`."""
+    """Put together the parts of a sequence that begins in `first_share` and ends in `last_share`."""
     row = tl.arange(0, PADDED_GROUP)[None, :]
     dim = tl.arange(0, PADDED_DIM)[None, None, :]
     total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)

@@ -1,4 +1,4 @@
-"""Attention of sequences with one query token each for Hopper, over caches in E4M3: see `decode_fetched`.
+"""Attention of sequences with one query token each for Hopper, over caches in E4M3: see `decode_tma`.
 
     scores [64, rows]   = keys query                 for either half of a unit; keys become float16 in registers
     sums   [dims, rows] = values^T softmax(scores)   and so do values: products of 8 bits add up some 14 bits only
@@ -20,12 +20,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.hopper.rings import BOX, IN_16_BITS, barrier, new_ring, view, view_as
 from baton.kernels.pdl import let_next_start, wait_for_previous
+from baton.kernels.split_kv import LOWEST
 
-from ..batch import AttentionBatch
 from ..rule import AttentionRule
-from . import decode_fetched
-from .decode_fetched import (
+from . import decode_tma
+from .decode_output import finish
+from .decode_plan import SHARE_WORDS, DecodePlan, first_visible
+from .decode_tma import (
     FETCHER_REGISTERS,
     KEYS,
     OF_KEYS,
@@ -37,10 +41,6 @@ from .decode_fetched import (
     units_in_share,
     visible_scores,
 )
-from .decode_results import finish
-from .hopper import BOX, IN_16_BITS, barrier, new_ring, view, view_as
-from .plan import SHARE_WORDS, DecodePlan, first_visible
-from .softmax import LOWEST
 
 TOP_WEIGHT = gl.constexpr(14.0)  # of a key with the top score, in units of log 2; float16 ends below 16
 HALVES = gl.constexpr(2)  # of a unit, each with products of its own
@@ -49,9 +49,11 @@ FITTINGS = {64: Fitting(2, 3, 128), 128: Fitting(2, 3, 128)}  # by dimensions of
 BOXES = {dim: gl.NVMMASharedLayout(dim, 8, 2) for dim in FITTINGS}  # a swizzle spans a key
 
 
-def plan_fetches(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
-    """The plan for the first `batch.num_decodes` sequences; None where the cache is not one that this kernel reads."""
-    return decode_fetched.plan_fetches(batch, kv, num_heads, (torch.float8_e4m3fn,), UNIT.value, FITTINGS)
+def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
+    """Return the plan for the first `batch.num_decodes` sequences; None where the cache is not one that this kernel
+    reads.
+    """
+    return decode_tma.plan_tma_decode(batch, kv, num_heads, (torch.float8_e4m3fn,), UNIT.value, FITTINGS)
 
 
 def serves(q: Tensor, kv: Tensor) -> bool:
@@ -59,7 +61,7 @@ def serves(q: Tensor, kv: Tensor) -> bool:
     return q.dtype in IN_16_BITS and kv.dtype == torch.float8_e4m3fn
 
 
-def fetched_decode(
+def tma_decode(
     q: Tensor,
     kv: Tensor,
     layer: int,
@@ -69,9 +71,9 @@ def fetched_decode(
     *,
     out: Tensor,
 ) -> None:
-    """As `decode.paged_decode`, for what `plan_fetches` and `serves` take."""
+    """As `decode.paged_decode`, for what `plan_tma_decode` and `serves` take."""
     dim, scales = q.shape[2], {"k_scale": rule.k_scale, "v_scale": rule.v_scale}
-    decode_fetched.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS[dim], BOXES[dim], out=out, **scales)
+    decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS[dim], BOXES[dim], out=out, **scales)
 
 
 @gluon.jit
@@ -153,7 +155,7 @@ def _consume(share, sequences, queries, results, scoring, memory, keys, values, 
 
 @gluon.jit
 def _put_query(queries, seq, head, query_memory, shape):
-    """Puts the heads that read a KV head where products read them, and gives what each [ROWS] was divided by."""
+    """Put the heads that read a KV head where products read them, and gives what each [ROWS] was divided by."""
     query = load_query(queries, seq, head, shape).to(gl.float32)
     largest = gl.max(gl.abs(query), 1)
     unit = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)  # no mantissa: a power of two
@@ -202,7 +204,7 @@ def _values(unit, half: gl.constexpr, num_keys, shape):
 
 @gluon.jit
 def _without_tail(value, num_keys):
-    """Zeros behind the sequence's end: what is there may be anything, and zero times infinity is not zero."""
+    """Return zeros behind the sequence's end: what is there may be anything, and zero times infinity is not zero."""
     if num_keys < KEYS:
         column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, value.type.layout)), 0)
         value = gl.where(column < num_keys, value, gl.zeros_like(value))

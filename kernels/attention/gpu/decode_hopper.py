@@ -1,4 +1,4 @@
-"""Attention of sequences with one query token each for Hopper, over caches in 16 bits: see `decode_fetched`.
+"""Attention of sequences with one query token each for Hopper, over caches in 16 bits: see `decode_tma`.
 
     scores [unit, rows] = keys query                         keys are the rows of both products: what a warp group
     sums   [dims, rows] = values^T softmax(scores)           multiplies is full, and neither passes through registers
@@ -11,12 +11,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.hopper.rings import BOX, IN_16_BITS, barrier, clear_tail, new_ring
 from baton.kernels.pdl import let_next_start, wait_for_previous
+from baton.kernels.split_kv import LOWEST
 
-from ..batch import AttentionBatch
 from ..rule import AttentionRule
-from . import decode_fetched
-from .decode_fetched import (
+from . import decode_tma
+from .decode_output import finish
+from .decode_plan import SHARE_WORDS, DecodePlan, first_visible
+from .decode_tma import (
     FETCHER_REGISTERS,
     KEYS,
     OF_KEYS,
@@ -28,18 +32,16 @@ from .decode_fetched import (
     units_in_share,
     visible_scores,
 )
-from .decode_results import finish
-from .hopper import BOX, IN_16_BITS, barrier, clear_tail, new_ring
-from .plan import SHARE_WORDS, DecodePlan, first_visible
-from .softmax import LOWEST
 
 UNIT = KEYS  # keys
 FITTINGS = {64: Fitting(2, 6, 128), 128: Fitting(2, 3, 128), 256: Fitting(1, 3, 255)}  # by dimensions of a head
 
 
-def plan_fetches(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
-    """The plan for the first `batch.num_decodes` sequences; None where the cache is not one that this kernel reads."""
-    return decode_fetched.plan_fetches(batch, kv, num_heads, IN_16_BITS, UNIT.value, FITTINGS)
+def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
+    """Return the plan for the first `batch.num_decodes` sequences; None where the cache is not one that this kernel
+    reads.
+    """
+    return decode_tma.plan_tma_decode(batch, kv, num_heads, IN_16_BITS, UNIT.value, FITTINGS)
 
 
 def serves(q: Tensor, kv: Tensor, rule: AttentionRule) -> bool:
@@ -47,7 +49,7 @@ def serves(q: Tensor, kv: Tensor, rule: AttentionRule) -> bool:
     return q.dtype == kv.dtype and not rule.is_scaled
 
 
-def fetched_decode(
+def tma_decode(
     q: Tensor,
     kv: Tensor,
     layer: int,
@@ -57,9 +59,9 @@ def fetched_decode(
     *,
     out: Tensor,
 ) -> None:
-    """As `decode.paged_decode`, for what `plan_fetches` and `serves` take."""
+    """As `decode.paged_decode`, for what `plan_tma_decode` and `serves` take."""
     fitting = FITTINGS[q.shape[2]]
-    decode_fetched.launch(attend_share, q, kv, layer, batch, plan, rule, fitting, BOX.value, out=out)
+    decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, fitting, BOX.value, out=out)
 
 
 @gluon.jit

@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.attention_batch import SHORT_CONTEXTS, AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.split_kv import LOG2_E, LOWEST
 
-from ..batch import SHORT_CONTEXTS, AttentionBatch
 from ..rule import AttentionRule
-from .plan import ShortPlan, first_visible
-from .softmax import LOG2_E, LOWEST, capped, write_rows
+from .decode_output import capped, write_rows
+from .decode_plan import ShortPlan, first_visible
 
 ROWS = 16  # of a matrix product: query heads that read one KV head, at most
 KEYS = 128  # of a program
@@ -33,7 +34,7 @@ WARPS = 4
 
 
 def plan_short(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> ShortPlan | None:
-    """The plan of a step whose only decode is one short sequence, else None. Looks at shapes only."""
+    """Return the plan of a step whose only decode is one short sequence, else None. Looks at shapes only."""
     if batch.num_decodes != 1 or batch.max_seq_len > SHORT_CONTEXTS[-1] or num_heads // num_kv_heads > ROWS:
         return None
     device, splits = batch.seq_lens.device, max(1, triton.cdiv(batch.max_seq_len, KEYS))
@@ -53,7 +54,7 @@ def short_decode(
     *,
     out: Tensor,
 ) -> None:
-    """Writes the first row of `out`. See `baton.kernels.attention.paged_attention`."""
+    """Write the first row of `out`. See `baton.kernels.attention.paged_attention`."""
     num_heads, dim = q.shape[1:]
     num_kv_heads, splits = kv.shape[1], plan.splits
     attend_split[(splits * num_kv_heads,)](
@@ -133,7 +134,7 @@ def attend_split(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """KEYS keys of the sequence, for one KV head and the GROUP query heads that read it."""
+    """Attend KEYS keys of the sequence, for one KV head and the GROUP query heads that read it."""
     let_next_start()
     head = tl.program_id(0) % HEADS
     split = tl.program_id(0) // HEADS
@@ -209,7 +210,7 @@ def add_splits(
     KEYS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
-    """One query head of a sequence whose keys several programs have."""
+    """Combine the splits of one query head of a sequence."""
     let_next_start()
     head = tl.program_id(0)
     first_split, splits = _splits_of(tl.load(seq_lens), window, KEYS)
@@ -232,5 +233,7 @@ def add_splits(
 
 @triton.jit
 def _splits_of(seq_len, window, KEYS: tl.constexpr):
-    """The first split with a key that the newest token sees, and the end of those; one also where there is no key."""
+    """Return the first split with a key that the newest token sees, and the end of those; one also where there is no
+    key.
+    """
     return first_visible(seq_len, window) // KEYS, tl.maximum(tl.cdiv(seq_len, KEYS), 1)

@@ -1,4 +1,4 @@
-"""Prefill attention for Hopper that copies pages to shared memory as they lie in the cache: see `hopper_flash`.
+"""Prefill attention for Hopper that copies pages to shared memory as they lie in the cache: see `hopper.flash`.
 
 A page of one head is a box for the copy engine in each slab; boxes one after the other are a tile of keys or values.
 
@@ -10,12 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.kernels.device import multiprocessors
-
-from ..batch import AttentionBatch
-from ..rule import AttentionRule
-from .hopper import BOX, SLAB, async_load, cache_fits_boxes, view
-from .hopper_flash import (
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.hopper.flash import (
     QUERY_BOX,
     ROWS,
     Scoring,
@@ -27,13 +23,19 @@ from .hopper_flash import (
     send_end,
     send_queries,
 )
-from .prefill_plan import LONG_ROWS, PrefillPlan
+from baton.kernels.hopper.rings import BOX, SLAB, async_load, cache_fits_boxes, view
+from baton.kernels.launch import multiprocessors
+from baton.kernels.query_tiles import LONG_ROWS, PrefillPlan
+
+from ..rule import AttentionRule
 
 KEYS_OF_A_TILE = {64: 128, 128: 128, 256: 64}  # by dimensions of a head: what registers and shared memory can hold
 
 
 def fits(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) -> bool:
-    """Whether this kernel takes these: long tiles of 16-bit types, unscaled, in pages that the copy engine can box."""
+    """Return true for operands that this kernel takes: long tiles of 16-bit types, unscaled, in pages that TMA can load
+    as boxes.
+    """
     return (
         plan.rows == LONG_ROWS
         and q.dtype == kv.dtype
@@ -111,7 +113,7 @@ def _produce(pipe, work, cache, queries, pages, scoring, shape):
 
 @gluon.jit
 def _load_pages(ring, n, pages, table, first_page, num_pages, block_rows, row, shape):
-    """Starts the copies of tile n. Pages behind the sequence's last are rows behind the last row: they become zero."""
+    """Start the copies of tile n. Pages behind the sequence's last are rows behind the last row: they become zero."""
     PAGES: gl.constexpr = shape.KEYS // shape.BLOCK_SIZE
     ring.await_free(n)
     ring.expect(n)
@@ -151,7 +153,7 @@ def attend_pages(
     HAS_WINDOW: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """Attends the tiles of `items`, for all heads: those of one KV head together, so that they share it in L2.
+    """Attend the tiles of `items`, for all heads: those of one KV head together, so that they share it in L2.
 
     `queries` has boxes [tokens, heads, slab] of q; `pages` boxes [block, slab] of kv seen as rows of one head's dims.
     """

@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.query_tiles import PrefillPlan
+from baton.kernels.split_kv import LOG2_E
+
 from ..rule import AttentionRule
-from .prefill_plan import PrefillPlan
-from .softmax import LOG2_E
 
 FLOAT32 = tl.constexpr("tf32x3")  # three products on the tensor cores, about as accurate as one in float32
 
@@ -46,7 +47,7 @@ def prefill_tiles(
 
 
 def tile_options(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) -> dict[str, int]:
-    """What a kernel that goes through a tile with `attend_keys` is compiled for, and its warps."""
+    """Return the compile-time arguments and launch options of kernels that go through a tile with `attend_keys`."""
     num_heads, dim = q.shape[1:]
     small = dim * q.dtype.itemsize <= 256  # what of a tile shared memory and registers can hold
     return {
@@ -75,13 +76,15 @@ def read_item(item, block_tables, table_stride):
 
 @triton.jit
 def row_places(base, token, head, token_stride, head_stride, PADDED_DIM: tl.constexpr):
-    """Where the rows of a tile lie in q or out: of each row its token and its head."""
+    """Return pointers to the rows of a tile in q or out, given the token and the head of each row."""
     return base + ((token * token_stride + head * head_stride)[:, None] + tl.arange(0, PADDED_DIM)[None, :])
 
 
 @triton.jit
 def units_of_stored(score_unit, cap_scale, k_scale, HAS_CAP: tl.constexpr):
-    """`score_unit` and `cap_scale` of a rule for keys as they are stored."""
+    """Return `score_unit` and `cap_scale` of a rule for keys as they are stored, which are to be multiplied by
+    `k_scale`.
+    """
     if k_scale is not None:
         if HAS_CAP:
             cap_scale *= tl.load(k_scale)
@@ -92,7 +95,7 @@ def units_of_stored(score_unit, cap_scale, k_scale, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def weighted_mean(acc, total, v_scale):
-    """What the running softmax of every row has come to; zeros where there was no key."""
+    """Return the result of every row's running softmax; zeros where there was no key."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale)
@@ -124,7 +127,7 @@ def attend_keys(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Takes keys first_key:last_key into every row's running softmax: sum of values, sum of weights, top score.
+    """Take keys first_key:last_key into every row's running softmax: sum of values, sum of weights, top score.
 
     MASKED: some row may not see some key, or the last tile reaches past the sequence.
     """
@@ -192,7 +195,9 @@ def attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """One tile of queries against all keys it sees. Programs of one KV head follow each other: they share it in L2."""
+    """Attend one tile of queries against all keys it sees. Programs of one KV head are neighbours: they
+    share it in L2.
+    """
     num_tiles = tl.load(num_tiles)
     item = items + tl.program_id(0) % num_tiles * 4
     first_head = tl.program_id(0) // num_tiles * PACK

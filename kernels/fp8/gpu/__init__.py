@@ -1,6 +1,6 @@
-"""Linear layers over weights in 8 bits on Hopper and later.
+"""FP8 linear layers on Ada, Hopper and later.
 
-    x ──inputs.quantize──> E4M3 and scales ──products.product, or torch's──> out
+    x ──quantization.quantize──> E4M3 and scales ──gemm.product, or torch's──> out
 
 Few tokens: our own product, which makes sure that every multiprocessor reads its share of the weight. Many tokens:
 torch's, where it takes the shape.
@@ -14,8 +14,8 @@ from torch import Tensor
 from baton.kernels.linear import RowNorm
 
 from ..weight import BLOCK, Fp8Weight
-from .inputs import quantize
-from .products import product
+from .gemm import product
+from .quantize import quantize
 
 MANY_TOKENS = {"rows": 256, "blocks": 128}  # above: torch's product, by what the weight has a scale a
 
@@ -44,7 +44,9 @@ def linear(
 
 
 def _torch_takes(weight: Fp8Weight, out: Tensor) -> bool:
-    """torch writes bfloat16 only, and reads the scales of blocks in rows of whole 16 bytes."""
+    """Return true for shapes that torch multiplies: it writes bfloat16 only, and block scales must fill rows of 16
+    bytes.
+    """
     columns, depth = weight.shape
     fits = columns % 16 == 0 and depth % (4 * BLOCK if weight.in_blocks else 16) == 0
     return fits and out.dtype == torch.bfloat16 and out.is_contiguous()

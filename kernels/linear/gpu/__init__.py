@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: which of three ways serves a shape was measured (`tuned/`).
+"""Linear layers on a GPU; which of three methods serves a shape was measured (`tuned/`).
 
 FEW_TOKENS      norm, product, bias, gate and residual in one kernel on the plain multipliers
 TILES           product, bias, gate and residual in one kernel on the tensor cores
@@ -17,9 +17,9 @@ from torch.nn import functional
 from baton.kernels import tuned
 from baton.kernels.silu_and_mul import silu_and_mul
 
-from ..norm import RowNorm
-from .few_tokens import MAX_TOKENS, stream_weight
-from .tiles import multiply_tiles
+from ..operands import RowNorm
+from .gemm import multiply_tiles
+from .gemv import MAX_TOKENS, stream_weight
 
 SMALLEST_TILE = 16  # tokens: the short side of a product on the tensor cores
 MANY_TOKENS = 256  # more are the library's
@@ -109,7 +109,7 @@ def tuning_key(tokens: int, columns: int, depth: int, *, gated: bool) -> tuned.K
 
 
 def fitting_method(options: tuned.Options, x: Tensor, weight: Tensor) -> Method:
-    """The method of the options where it can serve these operands, else the library's.
+    """Return the method of the options where it can serve these operands, else the library's.
 
     The options may be those of another shape that is not far from this one.
     """
@@ -124,7 +124,7 @@ def fitting_method(options: tuned.Options, x: Tensor, weight: Tensor) -> Method:
 
 
 def _largest_step(most: int, whole: int) -> int:
-    """The largest power of two that is no larger than `most`, one itself, and divides `whole`."""
+    """Return the largest power of two that is no larger than `most`, one itself, and divides `whole`."""
     return min(most, whole & -whole)
 
 

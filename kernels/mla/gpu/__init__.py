@@ -1,19 +1,103 @@
-"""Multi-head latent attention on a GPU.
+"""Multi-head latent attention on a GPU: which of its two forms serves which tokens of a step.
 
-cache             norm, rotations, the write into the KV cache
-attention         which of the two forms serves which tokens of a step
-work              absorbed: which program reads what, worked out on the device once a step
-absorbed          attention in the space of the latents: decodes, and chunks of any length in a captured graph
-absorbed_hopper   the same for sequences of one query token, in Gluon
-parts             what becomes of its sums: results, or parts of sequences that several programs share
-few               the matrices of `UpProjection` for a few tokens
-combine           such parts, added up by a kernel of its own
-expanded          keys and values spelt out for long prompts
-gather            latents from their pages, row after row
-dense             attention over them, where the kernel of `attention.gpu.dense_hopper` does not serve
+    absorbed    queries in the space of the latents, which are keys and values at once: decodes, short chunks, and
+                everything in a captured graph           work_list, head_gemv, absorbed or absorbed_hopper, combine
+    expanded    keys and values of every head computed from the latents once for all queries of long chunks
+                                                         expanded, dense or dense_hopper
+
+`latent_cache` norms and rotates the latents and writes them into the KV cache.
 """
 
-from .attention import mla_attention, prepare
-from .cache import latent_and_cache
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from baton.kernels.attention_batch import AttentionBatch
+
+from ..up_projection import UpProjection
+from . import absorbed, absorbed_hopper, head_gemv
+from .expanded import ExpandedPrompts, expand, expanded_attention, pays_to_expand
+from .latent_cache import latent_and_cache
+from .work_list import Tiles, WorkList, deal
 
 __all__ = ["latent_and_cache", "mla_attention", "prepare"]
+
+LEAST_ROWS, MOST_ROWS = 16, 64  # of a matrix product; whose sums fit the registers of a program
+TILE = 64  # keys
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """A work list for the absorbed kernels: sequences of one query token, whose heads are a program's rows, or
+    sequences of several, of which as many tokens as there is room for fill the rows.
+    """
+
+    work: WorkList
+    tiles: Tiles
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The work of one step, shared by its layers."""
+
+    absorbed: tuple[Absorbed, ...]
+    num_absorbed_tokens: int  # the first so many; the others are of `prompts`
+    prompts: ExpandedPrompts | None
+
+
+def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int, tile: int = TILE) -> AttentionBatch:
+    """See `baton.kernels.mla.prepare`. `tile` is how many keys the absorbed kernels take at a time."""
+    heads = triton.next_power_of_2(num_heads)
+    rows = max(LEAST_ROWS, min(heads, absorbed_hopper.MOST_ROWS))
+    singles = Tiles(rows, rows, tile)
+    if pays_to_expand(batch):
+        parts = [_deal(batch, batch.num_decodes, singles, num_heads, singles=True)] if batch.num_decodes else []
+        prepared = Prepared(tuple(parts), batch.num_decodes, expand(batch, num_heads, head_dim))
+    else:
+        parts = [_deal(batch, batch.num_seqs, singles, num_heads, singles=True)]
+        if batch.max_query_len > 1:
+            chunks = Tiles(MOST_ROWS, min(heads, MOST_ROWS), tile)
+            parts.append(_deal(batch, batch.num_seqs, chunks, num_heads, singles=False))
+        prepared = Prepared(tuple(parts), batch.num_tokens, None)
+    return dataclasses.replace(batch, prepared=prepared)
+
+
+def mla_attention(
+    q: Tensor, kv: Tensor, layer: int, batch: AttentionBatch, up: UpProjection, *, scale: float
+) -> Tensor:
+    """See `baton.kernels.mla.mla_attention`."""
+    prepared = batch.prepared
+    assert isinstance(prepared, Prepared), "the batch of a GPU's step comes from prepare()"
+    out = q.new_empty(*q.shape[:2], up.value_dim)
+    num_absorbed = prepared.num_absorbed_tokens
+    if num_absorbed:
+        first = q[:num_absorbed]
+        q_latent = head_gemv.absorb(up, first[..., : up.nope_dim])
+        attended = q.new_empty(num_absorbed, q.shape[1], up.rank)
+        for index, part in enumerate(prepared.absorbed):
+            q_rope = first[..., up.nope_dim :]
+            kernel = absorbed_hopper if absorbed_hopper.serves(q_latent, q_rope, kv, part.tiles) else absorbed
+            kernel.latent_attention(
+                q_latent,
+                q_rope,
+                kv,
+                layer,
+                batch,
+                part.work,
+                part.tiles,
+                scale=scale,
+                out=attended,
+                pads=index == len(prepared.absorbed) - 1,  # the last list has room for every token
+            )
+        head_gemv.values(up, attended, out[:num_absorbed])
+    if prepared.prompts is not None:
+        expanded_attention(q, kv, layer, prepared.prompts, up, scale=scale, out=out)
+    return out
+
+
+def _deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, singles: bool) -> Absorbed:
+    return Absorbed(deal(batch, num_seqs, tiles, num_heads, singles=singles), tiles)

@@ -1,4 +1,4 @@
-"""Absorbed attention: queries in the space of the latents, so that a page is read once and is both keys and values.
+"""Absorbed MLA in Triton: queries in the space of the latents, so that a page is read once and is both keys and values.
 
     scores [rows, tile] = q_latent latents^T + q_rope ropes^T        rows: the heads of a few query tokens
     out    [rows, rank] = softmax(scores) latents
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.attention.batch import AttentionBatch
-from baton.kernels.attention.rule import LOG2_E
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.split_kv import LOG2_E
 
 from .combine import combine
-from .work import Tiles, WorkList
+from .work_list import Tiles, WorkList
 
 FEW_ROWS = 16  # leave room in shared memory for a tile more on its way
 
@@ -35,7 +35,7 @@ def latent_attention(
     out: Tensor,
     pads: bool,
 ) -> None:
-    """Writes out [T, H, rank] for the tokens of `work`, from q_latent [T, H, rank] and q_rope [T, H, rope].
+    """Write out [T, H, rank] for the tokens of `work`, from q_latent [T, H, rank] and q_rope [T, H, rope].
 
     Both may be strided views whose last dimension is contiguous; `out` is contiguous. With `pads`, tokens of slot -1
     get zeros.
@@ -55,7 +55,7 @@ def latent_attention(
         work.starts,
         work.shares,
         batch.block_tables,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         layer * kv.stride(2),
         kv.stride(0),
         batch.block_tables.stride(0),

@@ -1,4 +1,4 @@
-"""Absorbed attention of single queries for Hopper: three warps fetch ahead, four multiply what has landed.
+"""Absorbed MLA of single queries for Hopper, warp-specialized: three warps load by TMA, four multiply what has landed.
 
     copy engine ──pages──> ring of tiles in shared memory ──> scores [tile, rows] = latents q_latent + ropes q_rope
                                                           ──> sums   [rank, rows] = latents^T softmax(scores)
@@ -22,15 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from baton.kernels.attention.batch import AttentionBatch
-from baton.kernels.attention.gpu.hopper import BOX, SLAB, Ring, async_load, clear_tail, new_barriers, view
-from baton.kernels.attention.gpu.softmax import LOG2_E, LOWEST
-from baton.kernels.device import is_hopper
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.hopper.rings import BOX, SLAB, Ring, async_load, clear_tail, new_barriers, view
+from baton.kernels.launch import is_hopper
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.split_kv import LOG2_E, LOWEST
 
+from .absorbed_output import finish
 from .combine import combine
-from .parts import finish
-from .work import Tiles, WorkList
+from .work_list import Tiles, WorkList
 
 TILE = gl.constexpr(64)  # keys: the rows of one product of a warp group
 STAGES = gl.constexpr(2)
@@ -42,7 +42,7 @@ FEW_ITEMS = 32  # times groups of heads; up to so many, a kernel of its own puts
 
 
 def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
-    """Whether the device and the shapes are what this kernel is for."""
+    """Return true for devices and shapes that this kernel is for."""
     page, width = kv.shape[4:]
     return (
         is_hopper(kv.device)
@@ -59,7 +59,7 @@ def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
 
 
 def fits_boxes(matrix: Tensor) -> bool:
-    """Whether the copy engine can read it: rows that begin at multiples of 16 bytes."""
+    """Return true for matrices that TMA can read: rows that begin at multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and all(step * matrix.itemsize % 16 == 0 for step in matrix.stride()[:-1])
 
 
@@ -76,7 +76,7 @@ def latent_attention(
     out: Tensor,
     pads: bool,
 ) -> None:
-    """As `absorbed.latent_attention`, for items of one query token.
+    """Attend items of one query token, as `absorbed.latent_attention` does.
 
     An item in many parts would keep the program that comes last with one busy while the others are idle: where there
     are few items, `combine` has a program for each of their rows.
@@ -159,7 +159,7 @@ def _item(item, share_end, work):
 
 @gluon.jit
 def _fetch_queries(work, queries, q_latent, q_rope, padding, shape):
-    """The queries of every item of the share, and zeros where tokens are padding."""
+    """Return the queries of every item of the share, and zeros where tokens are padding."""
     latents, ropes = queries
     BOXES: gl.constexpr = latents.layout
     first_head = gl.program_id(1) * shape.ROWS
@@ -184,7 +184,7 @@ def _fetch_queries(work, queries, q_latent, q_rope, padding, shape):
 
 @gluon.jit
 def _clear_padding(padding, first_head, shape):
-    """Makes rows of tokens of slot -1 zero, which nobody attends for; one warp of every program has some of them."""
+    """Make rows of tokens of slot -1 zero, which nobody attends for; one warp of every program has some of them."""
     out, slots, num_tokens, num_heads = padding
     dim = gl.arange(0, shape.RANK, gl.BlockedLayout([8], [32], [1], [0]))
     token = gl.program_id(0)

@@ -1,4 +1,4 @@
-"""Adds up the parts of items that several programs share, in a kernel behind theirs."""
+"""Combines the parts of items that several programs share, in a kernel behind theirs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.attention.batch import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-from .work import WorkList, programs_of
+from .work_list import WorkList, programs_of
 
 FEW_ROWS = 256  # fewer would leave multiprocessors idle if a program took many
 MANY_AT_ONCE = 16  # rows of a program otherwise
@@ -18,7 +18,7 @@ MANY_AT_ONCE = 16  # rows of a program otherwise
 def combine(
     parts: Tensor, softmax: Tensor, batch: AttentionBatch, work: WorkList, heads: int, *, out: Tensor, pads: bool
 ) -> None:
-    """Writes rows of out [T, H, rank] whose softmax lies in several parts.
+    """Write rows of out [T, H, rank] whose softmax lies in several parts.
 
     parts [groups, programs, 2, rows, rank] are unnormalised sums, softmax [..., 2] the highest score (base 2) and the
     sum of weights; each group of `heads` heads has its own. Part 1 is that of the item which began in the program's

@@ -1,4 +1,4 @@
-"""Causal attention over keys and values that lie one sequence after another, as `kv_b_proj` leaves them.
+"""Causal attention in Triton over keys and values that lie one sequence after another, as `kv_b_proj` leaves them.
 
     scores [tile of queries, tile of keys] = q_nope k_nope^T + q_rope k_rope^T        one head; k_rope is all heads'
 
@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.kernels.attention.gpu.prefill_plan import PrefillPlan
-from baton.kernels.attention.rule import LOG2_E
+from baton.kernels.query_tiles import PrefillPlan
+from baton.kernels.split_kv import LOG2_E
 
 KEYS = 64  # of a tile
 OPTIONS = {"num_warps": 8, "num_stages": 3}
@@ -30,7 +30,7 @@ def dense_prefill(
     scale: float,
     out: Tensor,
 ) -> None:
-    """As `attention.gpu.dense_hopper.dense_prefill`, for dimensions that are powers of two and any type."""
+    """Attend as `dense_hopper.dense_prefill` does, for dimensions that are powers of two and any type."""
     num_heads, value = out.shape[1:]
     rope = k_rope.shape[1]
     nope = q.shape[2] - rope
@@ -44,7 +44,7 @@ def dense_prefill(
         out,
         plan.items,
         key_start,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         out.stride(0),
         NOPE=nope,
         ROPE=rope,
@@ -56,7 +56,7 @@ def dense_prefill(
 
 
 def _boxes(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """`matrix` as the device's copy engine reads it, a box of rows x columns at a time."""
+    """Describe `matrix` for TMA, in boxes of rows x columns."""
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 

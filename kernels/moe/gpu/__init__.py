@@ -13,12 +13,10 @@ from torch import Tensor
 
 from baton.kernels.moe.weights import ExpertWeights
 
-from . import few, grouped
-from .combine import combine
-from .logits import router_logits
-from .options import GroupedOptions, Shape, few_options, grouped_options
-from .route import route
-from .tiles import align
+from . import gemv, grouped_gemm
+from .align import align
+from .options import GroupedOptions, MoeShape, gemv_options, grouped_options
+from .router import route, router_logits
 
 __all__ = ["fused_experts", "grouped_experts", "route", "router_logits"]
 
@@ -39,9 +37,9 @@ def fused_experts(
         )
     if len(x) == 0:
         return torch.empty_like(x) if add_to is None else add_to
-    shape = Shape.of(experts, expert_ids)
+    shape = MoeShape.of(experts, expert_ids)
     if shape.is_few:
-        return few.fused_experts(x, experts, expert_ids, weights, add_to, few_options(shape, x.device))
+        return gemv.fused_experts(x, experts, expert_ids, weights, add_to, gemv_options(shape, x.device))
     return grouped_experts(x, experts, expert_ids, weights, add_to, grouped_options(shape, x.device))
 
 
@@ -56,6 +54,6 @@ def grouped_experts(
     """`fused_experts` by way of tiles, for any number of tokens but none."""
     tiles = align(expert_ids, experts.num_experts, options.block_rows)
     short_rows = options.short_rows
-    activations = grouped.gate_up(x, experts, tiles, short_rows, expert_ids.shape[1], options.gate_up)
-    outputs = grouped.down(activations, experts, tiles, short_rows, weights, options.down)
-    return combine(outputs, expert_ids, add_to)
+    activations = grouped_gemm.gate_up(x, experts, tiles, short_rows, expert_ids.shape[1], options.gate_up)
+    outputs = grouped_gemm.down(activations, experts, tiles, short_rows, weights, options.down)
+    return grouped_gemm.combine(outputs, expert_ids, add_to)

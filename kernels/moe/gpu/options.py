@@ -1,4 +1,4 @@
-"""Which kernels serve a batch, and with which blocks: measured (`baton.kernels.tuned`), with defaults for the rest."""
+"""Launch options of the expert kernels: measured ones (`baton.kernels.tuned`), with defaults for the rest."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from baton.kernels import tuned
+from baton.kernels.launch import next_power_of_2
 from baton.kernels.moe.weights import ExpertWeights
-from baton.kernels.sizes import next_power_of_2
 
 MOST_FEW_PAIRS = 32  # (token, expert) pairs up to which each has programs of its own
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the best options depend on. The number of tokens counts by its next power of two.
+class MoeShape:
+    """The shape that the best options depend on. The number of tokens counts by its next power of two.
 
     So a process that has launched every power of two has compiled all that it will ever launch.
     """
@@ -29,7 +29,7 @@ class Shape:
     in_8_bits: bool = False
 
     @classmethod
-    def of(cls, experts: ExpertWeights, expert_ids: torch.Tensor) -> Shape:
+    def of(cls, experts: ExpertWeights, expert_ids: torch.Tensor) -> MoeShape:
         num_tokens, top_k = expert_ids.shape
         tokens = next_power_of_2(num_tokens)
         return cls(tokens, experts.num_experts, top_k, experts.hidden_size, experts.width, experts.in_8_bits)
@@ -40,8 +40,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class FewOptions:
-    """Of the kernels that serve few tokens."""
+class GemvOptions:
+    """Options of the kernels that serve few tokens."""
 
     gate_up_columns: int = 4
     gate_up_depth: int = 1024
@@ -53,7 +53,7 @@ class FewOptions:
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """Of one grouped product, as its kernel takes them."""
+    """Options of one grouped product."""
 
     block_columns: int
     block_depth: int  # of values of 2 bytes; half of it of values of 4, whose blocks take as much room
@@ -71,7 +71,7 @@ class ProductOptions:
 
 @dataclass(frozen=True)
 class GroupedOptions:
-    """Of both grouped products, which share their tiles.
+    """Options of both grouped products, which share their tiles.
 
     A tile that holds `short_rows` rows at most is multiplied as if it were that high. Where tokens agree on few
     experts, these have tall tiles; where they do not, nearly all tiles are short.
@@ -96,24 +96,26 @@ class GroupedOptions:
 
 
 @functools.cache
-def few_options(shape: Shape, device: torch.device) -> FewOptions:
-    return FewOptions(**tuned.config("moe", device, tuning_key("few", shape), default=asdict(FewOptions())))
+def gemv_options(shape: MoeShape, device: torch.device) -> GemvOptions:
+    return GemvOptions(**tuned.config("moe", device, tuning_key("few", shape), default=asdict(GemvOptions())))
 
 
 @functools.cache
-def grouped_options(shape: Shape, device: torch.device) -> GroupedOptions:
+def grouped_options(shape: MoeShape, device: torch.device) -> GroupedOptions:
     default = _default_grouped(shape).flat()
     return GroupedOptions.from_flat(tuned.config("moe", device, tuning_key("grouped", shape), default))
 
 
-def tuning_key(kernels: str, shape: Shape) -> dict[str, int | str]:
+def tuning_key(kernels: str, shape: MoeShape) -> dict[str, int | str]:
     numbers = asdict(shape)
     in_8_bits = numbers.pop("in_8_bits")
     return {"kernels": f"{kernels}, 8 bits" if in_8_bits else kernels, **numbers}
 
 
-def _default_grouped(shape: Shape) -> GroupedOptions:
-    """Tiles about as tall as an expert has rows: shorter ones read weights again, taller ones compute on nothing."""
+def _default_grouped(shape: MoeShape) -> GroupedOptions:
+    """Return options with tiles about as tall as an expert has rows: shorter ones read weights again, taller ones
+    compute on padding.
+    """
     rows_per_expert = shape.num_tokens * shape.top_k / shape.num_experts
     for block_rows in (16, 32):
         if rows_per_expert <= block_rows * 0.75:

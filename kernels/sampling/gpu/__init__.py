@@ -16,10 +16,9 @@ from torch import Tensor
 from ..batch import SamplingBatch
 from ..reference import edit_logits as edit_as_reference
 from ..reference import history_of
-from ..row_words import ROW_WORDS, encode_batch
+from ..row_format import ROW_WORDS, encode_batch
 from .draw import draw_tokens
-from .masks import keep_allowed
-from .penalties import penalize
+from .logit_edits import keep_allowed, penalize
 from .truncation import truncate
 
 __all__ = ["edit_logits", "sample", "sample_rows"]
@@ -50,7 +49,9 @@ def _every_row(num_rows: int, device: torch.device) -> Tensor:
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """As `reference.edit_logits`, in float32 where a row asks for changes; penalties touch the history only."""
+    """Edit logits as `reference.edit_logits` does, in float32 where a row asks for changes; penalties read the history
+    only.
+    """
     if not batch.edits_logits:
         return logits
     edited = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)

@@ -1,4 +1,5 @@
-"""One pass over the logits: each program finds the winner of its share of a row, and the last one to end chooses.
+"""Sampling in one pass over the logits: each program finds the best of its part of a row, and the last to arrive
+chooses.
 
 A token's score is logit / temperature + noise, in float64 (greedy rows: the logit). Nearly all tokens lose whatever
 their logarithms are, so a tile of tokens passes through sieves of growing cost, each of which only drops tokens that
@@ -27,14 +28,13 @@ from torch import Tensor
 
 from baton.kernels import pdl, tuned
 
-from .. import row_words
+from .. import row_format
 from ..batch import GREEDY_BELOW, NO_TOKEN
-from .floats import ordered, unordered
-from .noise import GREATEST_NOISE, GROUP, LANES, gumbel, philox, word_of
+from .numerics import GREATEST_NOISE, GROUP, LANES, gumbel, ordered, philox, unordered, word_of
 
-_ROW_WORDS = tl.constexpr(row_words.ROW_WORDS)
-_TEMPERATURE = tl.constexpr(row_words.TEMPERATURE)
-_SEED_LOW, _SEED_HIGH = tl.constexpr(row_words.SEED_LOW), tl.constexpr(row_words.SEED_HIGH)
+_ROW_WORDS = tl.constexpr(row_format.ROW_WORDS)
+_TEMPERATURE = tl.constexpr(row_format.TEMPERATURE)
+_SEED_LOW, _SEED_HIGH = tl.constexpr(row_format.SEED_LOW), tl.constexpr(row_format.SEED_HIGH)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NONE = tl.constexpr(-math.inf)
@@ -55,7 +55,7 @@ _NUM_WARPS = 1  # a second warp would see other goals, and part ways with the fi
 def draw_tokens(
     logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor, floors: Tensor, meetings: Tensor
 ) -> Tensor:
-    """Token ids `[R]` int64 of the rows, or `NO_TOKEN`; only logits from `floors` `[R]` float32 upwards can be drawn.
+    """Draw token ids `[R]` int64 of the rows, or `NO_TOKEN`, among logits from `floors` `[R]` float32 upwards.
 
     `meetings` `[R, MEETING_WORDS]` int32 must be as `truncate` leaves them: nothing reached, nobody arrived.
     """
@@ -154,7 +154,7 @@ def _draw_share(
 
 @triton.jit
 def _best_logit(logits, vocab_size, tile, following, GROUPS: tl.constexpr):
-    """The greatest logit of this program's tiles, and the first token that has it."""
+    """Return the greatest logit of this program's tiles, and the first token that has it."""
     best = tl.full([], _NONE, tl.float32)
     winner = tl.full([], 0, tl.int32)
     step = tl.num_programs(0) * GROUPS * GROUP
@@ -184,7 +184,7 @@ def _best_score(
     meeting,
     GROUPS: tl.constexpr,
 ):
-    """The greatest score of this program's tiles, and the first token that has it."""
+    """Return the greatest score of this program's tiles, and the first token that has it."""
     scale = 1 / temperature
     best = tl.full([], _NONE, tl.float64)
     winner = tl.full([], 0, tl.int32)
@@ -236,25 +236,27 @@ def _best_score(
 
 @triton.jit
 def _reached(meeting):
-    """What the programs of the row have told so far: the same for all threads, whenever each of them looks."""
+    """Return the best score that the row's programs have published so far: the same for all threads of a program."""
     return tl.max(tl.load(meeting + tl.zeros([32], tl.int32), volatile=True))
 
 
 @triton.jit
 def _lane(GROUPS: tl.constexpr):
-    """Of a tile's counters, `[GROUPS, LANES]`."""
+    """Return the numbers of a tile's counters, `[GROUPS, LANES]`."""
     return tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
 def _offset(GROUPS: tl.constexpr):
-    """Of the first token of each counter in its tile, `[GROUPS, LANES]`; the others follow LANES apart."""
+    """Return the offset of the first token of each counter in its tile, `[GROUPS, LANES]`; the others follow LANES
+    apart.
+    """
     return tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
 def _load_tile(logits, start, vocab_size, GROUPS: tl.constexpr):
-    """The logits of the four tokens of each counter of a tile; anything for tokens that there are not."""
+    """Return the logits of the four tokens of each counter of a tile; anything for tokens that there are not."""
     offset = _offset(GROUPS)
     left = vocab_size - start
     at = logits + start + offset
@@ -267,7 +269,7 @@ def _load_tile(logits, start, vocab_size, GROUPS: tl.constexpr):
 
 @triton.jit
 def _known(tile, start, vocab_size, GROUPS: tl.constexpr):
-    """A tile with minus infinity for tokens that there are not."""
+    """Return a tile with minus infinity for tokens that there are not."""
     x0, x1, x2, x3 = tile
     left = vocab_size - start
     if left < GROUPS * GROUP:
@@ -282,7 +284,7 @@ def _known(tile, start, vocab_size, GROUPS: tl.constexpr):
 
 @triton.jit
 def _first_of(is0, is1, is2, is3, start, vocab_size):
-    """The lowest of the tile's tokens that are meant."""
+    """Return the lowest of the tile's tokens that are meant."""
     first = start + _offset(is0.shape[0])
     token = tl.where(is0, first, vocab_size)
     token = tl.minimum(token, tl.where(is1, first + LANES, vocab_size))
@@ -297,13 +299,13 @@ def _any(condition):
 
 @triton.jit
 def _by_thread(values):
-    """The greatest of every four lanes, which one thread has: what comes next is done for a quarter as many."""
+    """Return the greatest of every four lanes, which one thread has: what comes next is done for a quarter as many."""
     return tl.max(tl.reshape(values, [values.shape[0] * values.shape[1] // 4, 4]), 1)
 
 
 @triton.jit
 def _greater(one, other):
-    """The greater of two logits, or the one that is a number."""
+    """Return the greater of two logits, or the one that is a number."""
     if one.dtype == tl.bfloat16:
         # Triton would make four floats of a pair, and compare those.
         greater = tl.inline_asm_elementwise(
@@ -316,7 +318,8 @@ def _greater(one, other):
 
 @triton.jit
 def _chance(logit, word, slope, offset):
-    """Sieve 2: at least `_CERTAIN` where 2**23 v, rounded down, is at most 2**(slope * logit + offset), rounded.
+    """Compute sieve 2: at least `_CERTAIN` where 2**23 v, rounded down, is at most 2**(slope * logit + offset),
+    rounded.
 
     What is not a number passes.
     """
@@ -327,7 +330,9 @@ def _chance(logit, word, slope, offset):
 
 @triton.jit
 def _bound(logit, word, top, scale, floor):
-    """Sieve 3: at least the score, but for rounding, less `top` / temperature; minus infinity for what is truncated."""
+    """Compute sieve 3: an upper bound of the score, but for rounding, less `top` / temperature; -inf for what is
+    truncated.
+    """
     v = ((~word).to(tl.float32) + 0.5) * (2.0**-32)
     # Read as a fixed-point number, the bits of a float are its logarithm with base 2, or a little less.
     log2_v = v.to(tl.int32, bitcast=True).to(tl.float32) * (2.0**-23) - 127

@@ -1,4 +1,4 @@
-"""Where each row's truncation ends: the least logit that min-p, top-k and top-p leave. One program a row.
+"""Truncation thresholds: the least logit of each row that min-p, top-k and top-p leave. One program a row.
 
 A row is too long to be kept and sorting it is slow, but the end is nearly always among the few best logits. So in one
 pass over the row, each lane keeps the three best of the logits that come its way:
@@ -25,15 +25,14 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
-from .. import row_words
+from .. import row_format
 from ..batch import GREEDY_BELOW
 from .draw import MEETING_WORDS
-from .floats import ordered, unordered
-from .noise import portable_log
+from .numerics import ordered, portable_log, unordered
 
-_ROW_WORDS = tl.constexpr(row_words.ROW_WORDS)
-_TEMPERATURE, _TOP_K = tl.constexpr(row_words.TEMPERATURE), tl.constexpr(row_words.TOP_K)
-_TOP_P, _MIN_P = tl.constexpr(row_words.TOP_P), tl.constexpr(row_words.MIN_P)
+_ROW_WORDS = tl.constexpr(row_format.ROW_WORDS)
+_TEMPERATURE, _TOP_K = tl.constexpr(row_format.TEMPERATURE), tl.constexpr(row_format.TOP_K)
+_TOP_P, _MIN_P = tl.constexpr(row_format.TOP_P), tl.constexpr(row_format.MIN_P)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _NONE = tl.constexpr(-math.inf)
 _INFINITE = tl.constexpr(math.inf)
@@ -46,7 +45,7 @@ _ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # at the
 
 
 def truncate(logits: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The least logit `[R]` float32 that each row may draw, minus infinity where it does not truncate.
+    """Return the least logit `[R]` float32 that each row may draw, minus infinity where it does not truncate.
 
     And the `meetings` that `draw_tokens` asks for, to be used once.
     """
@@ -143,7 +142,7 @@ def _floor(logits, vocab_size, temperature, top_k, top_p, min_p, ZERO_BITS: tl.c
 
 @triton.jit
 def _best_of_lanes(logits, vocab_size, LANES: tl.constexpr):
-    """The three best logits `[LANES]` that each lane sees, best first."""
+    """Return the three best logits `[LANES]` that each lane sees, best first."""
     lane = tl.arange(0, LANES)
     first = tl.full([LANES], _NONE, tl.float32)
     second, third = first, first
@@ -177,7 +176,9 @@ def _quantile(
     ZERO_BITS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The greatest logit at which the weights of those above and at it reach `goal`; not above `least` if none does."""
+    """Return the greatest logit at which the weights of those above and at it reach `goal`; not above `least` if none
+    does.
+    """
     best, blind = tl.max(first), tl.max(third)
     w0 = _weight(first, best, decay, floor)
     w1 = _weight(second, best, decay, floor)
@@ -200,7 +201,7 @@ def _quantile(
 
 @triton.jit
 def _narrow(logits, vocab_size, best, blind, decay, floor, low, goal, ZERO_BITS: tl.constexpr, LANES: tl.constexpr):
-    """The key of the quantile, from `low` up to that of `blind`, by passes over the row."""
+    """Return the key of the quantile, from `low` up to that of `blind`, by passes over the row."""
     high = _key(blind, ZERO_BITS) + 1
     low_mass, high_mass = 2 * goal, 0 * goal  # a guess: it only moves where the passes look first
     turn = 0
@@ -224,7 +225,9 @@ def _narrow(logits, vocab_size, best, blind, decay, floor, low, goal, ZERO_BITS:
 
 @triton.jit
 def _pass(logits, vocab_size, best, decay, floor, at, LANES: tl.constexpr):
-    """What the logits from `at` and `floor` upwards weigh, the least logit from `at` on, and the greatest below it."""
+    """Return the weight of the logits from `at` and `floor` upwards, the least logit from `at` on, the greatest below
+    it.
+    """
     lane = tl.arange(0, LANES)
     weight = tl.zeros([LANES], tl.float32)
     above = tl.full([LANES], _INFINITE, tl.float32)
@@ -253,7 +256,9 @@ def _lower(logit, at):
 
 @triton.jit
 def _load_four(logits, token, vocab_size, LANES: tl.constexpr):
-    """The logits of four turns of the lanes as float32; minus infinity for NaN and for tokens that there are not."""
+    """Return the logits of four turns of the lanes as float32; minus infinity for NaN and for tokens that there are
+    not.
+    """
     y0 = tl.load(logits + token, token < vocab_size, _NONE)
     y1 = tl.load(logits + token + LANES, token + LANES < vocab_size, _NONE)
     y2 = tl.load(logits + token + 2 * LANES, token + 2 * LANES < vocab_size, _NONE)
@@ -278,27 +283,29 @@ def _from(logit, weight, at):
 
 @triton.jit
 def _sum(weight):
-    """The sum `[]` float64 of `[LANES]` float32."""
+    """Return the sum `[]` float64 of `[LANES]` float32."""
     threads = tl.reshape(weight, [weight.shape[0] // 4, 4])
     return tl.sum(tl.sum(threads, 1).to(tl.float64))
 
 
 @triton.jit
 def _key(logit, ZERO_BITS: tl.constexpr):
-    """As `ordered`, int64, with one key for each float whose last bits are zero."""
+    """Return the int64 key of a float, ordered as the floats are, with one key for each float whose last
+    bits are zero.
+    """
     return (ordered(logit) >> ZERO_BITS).to(tl.int64)
 
 
 @triton.jit
 def _logit(key, ZERO_BITS: tl.constexpr):
-    """The float of a key."""
+    """Return the float of a key."""
     # Below zero the bits are those of the float turned around: the last ones must be ones.
     return unordered((key << ZERO_BITS).to(tl.int32) | tl.where(key < 0, (1 << ZERO_BITS) - 1, 0))
 
 
 @triton.jit
 def _round_up(x):
-    """The smallest float32 that is not below a float64."""
+    """Return the smallest float32 that is not below a float64."""
     near = x.to(tl.float32)
     bits = near.to(tl.int32, bitcast=True)
     above = tl.where(bits >= 0, bits + 1, bits - 1).to(tl.float32, bitcast=True)

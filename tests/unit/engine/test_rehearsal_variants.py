@@ -37,7 +37,7 @@ from baton.engine.worker.cuda.shapes import CapturedShapes, StepShape
 from baton.kernels import fp8
 from baton.kernels.compiler import recording
 from baton.kernels.linear import gpu as linear_gpu
-from baton.kernels.linear.packed import PackedWeight
+from baton.kernels.linear.operands import PackedWeight
 
 TILES = {
     "method": linear_gpu.Method.TILES, "TOKENS": 256, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3

@@ -15,8 +15,8 @@ from baton.engine.layers.moe import MoE
 from baton.engine.layers.rows import TokenRows
 from baton.engine.parallel.dispatch import ExpertDispatch
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ALL_ALONE, ExpertSpread, ParallelGroups
-from baton.kernels.peers import Routed
-from baton.kernels.peers.tokens import ROW_VALUES
+from baton.kernels.p2p import RoutedTokens
+from baton.kernels.p2p.token_exchange import ROW_VALUES
 
 HIDDEN, EXPERTS = 32, 12
 
@@ -122,7 +122,7 @@ def test_every_token_of_every_rank_is_counted_once(tp: int, dp: int, backend: st
 def test_tokens_travel_with_their_routing_to_the_last_bit(dtype: torch.dtype, top_k: int) -> None:
     hidden, weights = torch.randn(5, HIDDEN).to(dtype), torch.randn(5, top_k)
     ids = torch.randint(-1, 2**31 - 1, (5, top_k), dtype=torch.int32)
-    tokens = Routed(hidden, ids, weights)
+    tokens = RoutedTokens(hidden, ids, weights)
 
     def check(rows: Tensor) -> Tensor:
         assert rows.stride(0) % ROW_VALUES == 0

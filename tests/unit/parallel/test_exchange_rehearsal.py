@@ -29,13 +29,13 @@ from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.engine.worker.cuda.rehearsal import exchanges
 from baton.kernels import tuned
 from baton.kernels.compiler import recording
-from baton.kernels.peers import PeerMemory, Routed
+from baton.kernels.p2p import PeerMemory, RoutedTokens
 
-tuned.known = lambda op, device: tuned.entries(op, "NVIDIA_H200") if op == "peers" else []
+tuned.known = lambda op, device: tuned.entries(op, "NVIDIA_H200") if op == "p2p" else []
 tp, dp, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def group(size):
-    memory = PeerMemory.sketch(0, size, torch.device("cpu"))
+    memory = PeerMemory.without_peers(0, size, torch.device("cpu"))
     return SymmetricGroup(_Sketched(0, size), memory) if size > 1 else ALONE
 
 ranks = group(dp)
@@ -49,7 +49,7 @@ torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kern
 
 def tokens(count):
     routing = torch.zeros(count, 3, dtype=torch.int32)
-    return Routed(torch.zeros(count, 256, dtype=torch.bfloat16), routing, torch.zeros(count, 3))
+    return RoutedTokens(torch.zeros(count, 256, dtype=torch.bfloat16), routing, torch.zeros(count, 3))
 
 def step(count):
     groups.tp.all_reduce(torch.zeros(count, 256, dtype=torch.bfloat16))

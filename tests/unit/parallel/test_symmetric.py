@@ -1,4 +1,4 @@
-"""Collectives over the memory of peers, as a group sees them. The kernels are tested in tests/kernels/test_peers.py."""
+"""Collectives over the memory of peers, as a group sees them. The kernels are tested in tests/kernels/test_p2p.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.engine.parallel import Group, Member, ParallelGroups, collectives, sy
 from baton.engine.parallel.groups import ExpertSpread
 from baton.engine.parallel.rendezvous import Meeting
 from baton.engine.parallel.symmetric import SymmetricGroup, with_peer_memory
-from baton.kernels.peers import Op, PeerMemory, PeersOutOfReach
+from baton.kernels.p2p import Op, PeerAccessError, PeerMemory
 
 CPU = torch.device("cpu")
 COLLECTIVES = [Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER]
@@ -71,9 +71,9 @@ def test_what_peers_memory_does_not_serve_goes_the_groups_own_way(group: Symmetr
 
 @pytest.mark.parametrize("op", COLLECTIVES)
 def test_what_it_serves_does_not(group: SymmetricGroup, op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    serves = lambda asked, x, memory: asked is op and memory is group.memory  # noqa: E731
-    monkeypatch.setattr(symmetric.peers, "serves", serves)
-    monkeypatch.setattr(symmetric.peers, op.value, lambda x, memory: x.mul_(2))
+    supports = lambda asked, x, memory: asked is op and memory is group.memory  # noqa: E731
+    monkeypatch.setattr(symmetric.p2p, "supports", supports)
+    monkeypatch.setattr(symmetric.p2p, op.value, lambda x, memory: x.mul_(2))
     for each in COLLECTIVES:
         result = getattr(group, each.value)(torch.ones(2))
         assert result.tolist() == ([2, 2] if each is op else [1, 1])
@@ -100,7 +100,7 @@ def share_over_rendezvous(member: Member) -> Any:
 
     def share(rank: int, size: int, device: torch.device, exchange: Any) -> PeerMemory:
         told.extend([exchange(f"first of {rank}"), exchange(f"second of {rank}")])
-        raise PeersOutOfReach("there is a wall")
+        raise PeerAccessError("there is a wall")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric.PeerMemory, "share", share)
@@ -120,7 +120,7 @@ def test_only_the_first_rank_says_that_it_takes_longer(
     rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def share(*args: Any) -> PeerMemory:
-        raise PeersOutOfReach("the ranks are on several machines")
+        raise PeerAccessError("the ranks are on several machines")
 
     monkeypatch.setattr(symmetric.PeerMemory, "share", share)
     group = type("Ranked", (Recorder,), {"rank": rank})()

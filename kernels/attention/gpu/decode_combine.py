@@ -1,0 +1,107 @@
+"""The parts of decode attention, put together by a kernel of its own.
+
+Where a step has few sequences, and one of them is long, it lies in dozens of shares. The program that comes last with a
+part of it would add them up alone, while the others are idle; here every query head of a sequence has a program. That
+costs a launch in every layer, also in steps with nothing to add: hence only where the plan says so.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.split_kv import LOG2_E, LOWEST
+
+from ..rule import AttentionRule
+from .decode_plan import DecodePlan, Shares, units_of
+
+PARTS_AT_ONCE = 64
+MOST_SEQS = 8  # that a plan may choose this kernel for
+
+
+def add_parts(out: Tensor, plan: DecodePlan, shares: Shares, rule: AttentionRule) -> None:
+    """Write the rows of `out` [num_decodes, num_heads, D] whose keys were in several shares of `attend_share`."""
+    num_heads, dim = out.shape[1:]
+    num_seqs = plan.seq_lens.shape[0]
+    _add_parts[(num_seqs, num_heads)](
+        out,
+        *(rule.sinks, rule.v_scale),
+        shares.words,
+        plan.sums,
+        plan.tops,
+        plan.seq_lens,
+        num_seqs,
+        shares.num_shares,
+        rule.limit,
+        num_heads,
+        SEQS=MOST_SEQS,
+        DIM=dim,
+        PADDED_DIM=triton.next_power_of_2(dim),
+        UNIT=shares.unit_tokens,
+        PARTS=PARTS_AT_ONCE,
+        num_warps=4,
+        **launch_options(),
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_shares", "window", "num_heads"])
+def _add_parts(
+    out,
+    sinks,
+    v_scale,
+    words,
+    sums,
+    tops,
+    seq_lens,
+    num_seqs,
+    num_shares,
+    window,
+    num_heads,
+    SEQS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One query head of one sequence. Where its parts lie follows from lengths, as in `plan.write_shares`."""
+    let_next_start()
+    seq, head = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, SEQS)
+    seq_len = tl.load(seq_lens + lane, mask=lane < num_seqs, other=0)
+    units = tl.where(lane < num_seqs, units_of(seq_len, window, UNIT), 0)
+    begin = tl.sum(tl.where(lane < seq, units, 0), 0)
+    end = begin + tl.sum(tl.where(lane == seq, units, 0), 0)
+    per_share = tl.load(words + 3)
+    first_share, last_share = begin // per_share, (end - 1) // per_share
+    wait_for_previous()
+    if last_share > first_share:
+        dim = tl.arange(0, PADDED_DIM)[None, :]
+        total = tl.zeros([PADDED_DIM], tl.float32)
+        weight = tl.zeros([1], tl.float32)
+        top = tl.full([1], LOWEST, tl.float32)
+        for base in tl.range(first_share, last_share + 1, PARTS):
+            share = base + tl.arange(0, PARTS)
+            part = (share * 2 + (share == first_share).to(tl.int32)) * num_heads + head
+            is_there = share <= last_share
+            tops_here = tl.load(tops + part, mask=is_there, other=LOWEST)
+            weights = tl.load(tops + num_shares * 2 * num_heads + part, mask=is_there, other=0.0)
+            mask = is_there[:, None] & (dim < DIM)
+            values = tl.load(sums + part.to(tl.int64)[:, None] * DIM + dim, mask=mask, other=0.0)
+            new_top = tl.maximum(top, tl.max(tops_here, 0))
+            grow, shrink = tl.exp2(tops_here - new_top), tl.exp2(top - new_top)
+            weight = weight * shrink + tl.sum(weights * grow, 0)
+            total = total * shrink + tl.sum(values * grow[:, None], 0)
+            top = new_top
+        if sinks is not None:
+            sink = tl.load(sinks + head) * LOG2_E
+            new_top = tl.maximum(top, sink)
+            weight = weight * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+            total *= tl.exp2(top - new_top)
+        result = total / tl.where(weight == 0, 1.0, weight)
+        if v_scale is not None:
+            result *= tl.load(v_scale)
+        column = tl.arange(0, PADDED_DIM)
+        place = out + (seq.to(tl.int64) * num_heads + head) * DIM + column
+        tl.store(place, result.to(out.dtype.element_ty), mask=column < DIM)

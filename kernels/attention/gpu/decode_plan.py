@@ -1,0 +1,197 @@
+"""Work partition of decode attention: which program reads which keys, planned on the device once a step for all layers.
+
+    keys       |  sequence 0                     |  sequence 1 |  sequence 2 (padding)
+    units      | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 0 | 1 | 2 | 0 |      `unit_tokens` keys each, the last one fewer
+    shares     |  share 0      |  share 1      |  share 2      |share 3    `per_share` units each
+
+Every program has one share of the keys of the whole step, for one KV head; there are as many programs as the device
+runs at a time. So all end together, whatever the lengths are: one of 32k keys, or hundreds of a few.
+
+A share may begin and end in the middle of a sequence. What it leaves of those two is *partial*: it lies in a workspace
+until the program that is the last with a part of that sequence puts the parts together. `arrivals` tells which one that
+is: it counts at the share where the sequence begins, and at most one that goes on in the next begins in a share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.launch import multiprocessors
+from baton.kernels.query_tiles import PrefillPlan
+
+SHARE_WORDS = tl.constexpr(4)  # first sequence, unit in it, number of units, `per_share`
+SEQUENCES_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The keys that a layer of one window reads, in equal shares."""
+
+    words: Tensor  # [num_shares, SHARE_WORDS] int32; 0 units: nothing to do
+    arrivals: Tensor  # [num_shares, num_heads] int32: parts that are there of the sequence that goes on after the share
+    unit_tokens: int
+
+    @property
+    def num_shares(self) -> int:
+        return self.words.shape[0]
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The decodes of one step. Layers with the same window have the same shares, made when the first of them asks."""
+
+    seq_lens: Tensor  # [num_decodes] int32
+    num_kv_heads: int
+    num_shares: int
+    unit_tokens: int
+    min_units: int
+    early_units: int  # of a share, that are prefetched
+    apart: bool  # whether a kernel of its own puts parts together
+    options: dict[str, int]  # of the launch of `decode`'s kernel
+    # of two parts a share: 0 of the sequence that began in a share before, 1 of the one that goes on in the next
+    sums: Tensor  # [num_shares, 2, num_heads, head_dim] float32: weighted sums of values
+    tops: Tensor  # [2, num_shares, 2, num_heads] float32: their top scores, their sums of weights
+    uses_tma: bool = False  # whether warps of their own fetch pages: `decode_tma`
+    by_window: dict[int, Shares] = field(default_factory=dict)
+
+    def shares(self, window: int) -> Shares:
+        """Return the shares of the newest `window` keys of each sequence: see `AttentionRule.limit`."""
+        if window not in self.by_window:
+            self.by_window[window] = plan_shares(
+                self.seq_lens,
+                window=window,
+                unit_tokens=self.unit_tokens,
+                min_units=self.min_units,
+                num_shares=self.num_shares,
+                num_heads=self.num_kv_heads,
+            )
+        return self.by_window[window]
+
+
+@dataclass(frozen=True)
+class ShortPlan:
+    """The only decode of a step, of a short sequence: where the parts of its result lie until they are added up."""
+
+    sums: Tensor  # [splits, num_heads, head_dim] float32: weighted sums of values
+    tops: Tensor  # [2, splits, num_heads] float32: their top scores, their sums of weights
+
+    @property
+    def splits(self) -> int:
+        """The largest number of splits of the keys."""
+        return self.sums.shape[0]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The plans of one step, shared by its layers; None where no sequence needs that kernel."""
+
+    decode: DecodePlan | ShortPlan | None
+    prefill: PrefillPlan | None
+
+
+def prepared(batch: AttentionBatch) -> Prepared:
+    """Return the plans of a batch. Raises `ValueError` for a batch that `prepare` has not seen."""
+    if not isinstance(batch.prepared, Prepared):
+        raise ValueError("the batch has no plan for this device: give it to kernels.attention.prepare once a step")
+    return batch.prepared
+
+
+def plan_shares(
+    seq_lens: Tensor, *, window: int, unit_tokens: int, min_units: int, num_shares: int, num_heads: int
+) -> Shares:
+    """Partition the newest `window` keys of every sequence of `seq_lens` [num_seqs] int32 over `num_shares` programs.
+
+    A share has at least `min_units` units, so that a short step does not fall into crumbs. Every sequence has at least
+    one unit, even where it has no key: somebody must write its result. No part has arrived, for any of `num_heads` KV
+    heads; every layer leaves it so for the next. Looks at shapes only: safe inside a graph.
+
+    Kernels launched after this one may read the words and `seq_lens` before they wait for the kernel before them:
+    it is launched the ordinary way, so that none starts before it has ended.
+    """
+    words = torch.empty((num_shares, SHARE_WORDS.value), dtype=torch.int32, device=seq_lens.device)
+    arrivals = torch.empty((num_shares, num_heads), dtype=torch.int32, device=seq_lens.device)
+    write_shares[(num_shares,)](
+        seq_lens,
+        words,
+        arrivals,
+        seq_lens.shape[0],
+        num_shares,
+        num_heads,
+        window,
+        min_units,
+        UNIT=unit_tokens,
+        BLOCK=SEQUENCES_AT_ONCE,
+        num_warps=4,
+    )
+    return Shares(words, arrivals, unit_tokens)
+
+
+def shares_that_fill(device: torch.device, num_heads: int, programs_per_multiprocessor: int) -> int:
+    """Return the largest number of shares a KV head for which all programs run at the same time."""
+    return max(1, multiprocessors(device) * programs_per_multiprocessor // num_heads)
+
+
+@triton.jit
+def first_visible(seq_len, window):
+    """Return the first key that the newest token of a sequence sees."""
+    return tl.maximum(seq_len - window, 0)
+
+
+@triton.jit
+def units_of(seq_len, window, UNIT: tl.constexpr):
+    """Return the number of units that hold the keys which the newest token of a sequence sees; units begin at multiples
+    of UNIT.
+    """
+    return tl.maximum(tl.cdiv(seq_len, UNIT) - first_visible(seq_len, window) // UNIT, 1)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_shares", "num_heads", "window", "min_units"])
+def write_shares(
+    seq_lens,
+    words,
+    arrivals,
+    num_seqs,
+    num_shares,
+    num_heads,
+    window,
+    min_units,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a share: it counts the units of all sequences and finds the one where its share begins."""
+    share = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    total = 0
+    for base in range(0, num_seqs, BLOCK):
+        seq_len = tl.load(seq_lens + base + lane, mask=base + lane < num_seqs, other=0)
+        total += tl.sum(tl.where(base + lane < num_seqs, units_of(seq_len, window, UNIT), 0), 0)
+    per_share = tl.maximum(tl.cdiv(total, num_shares), min_units)
+    begin = share * per_share
+
+    first_seq, first_unit, passed = 0, 0, 0
+    for base in range(0, num_seqs, BLOCK):
+        seq = base + lane
+        seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+        units = tl.where(seq < num_seqs, units_of(seq_len, window, UNIT), 0)
+        after = passed + tl.cumsum(units, 0)
+        before = after - units
+        is_first = (before <= begin) & (begin < after)
+        first_seq += tl.sum(tl.where(is_first, seq, 0), 0)
+        first_unit += tl.sum(tl.where(is_first, begin - before, 0), 0)
+        passed += tl.sum(units, 0)
+
+    for base in range(0, num_heads, BLOCK):
+        tl.store(arrivals + share * num_heads + base + lane, 0, mask=base + lane < num_heads)
+    word = words + share * SHARE_WORDS
+    tl.store(word, first_seq)
+    tl.store(word + 1, first_unit)
+    tl.store(word + 3, per_share)
+    tl.debug_barrier()
+    # released: what is stored above can be seen when this program ends, by who does not wait
+    tl.atomic_xchg(word + 2, tl.maximum(tl.minimum(total - begin, per_share), 0), sem="release")

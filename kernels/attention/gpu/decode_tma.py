@@ -1,0 +1,236 @@
+"""What the decode kernels for Hopper share, whose own warps fetch pages: their plan, their launch, and those warps.
+
+    copy engine ──pages──> ring of keys, ring of values      a warp fills either, from unit to unit, over the borders
+                                                             of sequences, as far ahead as the rings are long
+    four warps  ──products──> sums of a sequence             as `decode_hopper` (caches in 16 bits) and
+                                                             `decode_fp8_hopper` (in E4M3) say
+    sums        ──> its result, or a part of it              `decode_output`
+
+What is dealt out, and what becomes of a sequence that lies in several shares, is as in `decode`, whose plan serves here
+too. Nearly all that a step of many sequences takes is the memory's and the copy engine's: a large batch runs at the
+limit of the device's power, and what its other parts do not use makes all of them faster.
+
+Only the newest key and value of a sequence are this step's. So pages are on their way while the kernels before this one
+still run: a warp that fetches waits for those when it comes to the last unit of a sequence.
+
+Annotations are read by Triton: this module evaluates them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.hopper.rings import async_load, cache_fits_boxes, view
+from baton.kernels.pdl import launch_options, wait_for_previous
+from baton.kernels.split_kv import LOG2_E
+
+from ..rule import AttentionRule
+from .decode import DEFAULT, decode_plan
+from .decode_combine import add_parts
+from .decode_output import capped
+from .decode_plan import DecodePlan, first_visible, units_of
+
+KEYS = gl.constexpr(64)  # the rows of one product of a warp group
+MOST_ROWS = 16  # query heads that read one KV head
+FEW_SEQS = 4  # up to so many sequences a kernel of its own puts parts together
+FETCHER_REGISTERS = gl.constexpr(40)
+OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)  # the halves of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitting:
+    """What a multiprocessor has room for, for heads of some size."""
+
+    programs: int  # at a time
+    stages: int  # units in a ring
+    registers: int  # of a thread at the start
+
+
+def plan_tma_decode(
+    batch: AttentionBatch,
+    kv: Tensor,
+    num_heads: int,
+    dtypes: tuple[torch.dtype, ...],
+    unit_tokens: int,
+    fittings: Mapping[int, Fitting],
+) -> DecodePlan | None:
+    """Return the plan for the first `batch.num_decodes` sequences; None where the cache is none of `dtypes` in pages
+    that the copy engine reads, with heads of a size in `fittings`.
+
+    Its options serve `decode` as well, for queries that do not suit the kernel. Looks at shapes only.
+    """
+    num_kv_heads, dim = kv.shape[1], kv.shape[5]
+    if dim not in fittings or num_heads // num_kv_heads > MOST_ROWS or not cache_fits_boxes(kv, dtypes):
+        return None
+    programs = fittings[dim].programs
+    options = {**DEFAULT, "unit_tokens": unit_tokens, "programs": programs, "min_units": 1, "early_units": 0}
+    options["apart"] = int(batch.num_decodes <= FEW_SEQS)
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": dim}
+    return dataclasses.replace(decode_plan(batch, options, **heads), uses_tma=True)
+
+
+def launch(
+    attend_share: Any,
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    plan: DecodePlan,
+    rule: AttentionRule,
+    fitting: Fitting,
+    box: gl.NVMMASharedLayout,
+    *,
+    out: Tensor,
+    **scales: Tensor | None,
+) -> None:
+    """As `decode.paged_decode`, by a kernel that takes these arguments. `box` says how a page's rows are swizzled."""
+    num_heads, dim = q.shape[1:]
+    _, num_kv_heads, num_layers, _, block_size, _ = kv.shape
+    shares, group = plan.shares(rule.limit), num_heads // num_kv_heads
+    columns = box.swizzle_byte_width // kv.itemsize
+    attend_share[(shares.num_shares * num_kv_heads,)](
+        q,
+        TensorDescriptor.from_tensor(kv.view(-1, dim), [block_size, columns], box),
+        out,
+        rule.sinks,
+        shares.words,
+        shares.arrivals,
+        plan.sums,
+        plan.tops,
+        batch.seq_lens,
+        batch.block_tables,
+        batch.table_rows,
+        layer,
+        *(rule.scale, rule.limit, rule.cap),
+        *(num_layers, shares.num_shares, q.stride(0), batch.block_tables.stride(0)),
+        **scales,
+        HEADS=num_kv_heads,
+        GROUP=group,
+        ROWS=8 if group <= 8 else MOST_ROWS,
+        DIM=dim,
+        PAGE=block_size,
+        STAGES=fitting.stages,
+        APART=plan.apart,
+        HAS_CAP=rule.has_cap,
+        num_warps=4,
+        maxnreg=fitting.registers,
+        **launch_options(),
+    )
+    if plan.apart:
+        add_parts(out[: batch.num_decodes], plan, shares, rule)
+
+
+@aggregate
+class Shape:
+    """What is fixed when the kernel is compiled."""
+
+    HEADS: gl.constexpr  # of keys and values
+    GROUP: gl.constexpr  # query heads that read one of them
+    ROWS: gl.constexpr  # as many, and padding
+    DIM: gl.constexpr
+    PAGE: gl.constexpr
+    UNIT: gl.constexpr  # keys
+    APART: gl.constexpr
+    HAS_CAP: gl.constexpr
+    MMA: gl.constexpr  # how the products' results lie in registers
+
+    @gluon.constexpr_function
+    def __init__(self, HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP):
+        self.HEADS = gl.constexpr(HEADS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.ROWS = gl.constexpr(ROWS)
+        self.DIM = gl.constexpr(DIM)
+        self.PAGE = gl.constexpr(PAGE)
+        self.UNIT = gl.constexpr(UNIT)
+        self.APART = gl.constexpr(APART)
+        self.HAS_CAP = gl.constexpr(HAS_CAP)
+        self.MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+
+
+@gluon.jit
+def units_in_share(seq, unit, left, sequences, shape):
+    """What of a share's `left` units lies in sequence `seq`, from `unit` of it on.
+
+    (length, all units of the sequence, those that count for the share, those of these that hold keys, number of the
+    first of them from the sequence's first key on)
+    """
+    seq_lens, _, _, _, window = sequences
+    seq_len = gl.load(seq_lens + seq)
+    all_units = units_of(seq_len, window, shape.UNIT)
+    units = gl.minimum(all_units - unit, left)
+    tiles = gl.where(seq_len > 0, units, 0)
+    return seq_len, all_units, units, tiles, first_visible(seq_len, window) // shape.UNIT + unit
+
+
+@gluon.jit
+def fetch(share, sequences, cache, ring, HALF: gl.constexpr, shape):
+    """Fetch the keys or the values of a share's units."""
+    words, head = share
+    _, block_tables, table_rows, table_stride, _ = sequences
+    pages, layer, num_layers = cache
+    PAGES: gl.constexpr = shape.UNIT // shape.PAGE
+    COLUMNS: gl.constexpr = ring.slabs.shape[2]
+    BOX: gl.constexpr = pages.layout
+    row = ((head * num_layers + layer) * 2 + HALF) * shape.PAGE
+    block_rows = shape.HEADS * num_layers * (2 * shape.PAGE)
+    seq, unit, left = gl.load(words), gl.load(words + 1), gl.load(words + 2)
+    n = 0
+    while left > 0:
+        seq_len, all_units, units, tiles, first = units_in_share(seq, unit, left, sequences, shape)
+        table_row = seq
+        if table_rows is not None:
+            table_row = gl.load(table_rows + seq)
+        table = block_tables + table_row.to(gl.int64) * table_stride
+        num_pages = gl.cdiv(seq_len, shape.PAGE)
+        for index in range(tiles):
+            page = (first + index) * PAGES
+            places = ()  # pages behind the sequence's last are rows behind the last row: they become zero
+            for i in gl.static_range(PAGES):
+                exists = page + i < num_pages
+                block = gl.load(table + page + i, mask=exists, other=0)
+                places = places + (gl.where(exists, block * block_rows + row, pages.shape[0]),)
+            if unit + index == all_units - 1:
+                wait_for_previous()  # the newest key and value are this step's
+            ring.await_free(n)
+            ring.expect(n)
+            for i in gl.static_range(PAGES):
+                for slab in gl.static_range(shape.DIM // COLUMNS):
+                    box = view(ring.slab(n, slab), [PAGES, shape.PAGE, COLUMNS], BOX).index(i)
+                    async_load(pages, [places[i], slab * COLUMNS], ring.barrier(n), box)
+            n += 1
+        seq += 1
+        unit = 0
+        left -= units
+
+
+@gluon.jit
+def load_query(queries, seq, head, shape):
+    """Return the heads [ROWS, DIM] that read a KV head; zeros for padding."""
+    q, token_stride = queries
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.DIM, shape.DIM // 8], [4, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, shape.ROWS, gl.SliceLayout(1, LAYOUT)), 1)
+    dim = gl.expand_dims(gl.arange(0, shape.DIM, gl.SliceLayout(0, LAYOUT)), 0)
+    place = q + seq.to(gl.int64) * token_stride + (head * shape.GROUP + row) * shape.DIM + dim
+    return gl.load(place, mask=row < shape.GROUP, other=0.0)
+
+
+@gluon.jit
+def visible_scores(scores, soft_cap, first_key, seq_len, begin, shape):
+    """Return scores [KEYS, ROWS] of the keys from `begin` on, capped, in units of log 2; minus infinity for those
+    unseen.
+    """
+    if shape.HAS_CAP:
+        scores = capped(scores, soft_cap)
+    scores = scores * LOG2_E
+    if (begin + KEYS > seq_len) | (begin < first_key):
+        key = begin + gl.arange(0, KEYS, gl.SliceLayout(1, shape.MMA))
+        scores = gl.where(gl.expand_dims((key < seq_len) & (key >= first_key), 1), scores, float("-inf"))
+    return scores

@@ -1,0 +1,209 @@
+"""FP8 matrix products, with split-K for few tokens.
+
+They run on the tensor cores' own 8-bit instructions. These add up in some 14 bits, in which a sum of thousands of like
+values would lose a fifth, so what they made of each 128 values is added up in float32.
+
+Small tiles for few tokens, and several programs for one tile where there would be fewer tiles than multiprocessors.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels import pdl, tuned
+
+from ..weight import BLOCK, Fp8Weight
+
+BAND = 8  # tiles of tokens that are multiplied with the same stretch of the weight while that is in the cache
+MOST_SPLIT_TILES = 4096
+
+# TOKENS x COLUMNS is the tile of one program; GROUPS of 128 values of the depth are one step of its loop; TURNED makes
+# the weight the left operand, whose tile must be 64 high, so that the tile of tokens may be narrower; SPLIT programs
+# share the depth of a tile.
+OPTIONS: dict[int, tuned.Options] = {
+    16: {"TOKENS": 16, "COLUMNS": 64, "GROUPS": 2, "TURNED": 1, "SPLIT": 1, "STAGES": 6, "num_warps": 4},
+    32: {"TOKENS": 32, "COLUMNS": 64, "GROUPS": 2, "TURNED": 1, "SPLIT": 1, "STAGES": 4, "num_warps": 4},
+    128: {"TOKENS": 64, "COLUMNS": 64, "GROUPS": 1, "TURNED": 0, "SPLIT": 1, "STAGES": 5, "num_warps": 4},
+    1 << 31: {"TOKENS": 64, "COLUMNS": 128, "GROUPS": 1, "TURNED": 0, "SPLIT": 1, "STAGES": 4, "num_warps": 4},
+}
+
+
+def product(
+    quantized: Tensor,
+    scale: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    out: Tensor,
+    options: tuned.Options | None = None,
+    *,
+    add: bool = False,
+) -> Tensor:
+    """Multiply `quantized` [T, K] with its scales by the weight, into `out` [T, N], or add the product to `out`.
+
+    `options` serve instead of the tuned ones.
+    """
+    num_tokens, depth = quantized.shape
+    num_columns = weight.shape[0]
+    if options is None:
+        default = next(options for most, options in OPTIONS.items() if num_tokens <= most)
+        options = tuned.config("fp8", quantized.device, tuning_key(quantized, weight), default)
+    if weight.in_blocks and depth // BLOCK % options["GROUPS"]:
+        options = {**options, "GROUPS": 1}
+    tiles = triton.cdiv(num_tokens, options["TOKENS"]) * triton.cdiv(num_columns, options["COLUMNS"])
+    split = options["SPLIT"] if tiles <= MOST_SPLIT_TILES else 1
+    options = {**options, "SPLIT": split}
+    partial, arrived = None, None
+    if split > 1:
+        partial = out.new_empty(tiles * split * options["TOKENS"] * options["COLUMNS"], dtype=torch.float32)
+        arrived = _arrivals(out.device)
+    _gemm_kernel[(tiles, split)](
+        quantized,
+        scale,
+        weight.data,
+        weight.scale,
+        bias,
+        out,
+        partial,
+        arrived,
+        num_tokens,
+        num_columns,
+        depth,
+        out.stride(0),
+        ADD=add,
+        IN_BLOCKS=weight.in_blocks,
+        WHOLE_STEPS=depth % (BLOCK * options["GROUPS"]) == 0,
+        BLOCK=BLOCK,
+        BAND=BAND,
+        **options,
+        **pdl.launch_options(),
+    )
+    return out
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Return the arrival counters of split tiles: zero before and after every product.
+
+    One for all products of a device: they run one after another, in one stream and in graphs of it.
+    """
+    return torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
+
+
+def tuning_key(quantized: Tensor, weight: Fp8Weight) -> tuned.Key:
+    """Return what the best options of a product depend on."""
+    columns, depth = weight.shape
+    return {"scales": weight.scaled_by, "tokens": quantized.shape[0], "columns": columns, "depth": depth}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gemm_kernel(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    partial,
+    arrived,
+    num_tokens,
+    num_columns,
+    depth,
+    out_stride,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TURNED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    ADD: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """One program: a tile TOKENS x COLUMNS of the result, or of SPLIT shares of its depth one.
+
+    Who is last with a tile adds the shares in their order, so that the sum does not depend on who that is.
+    """
+    token_tile, column_tile = _tile(num_tokens, num_columns, TOKENS, COLUMNS, BAND)
+    token = token_tile * TOKENS + tl.arange(0, TOKENS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    is_token = token < num_tokens
+    is_column = column < num_columns
+    inner = tl.arange(0, BLOCK)
+    x += token[:, None].to(tl.int64) * depth + inner[None, :]
+    weight += tl.where(is_column, column, 0)[:, None].to(tl.int64) * depth + inner[None, :]
+    num_groups = tl.cdiv(depth, BLOCK)
+    if IN_BLOCKS:
+        tl.static_assert(BLOCK % COLUMNS == 0, "a tile must lie in one row of the weight's blocks")
+        # A tensor of one rather than a scalar, which would not be loaded ahead with the others.
+        weight_scale += tl.zeros([1], tl.int32) + column_tile * COLUMNS // BLOCK * num_groups
+        x_scale += token
+    share = tl.cdiv(tl.cdiv(num_groups, GROUPS), SPLIT) * GROUPS
+    begin = tl.program_id(1) * share
+    pdl.wait_for_previous()
+    total = tl.zeros([COLUMNS, TOKENS] if TURNED else [TOKENS, COLUMNS], tl.float32)
+    for first in tl.range(begin, tl.minimum(begin + share, num_groups), GROUPS, num_stages=STAGES):
+        for offset in tl.static_range(GROUPS):
+            group = first + offset
+            if WHOLE_STEPS:
+                rows = tl.load(x + group * BLOCK, mask=is_token[:, None], other=0.0)
+                columns = tl.load(weight + group * BLOCK)
+            else:
+                exists = group * BLOCK + inner < depth
+                rows = tl.load(x + group * BLOCK, mask=is_token[:, None] & exists[None, :], other=0.0)
+                columns = tl.load(weight + group * BLOCK, mask=exists[None, :], other=0.0)
+            if IN_BLOCKS:
+                factor = tl.load(x_scale + group * num_tokens, mask=is_token, other=0.0) * tl.load(weight_scale + group)
+                if TURNED:
+                    total += tl.dot(columns, tl.trans(rows)) * factor[None, :]
+                else:
+                    total += tl.dot(rows, tl.trans(columns)) * factor[:, None]
+            elif TURNED:
+                total = tl.dot(columns, tl.trans(rows), total, max_num_imprecise_acc=BLOCK)
+            else:
+                total = tl.dot(rows, tl.trans(columns), total, max_num_imprecise_acc=BLOCK)
+    pdl.let_next_start()
+    is_last = True
+    if SPLIT > 1:
+        tile = tl.program_id(0)
+        cell = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
+        partial += tile * (SPLIT * TOKENS * COLUMNS)
+        tl.store(partial + tl.program_id(1) * (TOKENS * COLUMNS) + cell, total)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+        if is_last:
+            total = tl.zeros_like(total)
+            for part in tl.static_range(SPLIT):
+                total += tl.load(partial + part * (TOKENS * COLUMNS) + cell, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)
+    if is_last:
+        result = tl.trans(total) if TURNED else total
+        if not IN_BLOCKS:
+            row_scale = tl.load(x_scale + token, mask=is_token, other=0.0)
+            column_scale = tl.load(weight_scale + column, mask=is_column, other=0.0)
+            result *= row_scale[:, None] * column_scale[None, :]
+        if bias is not None:
+            result += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        place = token[:, None].to(tl.int64) * out_stride + column[None, :]
+        inside = is_token[:, None] & is_column[None, :]
+        if ADD:
+            result += tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile(num_tokens, num_columns, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+    """(tile of tokens, tile of columns) of this program: bands of BAND tiles of tokens, column by column."""
+    token_tiles = tl.cdiv(num_tokens, TOKENS)
+    column_tiles = tl.cdiv(num_columns, COLUMNS)
+    index = tl.program_id(0)
+    band = index // (BAND * column_tiles)
+    height = tl.minimum(token_tiles - band * BAND, BAND)
+    inside = index % (BAND * column_tiles)
+    return band * BAND + inside % height, inside // height

@@ -1,0 +1,310 @@
+"""Flash attention for Hopper, warp-specialized: TMA, tensor cores and exponentials all at work at the same time.
+
+    producer, 1 warp     copies queries, keys and values into rings                      a kernel brings its own
+    consumers, 4 warps   scores = q K^T -> softmax -> sum += weights V                   64 rows of a query tile each
+
+The two consumers take turns to issue their products, so that the softmax of one runs while the other multiplies; and
+each issues the scores of the next tile of keys together with the weighted values of the one before.
+
+Programs stay: the producer takes the next tile of queries from the plan's queue when it is through with one, longest
+first, and tells the consumers what it is by mail that travels with the queries.
+
+Annotations are read by Triton: this module evaluates them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from baton.kernels.split_kv import LOG2_E
+
+from .rings import SLAB, Ring, async_load, barrier, clear_tail, new_barriers, new_ring, view
+
+ROWS = gl.constexpr(64)  # of one consumer
+STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
+QUERY_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # [tokens, heads, SLAB]
+MAIL = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@aggregate
+class Shape:
+    """What is fixed when a kernel is compiled."""
+
+    PACK: gl.constexpr  # query heads in a tile
+    TOKENS: gl.constexpr  # of one consumer
+    KEYS: gl.constexpr  # of a tile
+    KEY_SLABS: gl.constexpr
+    VALUE: gl.constexpr  # dimensions of a value: a power of two
+    VALUE_SLABS: gl.constexpr
+    BLOCK_SIZE: gl.constexpr  # of pages whose tokens behind the last key may hold anything; None: all is finite
+    HAS_WINDOW: gl.constexpr
+    HAS_CAP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, PACK, KEYS, DIM, VALUE, BLOCK_SIZE, HAS_WINDOW, HAS_CAP):
+        self.PACK = gl.constexpr(PACK)
+        self.TOKENS = gl.constexpr(ROWS.value // PACK)
+        self.KEYS = gl.constexpr(KEYS)
+        self.KEY_SLABS = gl.constexpr(DIM // SLAB.value)
+        self.VALUE = gl.constexpr(VALUE)
+        self.VALUE_SLABS = gl.constexpr(VALUE // SLAB.value)
+        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
+        self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
+        self.HAS_CAP = gl.constexpr(HAS_CAP)
+
+
+@aggregate
+class Scoring:
+    """Window and factors of scores: `limit`, `score_unit` and `cap_scale` of `AttentionRule`."""
+
+    window: gl.tensor
+    unit: gl.tensor
+    cap_scale: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, window, unit, cap_scale):
+        self.window = window
+        self.unit = unit
+        self.cap_scale = cap_scale
+
+
+@aggregate
+class Pipe:
+    """The rings and barriers between the producer and the two consumers."""
+
+    mail: gl.shared_memory_descriptor  # [4] int32: what the tile of queries is; arrives with the queries
+    queries: Ring  # one tile: the slabs of consumer 0, the slabs of consumer 1
+    keys: Ring
+    values: Ring
+    turn: gl.shared_memory_descriptor  # a barrier for each consumer: it may issue products
+
+    @gluon.constexpr_function
+    def __init__(self, mail, queries, keys, values, turn):
+        self.mail = mail
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.turn = turn
+
+
+@gluon.jit
+def new_pipe(dtype: gl.constexpr, shape):
+    pipe = Pipe(
+        gl.allocate_shared_memory(gl.int32, [4], MAIL),
+        new_ring(dtype, 1, ROWS, 2 * shape.KEY_SLABS * SLAB, 2),
+        new_ring(dtype, STAGES, shape.KEYS, shape.KEY_SLABS * SLAB, 2),
+        new_ring(dtype, STAGES, shape.KEYS, shape.VALUE, 2),
+        new_barriers(2, 1),
+    )
+    hopper.fence_async_shared()
+    return pipe
+
+
+@gluon.jit
+def key_tiles(first_position, count, scoring, shape):
+    """Return the (first, last) tile of the keys that `count` queries from `first_position` on see; always
+    at least one.
+    """
+    first = 0
+    last = gl.maximum(first_position + count - 1, 0) // shape.KEYS
+    if shape.HAS_WINDOW:
+        first = gl.minimum(gl.maximum(first_position + 1 - scoring.window, 0) // shape.KEYS, last)
+    return first, last
+
+
+# ---- for producers --------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def send_queries(pipe, turn, queries, item, first_head, shape):
+    """Start the copies of a tile's queries, for heads from `first_head` on, and store the tile's description beside
+    them.
+    """
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    word = gl.arange(0, 4, WORDS)
+    token = gl.load(item)
+    pipe.queries.await_free(turn)
+    pipe.mail.store(gl.where(word == 3, first_head, gl.load(item + word)))
+    barrier()
+    pipe.queries.expect(turn)
+    for half in gl.static_range(2):
+        for slab in gl.static_range(shape.KEY_SLABS):
+            rows = pipe.queries.slab(turn, half * shape.KEY_SLABS + slab)
+            async_load(
+                queries,
+                [token + half * shape.TOKENS, first_head, slab * SLAB],
+                pipe.queries.barrier(turn),
+                view(rows, [shape.TOKENS, shape.PACK, SLAB], QUERY_BOX),
+            )
+
+
+@gluon.jit
+def next_unit(queue):
+    """Take the next (tile of queries, head) from the queue. Program i has taken the i-th already."""
+    return gl.num_programs(0) + gl.atomic_add(queue, 1)
+
+
+@gluon.jit
+def send_end(pipe, turn, queue):
+    """Signal the consumers that no queries follow. The last program to leave resets the queue for the next layer."""
+    pipe.queries.await_free(turn)
+    pipe.mail.store(gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0])))
+    barrier()
+    mbarrier.arrive(pipe.queries.barrier(turn))
+    if gl.atomic_add(queue + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(queue, 0)
+        gl.store(queue + 1, 0)
+
+
+# ---- consumers ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consume(pipe, target, sinks, scoring, HALF: gl.constexpr, shape):
+    out, token_stride, head_stride = target
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.VALUE, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.VALUE, shape.VALUE // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = pipe.keys.slabs.dtype
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    out_row = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+    dim = gl.arange(0, shape.VALUE, gl.SliceLayout(0, STORE))
+    turn = 0
+    n = 0
+    token, count, first_position, first_head = _open_mail(pipe, turn)
+    while count > 0:
+        position = first_position + HALF * shape.TOKENS + row // shape.PACK
+        top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+        if sinks is not None:
+            top = gl.load(sinks + first_head + row % shape.PACK) * (LOG2_E / scoring.unit)
+            total += 1.0
+        sums = gl.zeros([ROWS, shape.VALUE], gl.float32, SUMS)
+
+        # backwards from the last tile of keys: those that need a mask come first
+        first, last = key_tiles(first_position, count, scoring, shape)
+        scores = _issue_scores(pipe, turn, n, HALF, SCORES, shape)
+        mbarrier.arrive(pipe.turn.index(1 - HALF))
+        scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+        pipe.keys.release(n)
+        weights, top, total, _ = _soften(scores, top, total, position, last * shape.KEYS, scoring, True, shape)
+        weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        if shape.BLOCK_SIZE is not None:
+            clear_tail(pipe.values, n, first_position + count, shape.BLOCK_SIZE)
+        n += 1
+        # every row sees all keys of the tiles before this one; under a window, that is left to the mask
+        masked = first if shape.HAS_WINDOW else gl.minimum(gl.maximum(first_position + 1, 0) // shape.KEYS, last)
+        for back in range(last - masked):
+            first_key = (last - 1 - back) * shape.KEYS
+            sums, top, total, weights = _attend_keys(
+                pipe, turn, n, sums, top, total, weights, position, first_key, scoring, HALF, True, SCORES, shape
+            )
+            n += 1
+        for _ in range(masked - first):
+            sums, top, total, weights = _attend_keys(
+                pipe, turn, n, sums, top, total, weights, position, 0, scoring, HALF, False, SCORES, shape
+            )
+            n += 1
+        pipe.queries.release(turn)
+        pipe.values.await_full(n - 1)
+        sums = hopper.warpgroup_mma(weights, pipe.values.tile(n - 1), sums, is_async=True)
+        sums, weights = hopper.warpgroup_mma_wait(0, deps=[sums, weights])
+        pipe.values.release(n - 1)
+
+        total = gl.where(total == 0.0, 1.0, total)
+        result = sums / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, SUMS)), 1)
+        tile_token = HALF * shape.TOKENS + out_row // shape.PACK
+        place = (token + tile_token).to(gl.int64) * token_stride + (first_head + out_row % shape.PACK) * head_stride
+        gl.store(
+            out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0),
+            gl.convert_layout(result.to(dtype), STORE),
+            mask=gl.expand_dims(tile_token < count, 1),
+        )
+        turn += 1
+        token, count, first_position, first_head = _open_mail(pipe, turn)
+
+
+@gluon.jit
+def _open_mail(pipe, turn):
+    """Wait for queries; return (token, count, first position, first head) of their tile. Count 0: there are no more."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    pipe.queries.await_full(turn)
+    words = pipe.mail.load(WORDS)
+    word = gl.arange(0, 4, WORDS)
+    return (
+        gl.sum(gl.where(word == 0, words, 0), 0),
+        gl.sum(gl.where(word == 1, words, 0), 0),
+        gl.sum(gl.where(word == 2, words, 0), 0),
+        gl.sum(gl.where(word == 3, words, 0), 0),
+    )
+
+
+@gluon.jit
+def _issue_scores(pipe, turn, n, HALF: gl.constexpr, SCORES: gl.constexpr, shape):
+    """Start q K^T for key tile n, once it has landed and it is this consumer's turn."""
+    pipe.keys.await_full(n)
+    mbarrier.wait(pipe.turn.index(HALF), (n & 1) ^ (1 - HALF))
+    scores = gl.zeros([ROWS, shape.KEYS], gl.float32, SCORES)
+    for slab in gl.static_range(shape.KEY_SLABS):
+        query = pipe.queries.slab(turn, HALF * shape.KEY_SLABS + slab)
+        keys = pipe.keys.slab(n, slab).permute((1, 0))
+        scores = hopper.warpgroup_mma(query, keys, scores, use_acc=slab > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _attend_keys(
+    pipe,
+    turn,
+    n,
+    sums,
+    top,
+    total,
+    weights,
+    position,
+    first_key,
+    scoring,
+    HALF: gl.constexpr,
+    MASKED: gl.constexpr,
+    SCORES: gl.constexpr,
+    shape,
+):
+    """Compute scores of key tile n, which begins at `first_key`, while the weights of tile n - 1 are multiplied by
+    values.
+    """
+    scores = _issue_scores(pipe, turn, n, HALF, SCORES, shape)
+    pipe.values.await_full(n - 1)
+    sums = hopper.warpgroup_mma(weights, pipe.values.tile(n - 1), sums, is_async=True)
+    mbarrier.arrive(pipe.turn.index(1 - HALF))
+    scores = hopper.warpgroup_mma_wait(1, deps=[scores])
+    pipe.keys.release(n)
+    new_weights, top, total, shrink = _soften(scores, top, total, position, first_key, scoring, MASKED, shape)
+    sums, weights = hopper.warpgroup_mma_wait(0, deps=[sums, weights])
+    pipe.values.release(n - 1)
+    sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout)), 1)
+    return sums, top, total, gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
+
+
+@gluon.jit
+def _soften(scores, top, total, position, first_key, scoring, MASKED: gl.constexpr, shape):
+    """Take one step of the running softmax: (weights, top score, sum of weights, factor of earlier sums)."""
+    if shape.HAS_CAP:
+        scores = 1 - 2 / (gl.exp2(scores * scoring.cap_scale) + 1)
+    if MASKED:
+        key = first_key + gl.arange(0, shape.KEYS, gl.SliceLayout(0, scores.type.layout))
+        distance = gl.expand_dims(position, 1) - gl.expand_dims(key, 0)
+        visible = distance >= 0
+        if shape.HAS_WINDOW:
+            visible = visible & (distance < scoring.window)
+        scores = gl.where(visible, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    shift = new_top * scoring.unit
+    if MASKED:
+        # a row that has seen no key yet must not subtract infinity from itself
+        shift = gl.where(new_top == float("-inf"), 0.0, shift)
+    weights = gl.exp2(scores * scoring.unit - gl.expand_dims(shift, 1))
+    shrink = gl.exp2(top * scoring.unit - shift)
+    return weights, new_top, total * shrink + gl.sum(weights, 1), shrink

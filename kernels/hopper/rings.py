@@ -1,0 +1,157 @@
+"""Ring buffers in shared memory between TMA producers and warp-group consumers, and names that depend on Triton's
+version.
+
+    producer   await_free(n) -> expect(n) -> copies into slab(n, i), reported to barrier(n)
+    consumer   await_full(n) -> products read slab(n, i) or tile(n) -> release(n)      n counts up, lies at n % stages
+
+Annotations are read by Triton: this module evaluates them.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+RENAMED = gl.constexpr(hasattr(tma, "async_load"))  # Triton 3.6 has other names for three functions
+async_load = tma.async_load if RENAMED.value else tma.async_copy_global_to_shared
+SLAB = gl.constexpr(64)  # columns of 16 bits
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # a swizzle spans 128 bytes, the most that there is
+IN_16_BITS = (torch.bfloat16, torch.float16)
+barrier = gl.barrier if RENAMED.value else gl.thread_barrier  # of the warps of one partition
+
+
+def cache_fits_boxes(kv: Tensor, dtypes: tuple[torch.dtype, ...] = IN_16_BITS) -> bool:
+    """Return true for caches that TMA can read page by page: of these types, with pages that a box and a tile can hold.
+
+    Its coordinates have 32 bits: the rows of the whole cache must fit them.
+    """
+    block_size, dim = kv.shape[4:]
+    return (
+        kv.dtype in dtypes
+        and block_size in (8, 16, 32, 64)
+        and kv.is_contiguous()
+        and kv.numel() // dim < 2**31 - block_size
+        and kv.data_ptr() % 16 == 0
+    )
+
+
+@gluon.jit
+def view(memory, shape: gl.constexpr, layout: gl.constexpr):
+    """Return the same shared memory as a tensor of another shape."""
+    return view_as(memory.dtype, memory, shape, layout)
+
+
+@gluon.jit
+def view_as(dtype: gl.constexpr, memory, shape: gl.constexpr, layout: gl.constexpr):
+    """Return the same shared memory as a tensor of another type and shape."""
+    return memory.reinterpret(dtype, shape, layout) if RENAMED else memory._reinterpret(dtype, shape, layout)
+
+
+@aggregate
+class Ring:
+    """Tiles on their way from global memory to the warpgroups that consume them, each in slabs of a few columns.
+
+    A slab's rows have as many bytes as boxes and products swizzle: 128 at most.
+    """
+
+    slabs: gl.shared_memory_descriptor  # [stages * slabs of a tile, rows, columns of a slab]
+    full: gl.shared_memory_descriptor  # [stages, 1] barriers
+    free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, slabs, full, free):
+        self.slabs = slabs
+        self.full = full
+        self.free = free
+
+    @gluon.jit
+    def slab(self, n, index: gl.constexpr):
+        """Return [rows, columns of a slab] of tile n."""
+        STAGES: gl.constexpr = self.full.shape[0]
+        return self.slabs.index(n % STAGES * (self.slabs.shape[0] // STAGES) + index)
+
+    @gluon.jit
+    def tile(self, n):
+        """Return [rows, columns] of tile n."""
+        STAGES: gl.constexpr = self.full.shape[0]
+        TILES: gl.constexpr = [STAGES, self.slabs.shape[1], self.slabs.shape[0] // STAGES * self.slabs.shape[2]]
+        LAYOUT: gl.constexpr = self.slabs.layout
+        return view(self.slabs, TILES, LAYOUT).index(n % STAGES)
+
+    @gluon.jit
+    def barrier(self, n):
+        """Return the barrier that copies into tile n report to."""
+        return self.full.index(n % self.full.shape[0])
+
+    @gluon.jit
+    def await_free(self, n):
+        STAGES: gl.constexpr = self.full.shape[0]
+        mbarrier.wait(self.free.index(n % STAGES), (n // STAGES & 1) ^ 1)
+
+    @gluon.jit
+    def await_full(self, n):
+        STAGES: gl.constexpr = self.full.shape[0]
+        mbarrier.wait(self.full.index(n % STAGES), n // STAGES & 1)
+
+    @gluon.jit
+    def expect(self, n):
+        """Expect the bytes of a whole tile n at its barrier, before its copies are issued."""
+        STAGES: gl.constexpr = self.full.shape[0]
+        SLAB_BYTES: gl.constexpr = self.slabs.shape[1] * self.slabs.layout.swizzle_byte_width
+        mbarrier.expect(self.full.index(n % STAGES), self.slabs.shape[0] // STAGES * SLAB_BYTES)
+
+    @gluon.jit
+    def release(self, n):
+        mbarrier.arrive(self.free.index(n % self.full.shape[0]))
+
+
+@gluon.jit
+def new_barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    """Return barriers that pass after `arrivals` arrivals. The caller must fence before others use them."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(number):
+        mbarrier.init(barriers.index(index), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def new_ring(
+    dtype: gl.constexpr,
+    stages: gl.constexpr,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    consumers: gl.constexpr,
+    layout: gl.constexpr = BOX,
+):
+    """Return a ring of `stages` tiles [rows, columns], each released by `consumers`. A slab's columns fill
+    a swizzle.
+    """
+    SLAB_COLUMNS: gl.constexpr = layout.swizzle_byte_width * 8 // dtype.primitive_bitwidth
+    slabs = gl.allocate_shared_memory(dtype, [stages * (columns // SLAB_COLUMNS), rows, SLAB_COLUMNS], layout)
+    return Ring(slabs, new_barriers(stages, 1), new_barriers(stages, consumers))
+
+
+@gluon.jit
+def clear_tail(values, n, num_keys, PAGE: gl.constexpr):
+    """Zero the rows of tile n behind the last of `num_keys` keys, in the last page of a ring of 16-bit pages.
+
+    That may be anything, and zero times infinity is not zero. For consumers of four warps: each does it, so that none
+    has to wait for another.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    PAGES: gl.constexpr = values.slabs.shape[1] // PAGE
+    SLABS: gl.constexpr = values.slabs.shape[0] // values.full.shape[0]
+    tail = num_keys % PAGE
+    if tail > 0:
+        values.await_full(n)
+        page = num_keys // PAGE % PAGES
+        exists = gl.expand_dims(gl.arange(0, PAGE, gl.SliceLayout(1, LAYOUT)) < tail, 1)
+        for slab in gl.static_range(SLABS):
+            box = view(values.slab(n, slab), [PAGES, PAGE, SLAB], BOX).index(page)
+            value = box.load(LAYOUT)
+            box.store(gl.where(exists, value, gl.zeros_like(value)))
+        hopper.fence_async_shared()
+        barrier()

@@ -1,0 +1,176 @@
+"""Linear layers of 1 to 4 tokens (GEMV): the weight streams through the registers of many small programs.
+
+    program p           ROWS rows of the weight, whole: no sums cross programs
+    a thread            8 neighbouring weights of every row at a time, times those of each token, into one sum a row
+
+At so few tokens the time is that of reading the weight, and in a small model that of starting. So a kernel takes in
+what stands before the product (a norm) and after it (bias, gate, residual), asks for its weights before it waits for
+the kernel that makes its input, and leaves no partial sums behind for another to add.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels import pdl
+
+MAX_TOKENS = 4
+THREAD = 8  # weights that a thread loads at once: 16 bytes of bfloat16
+
+
+def stream_weight(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    gated: bool,
+    add: bool,
+    BLOCK_N: int,
+    BLOCK_K: int,
+    PRELOAD: int,
+    PREFETCH: int,
+    num_warps: int,
+) -> None:
+    """out [T, N] = norm(x) [T, K] @ weight.T + bias, T <= MAX_TOKENS, BLOCK_K divides K; `add`: out += that.
+
+    `gated`: weight [2 N, K] holds gates, then ups, and out = silu(gate) * up. BLOCK_N columns of out a program; of its
+    weights the first PRELOAD steps of BLOCK_K are loaded, and the others prefetched (where PREFETCH), before the input
+    is waited for.
+    """
+    num_tokens, depth = x.shape
+    columns = out.shape[1]
+    _gemv_kernel[(triton.cdiv(columns, BLOCK_N),)](
+        x,
+        weight,
+        norm,
+        bias,
+        out,
+        num_tokens,
+        x.stride(0),
+        out.stride(0),
+        eps,
+        COLUMNS=columns,
+        DEPTH=depth,
+        TOKENS=triton.next_power_of_2(num_tokens),
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        PRELOAD=min(PRELOAD, depth // BLOCK_K),
+        PREFETCH=bool(PREFETCH),
+        THREAD=THREAD,
+        GATED=gated,
+        ADD=add,
+        num_warps=num_warps,
+        **pdl.launch_options(),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gemv_kernel(
+    x,  # [num_tokens, DEPTH], rows x_stride apart
+    weight,  # [COLUMNS, DEPTH]; GATED: [2 * COLUMNS, DEPTH]
+    norm,  # [DEPTH] or None
+    bias,  # like weight's rows, or None
+    out,  # [num_tokens, COLUMNS], rows out_stride apart
+    num_tokens,
+    x_stride,
+    out_stride,
+    eps,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr,  # num_tokens, up to a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRELOAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    THREAD: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    pdl.let_next_start()
+    PARTS: tl.constexpr = 2 if GATED else 1
+    ROWS: tl.constexpr = PARTS * BLOCK_N
+    STEPS: tl.constexpr = DEPTH // BLOCK_K
+    index = tl.arange(0, ROWS)
+    column = tl.minimum(tl.program_id(0) * BLOCK_N + index // PARTS, COLUMNS - 1)
+    row = (column + index % PARTS * COLUMNS).to(tl.int64)  # gate, up, gate, up, ... of neighbouring columns
+    cells = weight + row[:, None] * DEPTH + tl.arange(0, BLOCK_K)[None, :]
+
+    if PREFETCH and STEPS > PRELOAD:
+        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
+        for step in tl.static_range(PRELOAD, STEPS):
+            pdl.prefetch(weight + row[:, None] * DEPTH + step * BLOCK_K + lines)
+    loaded = ()
+    for step in tl.static_range(PRELOAD):
+        loaded = loaded + (tl.load(cells + step * BLOCK_K),)
+    pdl.wait_for_previous()
+
+    sums = ()
+    squares = ()
+    for _ in tl.static_range(TOKENS):
+        sums = sums + (tl.zeros((ROWS, BLOCK_K // THREAD), tl.float32),)
+        squares = squares + (tl.zeros((BLOCK_K,), tl.float32),)
+    for step in tl.static_range(PRELOAD):
+        sums, squares = _add_step(
+            sums, squares, loaded[step], x, norm, step * BLOCK_K, num_tokens, x_stride, TOKENS, BLOCK_K, THREAD
+        )
+    for step in tl.range(PRELOAD, STEPS):
+        tile = tl.load(cells + step * BLOCK_K)
+        sums, squares = _add_step(
+            sums, squares, tile, x, norm, step * BLOCK_K, num_tokens, x_stride, TOKENS, BLOCK_K, THREAD
+        )
+
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for token in tl.static_range(TOKENS):
+        if token < num_tokens:
+            result = tl.sum(sums[token], axis=1)
+            if norm is not None:
+                result *= tl.rsqrt(tl.sum(squares[token], axis=0) / DEPTH + eps)
+            if bias is not None:
+                result += tl.load(bias + row).to(tl.float32)
+            if GATED:
+                gate, up = tl.split(tl.reshape(result, (BLOCK_N, 2)))
+                result = gate / (1.0 + tl.exp(-gate)) * up
+            target = out + token * out_stride + columns
+            if ADD:
+                result += tl.load(target, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+            tl.store(target, result.to(out.dtype.element_ty), mask=columns < COLUMNS)
+
+
+@triton.jit
+def _add_step(
+    sums,
+    squares,
+    tile,
+    x,
+    norm,
+    start,
+    num_tokens,
+    x_stride,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    THREAD: tl.constexpr,
+):
+    """Add tile [ROWS, BLOCK_K] times each token to its sums, and the token's squares, from depth `start` on.
+
+    The norm's factor belongs to the whole row of x, so it can wait for the end: here x is only weighted.
+    """
+    depth = start + tl.arange(0, BLOCK_K)
+    weights = tile.to(tl.float32)
+    new_sums = ()
+    new_squares = ()
+    for token in tl.static_range(TOKENS):
+        values = tl.load(x + tl.minimum(token, num_tokens - 1) * x_stride + depth).to(tl.float32)
+        square = squares[token]
+        if norm is not None:
+            square += values * values
+            values *= tl.load(norm + depth).to(tl.float32)
+        products = tl.reshape(weights * values[None, :], (tile.shape[0], BLOCK_K // THREAD, THREAD))
+        new_sums = new_sums + (sums[token] + tl.sum(products, axis=2),)
+        new_squares = new_squares + (square,)
+    return new_sums, new_squares

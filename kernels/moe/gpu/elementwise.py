@@ -1,0 +1,51 @@
+"""Element-wise steps that the expert kernels take on values in registers: the gated activation, FP8 dequantization."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from baton.kernels.moe import weights
+from baton.kernels.moe.weights import GatedActivation
+
+BLOCK = tl.constexpr(weights.BLOCK)
+
+
+def activation_constants(activation: GatedActivation) -> dict[str, float | None]:
+    """Return the compile-time arguments of a kernel for an activation: each one is a variant of its own."""
+    return {"SLOPE": activation.slope, "LIMIT": activation.limit, "SHIFT": activation.shift}
+
+
+@triton.jit
+def gated(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """Apply `GatedActivation` to gate and up, both float32."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
+    if SHIFT != 0.0:
+        up += SHIFT
+    return gate / (1.0 + tl.exp(-SLOPE * gate)) * up
+
+
+@triton.jit
+def gate_up_scales(scale, expert, column, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """Return pointers to the first scale of each of these rows of `gate_up`: even rows are gates, odd ones ups."""
+    ROWS: tl.constexpr = (COLUMNS + 2 * BLOCK - 1) // (2 * BLOCK) * 2
+    DEEP: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
+    row = column // (2 * BLOCK) * 2 + column % 2
+    return scale + expert.to(tl.int64) * (ROWS * DEEP) + row * DEEP
+
+
+@triton.jit
+def down_scales(scale, expert, column, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """Return pointers to the first scale of each of these rows of `down`."""
+    ROWS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    DEEP: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
+    return scale + expert.to(tl.int64) * (ROWS * DEEP) + column // BLOCK * DEEP
+
+
+@triton.jit
+def dequantized(weight, scale_rows, start, DTYPE: tl.constexpr):
+    """Dequantize a tile [columns, depth] that begins at depth `start` and lies within one block of scales, to DTYPE."""
+    factor = tl.load(scale_rows + start // BLOCK)
+    return (weight.to(tl.float32) * factor[:, None]).to(DTYPE)

@@ -1,0 +1,223 @@
+"""Experts of a few tokens (GEMV): every (token, expert) pair reads its own weights, with all of the device at once.
+
+    gate_up   program (pair, some columns)   activation(gate, up)     [T, K, F]
+    down      program (token, some columns)  the sum over the token's experts    [T, H]
+
+Nothing is sorted and nothing is added up in a third kernel: what a token costs beyond reading its experts' weights once
+is two launches, and the second hides most of its own by reading weights while the first still runs. Two tokens of one
+expert read its weights twice, the second time mostly from L2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.launch import cdiv, next_power_of_2
+from baton.kernels.moe.weights import ExpertWeights
+from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+from .elementwise import BLOCK, activation_constants, down_scales, gate_up_scales, gated
+from .options import GemvOptions
+
+MOST_PRELOADED = 192  # values that a thread of `_down_few` holds of the weights
+UNROLLED = tl.constexpr(4)  # loads in flight of what is not held
+
+
+def fused_experts(
+    x: Tensor,
+    experts: ExpertWeights,
+    expert_ids: Tensor,
+    weights: Tensor,
+    add_to: Tensor | None,
+    options: GemvOptions,
+) -> Tensor:
+    """See `baton.kernels.moe.fused_experts`."""
+    num_tokens, top_k = expert_ids.shape
+    hidden_size, width = experts.hidden_size, experts.width
+    activations = torch.empty((num_tokens, top_k, width), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if add_to is None else add_to
+    _gate_up_few[(num_tokens * top_k, cdiv(2 * width, options.gate_up_columns))](
+        x,
+        experts.gate_up,
+        experts.gate_up_scale,
+        experts.gate_up_bias,
+        expert_ids,
+        activations,
+        x.stride(0),
+        COLUMNS=2 * width,
+        DEPTH=hidden_size,
+        TOP_K=top_k,
+        BLOCK_COLUMNS=options.gate_up_columns,
+        BLOCK_DEPTH=options.gate_up_depth,
+        **activation_constants(experts.activation),
+        num_warps=options.gate_up_warps,
+        **launch_options(),
+    )
+    _down_few[(num_tokens, cdiv(hidden_size, options.down_columns))](
+        activations,
+        experts.down,
+        experts.down_scale,
+        experts.down_bias,
+        expert_ids,
+        weights,
+        out,
+        out.stride(0),
+        COLUMNS=hidden_size,
+        DEPTH=width,
+        TOP_K=top_k,
+        PLACES=next_power_of_2(top_k),
+        BLOCK_COLUMNS=options.down_columns,
+        BLOCK_DEPTH=options.down_depth,
+        PRELOADED=preloaded(width, top_k, options),
+        ADD=add_to is not None,
+        num_warps=options.down_warps,
+        **launch_options(),
+    )
+    return out
+
+
+def preloaded(width: int, top_k: int, options: GemvOptions) -> int:
+    """Return the depth up to which `_down_few` holds every expert's weights in registers, as far as they have room."""
+    threads = 32 * options.down_warps
+    values = next_power_of_2(top_k) * options.down_columns * options.down_depth // threads  # of a block
+    return min(width, max(1, MOST_PRELOADED // max(values, 1)) * options.down_depth)
+
+
+@triton.jit
+def _gate_up_few(
+    x,  # [T, DEPTH]
+    weight,  # [E, COLUMNS, DEPTH]
+    scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
+    bias,  # [E, COLUMNS] or None
+    expert_ids,  # [T * TOP_K]
+    out,  # [T * TOP_K, COLUMNS / 2]
+    x_stride,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    k = tl.arange(0, BLOCK_DEPTH)
+    wait_for_previous()
+    let_next_start()  # only now: `_down_few` reads what the kernels before this one wrote without waiting
+    expert = tl.load(expert_ids + pair)
+    if expert >= 0:
+        row = x + (pair // TOP_K).to(tl.int64) * x_stride
+        weight_rows = weight + expert.to(tl.int64) * (COLUMNS * DEPTH) + column[:, None] * DEPTH
+        SPAN: tl.constexpr = BLOCK if BLOCK_DEPTH > BLOCK else BLOCK_DEPTH  # of the depth, under one scale
+        span = tl.arange(0, BLOCK_DEPTH // SPAN) * SPAN
+        if scale is not None:
+            scale_rows = gate_up_scales(scale, expert, column, COLUMNS, DEPTH)
+        sums = tl.zeros([BLOCK_COLUMNS, BLOCK_DEPTH], tl.float32)
+        for start in tl.static_range(0, DEPTH, BLOCK_DEPTH):
+            inside = k < DEPTH - start
+            read = tl.load(
+                weight_rows + start + k[None, :], mask=(column < COLUMNS)[:, None] & inside[None, :], other=0.0
+            )
+            product = read.to(tl.float32) * tl.load(row + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if scale is not None:
+                here = (column < COLUMNS)[:, None] & (start + span < DEPTH)[None, :]
+                factor = tl.load(scale_rows[:, None] + (start + span)[None, :] // BLOCK, mask=here, other=0.0)
+                product = _scaled(product, factor)
+            sums += product
+        products = tl.sum(sums, 1)
+        if bias is not None:
+            products += tl.load(bias + expert * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(products, [BLOCK_COLUMNS // 2, 2]))
+        activation = gated(gate, up, SLOPE, LIMIT, SHIFT)
+        half = tl.program_id(1) * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2)
+        to = out + pair.to(tl.int64) * (COLUMNS // 2) + half
+        tl.store(to, activation.to(out.dtype.element_ty), mask=half < COLUMNS // 2)
+
+
+@triton.jit
+def _down_few(
+    activations,  # [T, TOP_K, DEPTH]
+    weight,  # [E, COLUMNS, DEPTH]
+    scale,  # [E, blocks of COLUMNS, blocks of DEPTH] or None
+    bias,  # [E, COLUMNS] or None
+    expert_ids,  # [T, TOP_K]
+    routing_weights,  # [T, TOP_K] float32
+    out,  # [T, COLUMNS], rows out_stride apart
+    out_stride,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,  # TOP_K, filled up to a power of two
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PRELOADED: tl.constexpr,  # how far down weights are read before the activations are there
+    ADD: tl.constexpr,
+):
+    let_next_start()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    place, k = tl.arange(0, PLACES), tl.arange(0, BLOCK_DEPTH)
+    pair = token * TOP_K + place
+    # The kernel before let this one start when all before it had ended, so the routing is there; past the first cache,
+    # which may hold what lay there earlier.
+    expert = tl.load(expert_ids + pair, mask=place < TOP_K, other=-1, cache_modifier=".cg")
+    routed = expert >= 0
+    weight_rows = weight + expert.to(tl.int64)[:, None, None] * (COLUMNS * DEPTH) + column[None, :, None] * DEPTH
+    readable = routed[:, None, None] & (column < COLUMNS)[None, :, None]
+    SPAN: tl.constexpr = BLOCK if BLOCK_DEPTH > BLOCK else BLOCK_DEPTH
+    span = tl.arange(0, BLOCK_DEPTH // SPAN)[None, None, :] * SPAN
+    if scale is not None:
+        scale_rows = down_scales(scale, expert[:, None], column[None, :], COLUMNS, DEPTH)[:, :, None]
+    loaded, factors = (), ()
+    for start in tl.static_range(0, PRELOADED, BLOCK_DEPTH):
+        inside = (k < DEPTH - start)[None, None, :]
+        if scale is not None:
+            ahead = tl.load(scale_rows + (start + span) // BLOCK, mask=readable & (start + span < DEPTH), other=0.0)
+            factors = factors + (ahead,)
+        loaded = loaded + (tl.load(weight_rows + start + k[None, None, :], mask=readable & inside, other=0.0),)
+    if bias is not None:
+        bias_at = bias + expert[:, None] * COLUMNS + column[None, :]
+        first = tl.load(bias_at, mask=routed[:, None] & (column < COLUMNS)[None, :], other=0.0)
+    wait_for_previous()
+
+    share = tl.load(routing_weights + pair, mask=routed, other=0.0)
+    rows = (activations + pair * DEPTH)[:, None, None]
+    sums = tl.zeros([PLACES, BLOCK_COLUMNS, BLOCK_DEPTH], tl.float32)
+    for start in tl.static_range(0, PRELOADED, BLOCK_DEPTH):
+        inside = (k < DEPTH - start)[None, None, :]
+        row = tl.load(rows + start + k[None, None, :], mask=routed[:, None, None] & inside, other=0.0)
+        product = loaded[start // BLOCK_DEPTH].to(tl.float32) * row.to(tl.float32)
+        if scale is not None:
+            product = _scaled(product, factors[start // BLOCK_DEPTH])
+        sums += product
+    for start in tl.range(PRELOADED, DEPTH, BLOCK_DEPTH, loop_unroll_factor=UNROLLED):
+        inside = (k < DEPTH - start)[None, None, :]
+        read = tl.load(weight_rows + start + k[None, None, :], mask=readable & inside, other=0.0)
+        row = tl.load(rows + start + k[None, None, :], mask=routed[:, None, None] & inside, other=0.0)
+        product = read.to(tl.float32) * row.to(tl.float32)
+        if scale is not None:
+            factor = tl.load(scale_rows + (start + span) // BLOCK, mask=readable & (start + span < DEPTH), other=0.0)
+            product = _scaled(product, factor)
+        sums += product
+    outputs = tl.sum(sums, 2)
+    if bias is not None:
+        outputs += first.to(tl.float32)
+    total = tl.sum(outputs * share[:, None], 0)
+    to = out + token * out_stride + column
+    if ADD:
+        total += tl.load(to, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    tl.store(to, total.to(out.dtype.element_ty), mask=column < COLUMNS)
+
+
+@triton.jit
+def _scaled(product, factor):
+    """Multiply each of the SPANS stretches of product [..., SPANS * n] by its factor [..., SPANS]."""
+    SPANS: tl.constexpr = factor.shape[len(factor.shape) - 1]
+    STRETCH: tl.constexpr = product.shape[len(product.shape) - 1] // SPANS
+    stretches = tl.reshape(product, factor.shape + [STRETCH])
+    return tl.reshape(stretches * tl.expand_dims(factor, len(factor.shape)), product.shape)

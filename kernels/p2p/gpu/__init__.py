@@ -1,0 +1,178 @@
+"""Peer-to-peer collectives in Triton: one kernel each, which waits for the others' values and for nothing else.
+
+    ONE_SHOT    every rank sends what it has to every rank that wants it: all of it (all_reduce, all_gather), or the
+                part of that rank (reduce_scatter); sums are made where they are wanted
+    TWO_SHOTS   of all_reduce: every rank sends each part to the rank that sums it, which sends the sums to every rank
+
+Two shots send less where there are more than two ranks, and wait twice. Tokens go in one shot (`tokens`).
+
+A program sends all of its values before it waits for any, and waits only for programs of its own number on other
+ranks: it needs no other program of its device. Kernels behind may start early, those of this kind included: nothing is
+sent, and no count is read, before all that came before has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels import pdl, tuned
+from baton.kernels.expert_map import ExpertMap
+
+from ..options import (
+    ELEMENTS_PER_THREAD,
+    MOST_CHOICES,
+    OF_TOKENS,
+    Method,
+    Op,
+    fitting_method,
+    options_for,
+    options_of_any_size,
+    programs_and_steps,
+    room,
+)
+from ..peer_memory import PeerMemory
+from ..token_exchange import DispatchedTokens, RankSlots, RoutedTokens
+from .collectives import gather_parts, one_shot, sum_own_part, two_shots
+from .dispatch_combine import bring_tokens, sum_tokens
+
+
+def supports(op: Op, x: Tensor, memory: PeerMemory) -> bool:
+    """See `baton.kernels.p2p.supports`."""
+    return fitting_method(op, options_for(op, x, memory), x, memory) is not Method.LIBRARY
+
+
+def supports_dispatch(tokens: RoutedTokens, memory: PeerMemory) -> bool:
+    """See `baton.kernels.p2p.supports_dispatch`."""
+    return tokens.expert_ids.shape[1] <= MOST_CHOICES and supports(Op.DISPATCH, tokens.hidden, memory)
+
+
+def all_reduce(x: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
+    """See `baton.kernels.p2p.all_reduce`. `options`: other than the tuned ones."""
+    options, method = _way(Op.ALL_REDUCE, x, memory, options)
+    kernel = one_shot if method is Method.ONE_SHOT else two_shots
+    _launch(kernel, (x,), _vectors(x), Op.ALL_REDUCE, x, memory, options)
+    return x
+
+
+def all_gather(x: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
+    """See `baton.kernels.p2p.all_gather`. `options`: other than the tuned ones."""
+    options, _ = _way(Op.ALL_GATHER, x, memory, options)
+    gathered = x.new_empty(memory.size * x.shape[0], *x.shape[1:])
+    _launch(gather_parts, (x, gathered), _vectors(x), Op.ALL_GATHER, x, memory, options)
+    return gathered
+
+
+def reduce_scatter(x: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
+    """See `baton.kernels.p2p.reduce_scatter`. `options`: other than the tuned ones."""
+    options, _ = _way(Op.REDUCE_SCATTER, x, memory, options)
+    own = x.new_empty(x.shape[0] // memory.size, *x.shape[1:])
+    _launch(sum_own_part, (x, own), _vectors(own), Op.REDUCE_SCATTER, x, memory, options)
+    return own
+
+
+def dispatch(
+    tokens: RoutedTokens,
+    table: ExpertMap,
+    places: RankSlots,
+    memory: PeerMemory,
+    options: tuned.Options | None = None,
+) -> DispatchedTokens:
+    """See `baton.kernels.p2p.dispatch`. `options`: other than the tuned ones."""
+    hidden, ids, weights = tokens.hidden, tokens.expert_ids.contiguous(), tokens.weights.contiguous()
+    options, _ = _way(Op.DISPATCH, hidden, memory, options)
+    if ids.shape[1] > MOST_CHOICES:
+        raise ValueError(f"dispatch: {ids.shape[1]} experts of a token: it takes up to {MOST_CHOICES}")
+    brought = DispatchedTokens.empty(tokens, memory.size)
+    _launch(
+        bring_tokens,
+        (
+            *(hidden, ids, weights),
+            *(table.places, table.counts, table.loads),
+            *(brought.hidden, brought.expert_ids, brought.weights, brought.visits),
+        ),
+        len(hidden),
+        Op.DISPATCH,
+        hidden,
+        memory,
+        options,
+        (len(table.counts), places.first, places.apart, places.of_each),
+        HIDDEN=hidden.shape[1],
+        TOP_K=ids.shape[1],
+        REPLICAS=table.places.shape[1],
+    )
+    return brought
+
+
+def combine(partial: Tensor, visits: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
+    """See `baton.kernels.p2p.combine`. `options`: other than the tuned ones."""
+    options, _ = _way(Op.COMBINE, partial, memory, options)
+    total = partial.new_empty(visits.shape[2], partial.shape[1])
+    _launch(
+        sum_tokens,
+        (partial, total, visits),
+        len(total),
+        Op.COMBINE,
+        partial,
+        memory,
+        options,
+        HIDDEN=partial.shape[1],
+    )
+    return total
+
+
+def warm_up(memory: PeerMemory, dtype: torch.dtype) -> None:
+    """See `baton.kernels.p2p.warm_up`."""
+    smallest = torch.zeros(memory.size * ELEMENTS_PER_THREAD, dtype=dtype, device=memory.addresses.device)
+    for op, run in ((Op.ALL_REDUCE, all_reduce), (Op.ALL_GATHER, all_gather), (Op.REDUCE_SCATTER, reduce_scatter)):
+        for options in options_of_any_size(op, memory):
+            if fitting_method(op, options, smallest, memory) is not Method.LIBRARY:  # else another type, or no room
+                run(smallest, memory, options)
+
+
+def _way(op: Op, x: Tensor, memory: PeerMemory, options: tuned.Options | None) -> tuple[tuned.Options, Method]:
+    if options is None:
+        options = options_for(op, x, memory)
+    method = fitting_method(op, options, x, memory)
+    if method is Method.LIBRARY:
+        raise ValueError(f"{op}: {x.dtype} {list(x.shape)} with strides {x.stride()} is not for the memory of peers")
+    return options, method
+
+
+def _vectors(x: Tensor) -> int:
+    return x.numel() // ELEMENTS_PER_THREAD
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    size: int,
+    op: Op,
+    x: Tensor,
+    memory: PeerMemory,
+    options: tuned.Options,
+    numbers: tuple[int, ...] = (),
+    **constants: int,
+) -> None:
+    """Launch a kernel. `size`: vectors, or tokens, of each rank that a rank wants. `numbers`, `constants`: further
+    arguments.
+    """
+    block = options["BLOCK"]
+    programs, steps = programs_and_steps(op, Method(options["method"]), block, x.shape, memory.size)
+    kernel[(programs,)](
+        *tensors,
+        memory.addresses,
+        memory.turns,
+        memory.ended,
+        *((size,) if op in OF_TOKENS else (size, steps)),
+        memory.rank,
+        *numbers,
+        RANKS=memory.size,
+        ROOM=room(memory),
+        BLOCK=block,
+        **constants,
+        num_warps=block // (32 * ELEMENTS_PER_THREAD),
+        **pdl.launch_options(),
+    )

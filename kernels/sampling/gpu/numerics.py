@@ -1,0 +1,100 @@
+"""Arithmetic of the sampling kernels: the noise of `sampling/noise.py`, and floats as integers of the same order.
+
+The noise has the same integers as the reference, and float64 that is rounded the same way.
+
+Kernels that call `gumbel` are launched with `enable_fp_fusion=False`: a product fused with a sum is rounded once less.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from .. import noise as definition
+
+GROUP = tl.constexpr(definition.GROUP)
+LANES = tl.constexpr(definition.LANES)
+GREATEST_NOISE = tl.constexpr(22.9)  # 33 log 2, rounded up
+
+_ROUNDS = tl.constexpr(definition.ROUNDS)
+_MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(factor) for factor in definition.MULTIPLIERS)
+_KEY_STEP_0, _KEY_STEP_1 = (tl.constexpr(step) for step in definition.KEY_STEPS)
+_TERMS = tl.constexpr(definition.SERIES_TERMS)
+_HALF_ROOT = tl.constexpr(math.sqrt(0.5))
+_LOG_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def philox(counter, position, seed):
+    """Return four words, uint32 each, of the counters that differ in their first word `counter`; the others
+    are int64.
+    """
+    c0, c1, c2, c3 = counter, _low(position), _high(position), tl.zeros([], tl.uint32)
+    k0, k1 = _low(seed), _high(seed)
+    for _ in tl.static_range(_ROUNDS):
+        p0 = c0.to(tl.uint64) * _MULTIPLIER_0
+        p1 = c2.to(tl.uint64) * _MULTIPLIER_1
+        # In the first rounds, c1 and c3 are one for all tokens, as the keys are.
+        c0, c1, c2, c3 = _high(p1) ^ (c1 ^ k0), _low(p1), _high(p0) ^ (c3 ^ k1), _low(p0)
+        k0 += _KEY_STEP_0
+        k1 += _KEY_STEP_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def word_of(token, position, seed):
+    """Return the random word of one token."""
+    within = token % GROUP
+    counter = token // GROUP * LANES + within % LANES
+    w0, w1, w2, w3 = philox(counter.to(tl.uint32), position, seed)
+    which = within // LANES
+    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+
+
+@triton.jit
+def gumbel(word):
+    """Return standard Gumbel noise, float64, of uint32 words."""
+    uniform = (word.to(tl.float64) + 0.5) * (2.0**-32)
+    return -portable_log(-portable_log(uniform))
+
+
+@triton.jit
+def portable_log(x):
+    """`noise.portable_log` of positive, normal float64."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) - 1022
+    mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
+    small = mantissa < _HALF_ROOT
+    mantissa = tl.where(small, mantissa * 2, mantissa)
+    exponent = tl.where(small, exponent - 1, exponent).to(tl.float64)
+    s = (mantissa - 1) / (mantissa + 1)
+    z = s * s
+    series = tl.full(s.shape, 2 / (2 * _TERMS - 1), tl.float64)
+    for below in tl.static_range(_TERMS - 1):
+        series = series * z + 2 / (2 * (_TERMS - 2 - below) + 1)
+    return exponent * _LOG_2 + s * series
+
+
+@triton.jit
+def _low(wide):
+    return wide.to(tl.uint32)
+
+
+@triton.jit
+def _high(wide):
+    return (wide >> 32).to(tl.uint32)
+
+
+@triton.jit
+def ordered(value):
+    """Return the int32 of a float32: greater for a greater one, neighbours for neighbours; -0.0 is just below 0.0."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(key):
+    """Return the float32 of which `ordered` gave the int32 `key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
