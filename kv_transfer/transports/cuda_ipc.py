@@ -96,7 +96,7 @@ class _Mapping:
     """Another process's allocation, mapped into this one until `close`."""
 
     def __init__(self, shared: _Shared) -> None:
-        from baton.kernels.peers.ipc import DeviceMemory, DriverError
+        from baton.kernels.p2p.cuda_ipc import DeviceMemory, DriverError
 
         try:
             self._memory = DeviceMemory.open(shared.handle)
@@ -105,7 +105,7 @@ class _Mapping:
         self.address = self._memory.address + shared.offset
 
     def close(self) -> None:
-        from baton.kernels.peers.ipc import DriverError
+        from baton.kernels.p2p.cuda_ipc import DriverError
 
         try:
             self._memory.free()
@@ -254,7 +254,7 @@ class CudaIpcTransport:
         return self._launch(pieces)
 
     def _copy_one_by_one(self, pieces: Sequence[tuple[int, int, int]]) -> _Read:
-        from baton.kernels.peers.ipc import DriverError, copy_async
+        from baton.kernels.p2p.cuda_ipc import DriverError, copy_async
 
         try:
             for source, target, num_bytes in pieces:
@@ -294,7 +294,7 @@ class CudaIpcTransport:
 
 def _shared(address: int, num_bytes: int) -> _Shared:
     """Raises `NotRegistrable`."""
-    from baton.kernels.peers.ipc import DriverError, shared_handle
+    from baton.kernels.p2p.cuda_ipc import DriverError, shared_handle
 
     try:
         handle, offset = shared_handle(address)
