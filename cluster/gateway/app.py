@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -16,20 +15,13 @@ from starlette.types import ASGIApp
 
 from baton.cluster.contracts import EngineClient
 
-from .api.body import parse_object, read_body
 from .api.chat import ChatRenderer
 from .api.completions import CompletionRenderer
-from .api.generation import Gateway, GenerationApi, GenerationEndpoint
-from .api.parsing import parse_request
-from .api.prepare import Preparer
-from .api.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
-)
-from .api.responses import ResponsesRenderer, parse_response, prepare_response
+from .api.generation import Gateway, GenerationEndpoint
+from .api.reader import Kind
+from .api.responses import ResponsesRenderer
+from .bodies.body import read_body
+from .bodies.reading import Bodies
 from .dispatch.admission import Admission
 from .dispatch.breaker import Breakers
 from .dispatch.dispatcher import Dispatcher
@@ -37,7 +29,7 @@ from .dispatch.ranks import rank_table
 from .dispatch.router import Router
 from .drain import Drain
 from .edge import Edge
-from .errors import ApiError, bad_request, draining, model_not_found, no_capacity
+from .errors import ApiError, draining, model_not_found, no_capacity
 from .keys import ApiKeys
 from .metrics import GatewayMetrics
 from .model import ServedModel
@@ -58,13 +50,15 @@ def create_app(
     settings: GatewaySettings,
     drain: Drain | None = None,
     metrics: GatewayMetrics | None = None,
+    bodies: Bodies | None = None,
     *,
     spans: Spans | None = None,
     scales_from_zero: bool = False,
 ) -> FastAPI:
     """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it.
 
-    Whoever has `drain` can make it say that it leaves, and whoever has `metrics` reads them without HTTP. Requests are
+    Whoever has `drain` can make it say that it leaves, whoever has `metrics` reads them without HTTP, and whoever has
+    `bodies` starts and ends the processes that read large ones. Requests are
     told to `spans`. With `scales_from_zero` it is ready without engines: they come with the first request. Raises
     `InvalidKeys`.
     """
@@ -80,23 +74,20 @@ def create_app(
     admission = Admission(settings, time.monotonic)
     breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
     dispatcher = Dispatcher(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
-    preparer = Preparer(model, settings)
-    gateway = Gateway(model, settings, metrics, admission, dispatcher, spans)
+    bodies = bodies or Bodies(model, settings, metrics)
+    gateway = Gateway(model, settings, metrics, admission, dispatcher, bodies, spans)
 
     # A redirect would name the scheme and the host that this gateway sees: behind a balancer neither is the client's.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    completions = GenerationApi(partial(parse_request, CompletionRequest), preparer.completion, CompletionRenderer)
-    chat = GenerationApi(partial(parse_request, ChatRequest), preparer.chat, ChatRenderer)
-    responses = GenerationApi(parse_response, partial(prepare_response, preparer), ResponsesRenderer)
     endpoints: dict[str, ASGIApp] = {
-        "/v1/completions": GenerationEndpoint(gateway, completions),
-        "/v1/chat/completions": GenerationEndpoint(gateway, chat),
-        "/v1/responses": GenerationEndpoint(gateway, responses),
+        "/v1/completions": GenerationEndpoint(gateway, Kind.COMPLETION, CompletionRenderer),
+        "/v1/chat/completions": GenerationEndpoint(gateway, Kind.CHAT, ChatRenderer),
+        "/v1/responses": GenerationEndpoint(gateway, Kind.RESPONSE, ResponsesRenderer),
     }
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, model)
-    _add_token_routes(app, model, settings, preparer)
+    _add_token_routes(app, model, settings, bodies)
     _add_operator_routes(app, settings.gateway_id, dispatcher, metrics, drain)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
@@ -135,33 +126,24 @@ def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
         return _json(card)
 
 
-def _add_token_routes(app: FastAPI, model: ServedModel, settings: GatewaySettings, preparer: Preparer) -> None:
-    async def read(request: Request) -> dict[str, Any]:
-        data = parse_object(await read_body(request, settings.max_body_bytes))
-        asked = data.get("model")
-        if isinstance(asked, str) and asked != model.model_id:
-            raise model_not_found(asked, model.model_id)
-        return data
+def _add_token_routes(app: FastAPI, model: ServedModel, settings: GatewaySettings, bodies: Bodies) -> None:
+    async def answer(kind: Kind, request: Request) -> Response:
+        held = bodies.budget.reservation()
+        try:
+            with await read_body(request, settings.max_body_bytes, held) as body:
+                content = await bodies.answer(kind, body, held)
+        except BaseException:
+            held.release()
+            raise
+        return Response(content, media_type="application/json", background=BackgroundTask(held.release))
 
     @app.post("/tokenize")
-    async def tokenize(http: Request) -> Response:
-        data = await read(http)
-        if "prompt" in data and "messages" in data:
-            raise bad_request("messages", "Give either 'prompt' or 'messages'.")
-        if "messages" in data:
-            chat = parse_request(TokenizeChatRequest, data)
-            tokens, shows = await preparer.chat_tokens(chat), chat.return_token_strs
-        else:
-            text = parse_request(TokenizeTextRequest, data)
-            tokens, shows = await preparer.tokenize(text.prompt, text.add_special_tokens), text.return_token_strs
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
-        answer["token_strs"] = [model.tokenizer.token(token) for token in tokens] if shows else None
-        return _json(answer)
+    async def tokenize(request: Request) -> Response:
+        return await answer(Kind.TOKENIZE, request)
 
     @app.post("/detokenize")
-    async def detokenize(http: Request) -> Response:
-        request = parse_request(DetokenizeRequest, await read(http))
-        return _json({"prompt": await preparer.detokenize(request.tokens)})
+    async def detokenize(request: Request) -> Response:
+        return await answer(Kind.DETOKENIZE, request)
 
     @app.api_route("/tokenizer_info", methods=READ)
     async def tokenizer_info() -> Response:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from baton.cluster.counted import counted
 from baton.engine.core.messages import EngineError, ErrorKind
 
+MAX_TEXT_CHARS = 2048  # of an error's message
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it, it is only counted
 
 
@@ -33,9 +34,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = _shortened(message)
         self.type = type
-        self.param = param
+        self.param = None if param is None else _shortened(param)
         self.code = code
         self.headers = dict(headers or {})
         self.gpu_time_spent = gpu_time_spent
@@ -60,6 +61,11 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def _shortened(text: str) -> str:
+    """Names and values of a client may be of any length; what is told of them is not."""
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
 def field_name(place: Iterable[str | int]) -> str | None:
@@ -115,6 +121,26 @@ def _retry_after(seconds: float) -> dict[str, str]:
 
 def no_capacity(message: str, retry_after_s: float) -> ApiError:
     return _unavailable(message, "no_capacity", retry_after_s)
+
+
+def too_expensive(reason: str) -> ApiError:
+    """Refuse a body that exceeds what reading one may take."""
+    return bad_request(None, f"The body {reason}: send less in one request.", "body_too_expensive")
+
+
+def memory_full(limit_bytes: int, retry_after_s: float) -> ApiError:
+    """Refuse a request whose body or prompt would exceed what requests may hold together."""
+    message = (
+        f"The requests of this gateway hold all of the {limit_bytes} bytes that they may have together, or large "
+        f"bodies their part of them. Try again in {retry_after_s:g} s."
+    )
+    return _unavailable(message, "memory_full", retry_after_s)
+
+
+def readers_full(retry_after_s: float) -> ApiError:
+    """Refuse a large body where many wait to be read."""
+    message = f"As many large bodies as may wait to be read wait already. Try again in {retry_after_s:g} s."
+    return _unavailable(message, "readers_full", retry_after_s)
 
 
 def engines_full(retry_after_s: float, detail: str = "") -> ApiError:

@@ -28,6 +28,7 @@ PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 DECISION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 10, 15, 30, 60)
 
 STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # with which a stream can end behind its first byte
+BODY_OUTCOMES = ("read", "refused", "too_slow", "broken")
 
 ENGINE_LABELS = ["model_name", "engine", "role"]
 StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, MailCounters)
@@ -184,9 +185,21 @@ class GatewayMetrics:
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
         self.unplaced = Gauge("baton_gateway_requests_unplaced", "Choices that wait for an engine.", registry=registry)
+        self._bodies = counter("large_bodies_total", "Bodies read in a process of their own, by outcome.", ["outcome"])
+        for outcome in BODY_OUTCOMES:  # see `_zeros`
+            self._bodies.labels(outcome)
+        self._memory = Gauge("baton_request_memory_bytes", "Bodies and prompts that requests hold.", registry=registry)
         registry.register(_EngineCollector(model_id, engines))
         registry.register(_ClientCollector(counters))
         registry.register(_DrainCollector(listed))
+
+    def body_read(self, outcome: str) -> None:
+        """Count a body that was read, or not, in a process of its own."""
+        self._bodies.labels(outcome).inc()
+
+    def watch_memory(self, held_bytes: Callable[[], float]) -> None:
+        """Show what requests hold together."""
+        self._memory.set_function(held_bytes)
 
     def circuit_opened(self, peer: tuple[object, ...]) -> None:
         """Of an engine, or of a prefill and a decode engine."""

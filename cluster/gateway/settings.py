@@ -57,13 +57,15 @@ class GatewaySettings(BaseModel):
     api_keys_file: str = ""  # more of them, one a line, which may change: no config file shows them
     isolate_keys: bool = False  # prefixes are shared only between requests with the same key
     allowed_origins: list[str] = []  # of web pages that may call from their visitors' browsers; "*": all
-    max_body_bytes: int = Field(16 * 2**20, gt=0)  # JSON is parsed on the event loop: up to 10 ms a MiB
+    max_body_bytes: int = Field(16 * 2**20, gt=0)  # above: 413
+    request_memory_bytes: int = Field(2**30, gt=0)  # of bodies and prompts together; beyond it: 503
+    body_processes: int = Field(1, ge=1)  # which read bodies that would hold the event loop up
     max_inflight_requests: int = Field(4096, gt=0)  # above: 429
     max_inflight_per_key: int | None = Field(None, gt=0)  # with one API key; above: 429
     queue_limits: QueueLimits = QueueLimits()  # of each engine
     min_priority: int = Field(0, ge=LOWEST_PRIORITY, le=0)  # that a request may ask for; keys of the file may have less
     max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
-    inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts are tokenized in a thread
+    inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts of small bodies are tokenized in a thread
     request_timeout_s: float = Field(600.0, gt=0)  # clients may ask for less of this and the next: see patience.py
     first_token_timeout_s: float | None = Field(None, gt=0)
     capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it

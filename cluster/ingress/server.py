@@ -28,6 +28,7 @@ from ray.actor import ActorHandle
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import GatewayRecord, Reach
 from baton.cluster.gateway.app import create_app
+from baton.cluster.gateway.bodies.reading import Bodies
 from baton.cluster.gateway.drain import Drain
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.model import ServedModel
@@ -156,12 +157,15 @@ class GatewayServer:
         model = await asyncio.to_thread(_served_model, spec)
         client = self._client
         self._metrics = GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
+        self._bodies = Bodies(model, settings, self._metrics)
+        await self._bodies.processes.start()
         app = create_app(
             self._client,
             model,
             settings,
             drain,
             self._metrics,
+            self._bodies,
             spans=self._spans,
             scales_from_zero=spec.scales_from_zero,
         )
@@ -194,6 +198,7 @@ class GatewayServer:
         if self._reports is not None:
             self._reports.cancel()
         await self._client.close()
+        self._bodies.processes.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
         with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later

@@ -38,6 +38,7 @@ class ChatTemplate:
         """Raises `ChatTemplateError` for a template that does not parse."""
         self._templates: dict[str, jinja2.Template] = {}
         self._tell_none: set[str] = set()  # those that ask whether a message has content
+        self.sources = dict(sources)
         self.source = sources.get(DEFAULT)
         self.call_format = call_format(sources.get(TOOL_USE) or sources.get(DEFAULT, ""))
         self.knows_thoughts = any(thoughts.BEGIN in source for source in sources.values())

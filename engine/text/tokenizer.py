@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.normalizers import NFC
@@ -25,6 +26,12 @@ from .pieces import PieceRule, rule_of
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 COMPOSED = 4  # characters at most that Unicode's composition makes one of
+
+
+class _Packed(msgspec.Struct, frozen=True):
+    backend: str
+    special_tokens: dict[str, str]
+    chat_templates: dict[str, str] | None
 
 
 class Tokenizer:
@@ -61,6 +68,19 @@ class Tokenizer:
         backend.no_padding()
         _add_missing(backend, special_tokens.values())
         return cls(backend, special_tokens, ChatTemplate.from_folder(folder, config))
+
+    def to_bytes(self) -> bytes:
+        """Return all of it, for `from_bytes` in another process."""
+        template = self._chat_template
+        sources = None if template is None else template.sources
+        return msgspec.msgpack.encode(_Packed(self._backend.to_str(), self.special_tokens, sources))
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> Tokenizer:
+        """Return the tokenizer that `to_bytes` packed."""
+        found = msgspec.msgpack.decode(packed, type=_Packed)
+        template = None if found.chat_templates is None else ChatTemplate(found.chat_templates)
+        return cls(Backend.from_str(found.backend), found.special_tokens, template)
 
     @cached_property
     def vocab_size(self) -> int:

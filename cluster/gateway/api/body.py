@@ -1,4 +1,4 @@
-"""A request body becomes Python data, or a refusal that says what is wrong with it."""
+"""Reads JSON strictly: a request's text becomes Python data, or a refusal that says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -6,40 +6,11 @@ import json
 from collections import Counter
 from typing import Any, NoReturn
 
-from starlette.datastructures import Headers
-from starlette.requests import Request
-
-from ..errors import ApiError, bad_request
+from ..errors import bad_request
 from .json_faults import first_fault
 
-JSON = "application/json"
-
-
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises 415 for what is declared to be anything but plain JSON; 413 before reading what is
-    declared to be too large, and as soon as a chunked one is.
-    """
-    _check_media(request.headers)
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit_bytes:
-        raise _too_large(limit_bytes)
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit_bytes:
-            raise _too_large(limit_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _check_media(headers: Headers) -> None:
-    """A foreign page may make browsers send texts and forms unasked, but JSON only where its origin is allowed."""
-    kind = headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if kind != JSON and not kind.endswith("+json"):
-        raise _unsupported(f"The body must be JSON, with the header 'Content-Type: {JSON}'. This one is {kind!r}.")
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise _unsupported(f"The body must come as it is, without the header 'Content-Encoding: {encoding}'.")
+MAX_KEYS = 8192  # of one object
+MAX_KEY_CHARS = 4096
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -64,7 +35,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        message = f"The body holds an object of {len(pairs)} keys, more than {MAX_KEYS}."
+        raise bad_request(None, message, "too_many_values")
     result = dict(pairs)
+    if max(map(len, result), default=0) > MAX_KEY_CHARS:
+        raise bad_request(None, f"The body holds a key of more than {MAX_KEY_CHARS} characters.", "too_many_values")
     if len(result) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
@@ -74,12 +50,3 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise bad_request(None, f"{name} is not a number in JSON.", "invalid_json")
-
-
-def _unsupported(message: str) -> ApiError:
-    return ApiError(415, message, code="unsupported_media_type", headers={"accept-encoding": "identity"})
-
-
-def _too_large(limit_bytes: int) -> ApiError:
-    message = f"The body is larger than this server's limit of {limit_bytes} bytes."
-    return ApiError(413, message, code="body_too_large")

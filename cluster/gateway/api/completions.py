@@ -10,9 +10,9 @@ from baton.engine.text import Tokenizer
 from ..dispatch.timeline import TimelineTold
 from ..errors import ApiError
 from .assembly import Delta
+from .job import Job, UsageOptions
 from .logprobs import CompletionLogprobs, PromptLogprob, prompt_logprobs
-from .prepare import Job
-from .render import DONE, Tally, Usage, UsageOptions, encode, error_event, join, sse
+from .render import DONE, Tally, Usage, encode, error_event, join, sse
 
 
 class CompletionChoice(msgspec.Struct):

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from ..bodies.body import Body, read_body
+from ..bodies.budget import Reservation
+from ..bodies.reading import Bodies
 from ..dispatch.admission import Admission
 from ..dispatch.dispatch import Dispatch
 from ..dispatch.dispatcher import Dispatcher
@@ -35,18 +36,15 @@ from ..settings import GatewaySettings
 from ..spans import Spans
 from .answer import Answer
 from .assembly import Delta, SequenceText
-from .body import parse_object, read_body
+from .job import Job, Prepared
 from .patience import Patience
-from .prepare import Job
-from .protocol import GenerationRequest, StreamOptions
-from .render import Renderer, UsageOptions
-from .resume import LAST_EVENT_ID_HEADER, Position, Trail, is_resumable
+from .reader import Kind
+from .render import Renderer
+from .resume import LAST_EVENT_ID_HEADER, Position, Trail
 from .sessions import SESSION_HEADER, session_id_of
 from .streams import ClientGone, merge, until_gone
 
 logger = logging.getLogger(__name__)
-
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class Gateway:
     metrics: GatewayMetrics
     admission: Admission
     dispatcher: Dispatcher
+    bodies: Bodies
     spans: Spans | None  # where somebody collects them
 
 
@@ -75,21 +74,14 @@ class _Call:
     min_priority: int  # that this client may ask for
 
 
-@dataclass(frozen=True)
-class GenerationApi(Generic[RequestT]):
-    """What tells one endpoint from the others."""
-
-    parse: Callable[[dict[str, Any]], RequestT]
-    prepare: Callable[[RequestT, str], Awaitable[Job]]
-    renderer: Callable[..., Renderer]
-
-
-class GenerationEndpoint(Generic[RequestT]):
+class GenerationEndpoint:
     """An ASGI app rather than a handler function: it must notice a client that leaves while it waits for tokens."""
 
-    def __init__(self, gateway: Gateway, api: GenerationApi[RequestT]) -> None:
+    def __init__(self, gateway: Gateway, kind: Kind, renderer: Callable[..., Renderer]) -> None:
+        """`kind` and `renderer` are what tells one endpoint from the others."""
         self._gateway = gateway
-        self._api = api
+        self._kind = kind
+        self._renderer = renderer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -98,24 +90,18 @@ class GenerationEndpoint(Generic[RequestT]):
 
     async def _serve(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         gateway = self._gateway
-        limits, metrics, client = gateway.settings, gateway.metrics, gateway.dispatcher.client
+        limits, metrics = gateway.settings, gateway.metrics
         started_s = time.monotonic()
         http = Request(scope, receive)
         try:
             patience = Patience(limits, http.headers)
             async with patience.limit():
-                body = await read_body(http, limits.max_body_bytes)
-                call = _Call(
-                    request_id=request_id_of(scope),
-                    rank=pinned_rank(http.headers.get(PIN_HEADER), client),
-                    session_id=session_id_of(http.headers.get(SESSION_HEADER)),
-                    started_s=started_s,
-                    patience=patience,
-                    last_event_id=http.headers.get(LAST_EVENT_ID_HEADER),
-                    circle=circle_of(client_of(scope).key) if limits.isolate_keys else "",
-                    min_priority=client_of(scope).min_priority,
-                )
-                await until_gone(receive, self._generate(call, body, answer))
+                with (
+                    gateway.bodies.budget.reservation() as held,
+                    await read_body(http, limits.max_body_bytes, held) as body,
+                ):
+                    call = self._call(http, started_s, patience)
+                    await until_gone(receive, self._generate(call, body, held, answer))
         except ApiError as error:
             await self._fail(answer, error)
         except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
@@ -128,6 +114,19 @@ class GenerationEndpoint(Generic[RequestT]):
             await self._fail(answer, internal("The gateway failed to serve the request."))
         finally:
             self._ended(http, answer, started_s)
+
+    def _call(self, http: Request, started_s: float, patience: Patience) -> _Call:
+        gateway, scope = self._gateway, http.scope
+        return _Call(
+            request_id=request_id_of(scope),
+            rank=pinned_rank(http.headers.get(PIN_HEADER), gateway.dispatcher.client),
+            session_id=session_id_of(http.headers.get(SESSION_HEADER)),
+            started_s=started_s,
+            patience=patience,
+            last_event_id=http.headers.get(LAST_EVENT_ID_HEADER),
+            circle=circle_of(client_of(scope).key) if gateway.settings.isolate_keys else "",
+            min_priority=client_of(scope).min_priority,
+        )
 
     def _ended(self, http: Request, answer: Answer, started_s: float) -> None:
         gateway, ended_s = self._gateway, time.monotonic()
@@ -152,47 +151,51 @@ class GenerationEndpoint(Generic[RequestT]):
             error.gpu_time_spent = any(dispatch.gpu_time_spent for dispatch in answer.dispatches)
         await answer.fail(error)
 
-    async def _generate(self, call: _Call, body: bytes, answer: Answer) -> None:
+    async def _generate(self, call: _Call, body: Body, held: Reservation, answer: Answer) -> None:
         gateway = self._gateway
-        request = self._api.parse(parse_object(body))
-        if request.priority < call.min_priority:
-            raise priority_not_allowed(request.priority, call.min_priority)
-        told = Position.known(call.last_event_id, request)
-        job = (await self._prepare(request, call, told)).within(call.circle)
-        trail = Trail(job, told) if is_resumable(request) else None
+        prepared = await gateway.bodies.prepare(self._kind, body, call.circle, held)
+        if prepared.priority < call.min_priority:
+            raise priority_not_allowed(prepared.priority, call.min_priority)
+        told = Position.known(call.last_event_id, is_resumable=prepared.is_resumable)
+        job = self._job(prepared, call, told)
+        trail = Trail(job, told) if prepared.is_resumable else None
         gateway.admission.check_engines(reachable(gateway.dispatcher.client, call.rank))
-        gateway.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
-        options = request.stream_options or StreamOptions()
-        usage = UsageOptions(at_end=options.include_usage, in_each_chunk=options.continuous_usage_stats)
-        renderer = self._api.renderer(job, gateway.model.model_id, gateway.model.tokenizer, usage)
-        patience = call.patience
-        dispatch = functools.partial(
-            gateway.dispatcher.dispatch,
-            rank=call.rank,
-            session_id=call.session_id,
-            deadline=Deadline(patience.deadline_s, patience.is_clients),
-        )
-        admitted_s = time.monotonic()
-        timelines = [Timeline(call.started_s, admitted_s) for _ in job.sequences]
-        answer.dispatches = list(map(dispatch, job.sequences, timelines))
-        tells = request.baton_timeline
+        gateway.metrics.prompt_tokens.inc(prepared.num_tokens)
+        renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer, prepared.usage)
+        answer.dispatches = self._dispatches(job, call)
         choices = [
-            self._choice(job, index, each, call, trail, tells_timeline=tells)
+            self._choice(job, index, each, call, trail, tells_timeline=prepared.tells_timeline)
             for index, each in enumerate(answer.dispatches)
         ]
         async with aclosing(merge(choices)) as steps:
-            if request.stream:
+            if prepared.streams:
                 await answer.write_events(renderer, steps, trail)
             else:
                 await answer.write_whole(renderer, steps)
 
-    async def _prepare(self, request: RequestT, call: _Call, told: Position | None) -> Job:
-        """As it was, where the client knows a part of the answer."""
+    def _job(self, prepared: Prepared, call: _Call, told: Position | None) -> Job:
+        """Return the work; the same as before where the client knows a part of the answer."""
+        tokenizer = self._gateway.model.tokenizer
         if told is None:
-            return await self._api.prepare(request, call.request_id)
+            return Job.of(prepared, call.request_id, tokenizer)
         self._gateway.metrics.resumed.inc()
-        job = await self._api.prepare(request.model_copy(update={"seed": told.seed}), told.request_id)
-        return dataclasses.replace(job, created=told.created)
+        prepared.sampling = msgspec.structs.replace(prepared.sampling, seed=told.seed)
+        return dataclasses.replace(Job.of(prepared, told.request_id, tokenizer), created=told.created)
+
+    def _dispatches(self, job: Job, call: _Call) -> list[Dispatch]:
+        """Return one for each choice. Choices of a prompt share the names of its blocks."""
+        admitted_s, patience = time.monotonic(), call.patience
+        return [
+            self._gateway.dispatcher.dispatch(
+                sequence,
+                Timeline(call.started_s, admitted_s),
+                job.block_names[index // job.sampling.n],
+                rank=call.rank,
+                session_id=call.session_id,
+                deadline=Deadline(patience.deadline_s, patience.is_clients),
+            )
+            for index, sequence in enumerate(job.sequences)
+        ]
 
     async def _choice(
         self, job: Job, index: int, dispatch: Dispatch, call: _Call, trail: Trail | None, *, tells_timeline: bool

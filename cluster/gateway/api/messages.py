@@ -67,7 +67,7 @@ class ChatMessage(Kept):
     """One turn. Messages that this server sent can be sent back as they are, or as the official client keeps them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)] = []
+    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts)] = []
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
-import random
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from baton.cluster.counted import counted
-from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams, StructuredOutputsParams
-from baton.engine.text import Reading, TextError, bad_word_token_ids
+from baton.engine.text import TextError, bad_word_token_ids
 
+from ..dispatch.router import findable_names
 from ..errors import bad_request, context_length_exceeded, model_not_found, prompt_too_long
 from ..model import ServedModel
 from ..settings import GatewaySettings
 from .efforts import effort_variables
-from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from .job import AnswerForm, Prepared, UsageOptions
+from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt, StreamOptions
 from .shapes import answer_shape, asked_shape, thoughts_before
 from .tools import call_rules, reading
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-INLINE_MESSAGES = 64  # longer chats are rendered in a thread
+INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates take steps for each pair
+CHARS_A_TOKEN = 8  # more than most texts have
+CUT_TOKENS = 64  # by which a text that is cut may have more tokens than it has as a part of a longer one
 COPIED = [  # from the request into `SamplingParams`, under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -38,38 +34,20 @@ COPIED = [  # from the request into `SamplingParams`, under the same name
 RENDER_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
-@dataclass(frozen=True)
-class Job:
-    """One HTTP request's work: `n` sequences for each prompt, in the order of the choices."""
-
-    request_id: str
-    created: int  # Unix time
-    prompts: list[list[int]]
-    sequences: list[EngineRequest]
-    sampling: SamplingParams  # as asked, with `n` and `stop`
-    echoes: list[str] | None = None  # with `echo`: each prompt's text
-    shows_prompt_logprobs: bool = False  # as the extra field `prompt_logprobs`; `echo` may need them, too
-    scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
-    reading: Reading = field(default_factory=Reading)  # of the answers
-    shown_token_ids: frozenset[int] = frozenset()  # special tokens that are text, since the reading needs them
-
-    def within(self, circle: str) -> Job:
-        """The same, whose prefixes only this circle can find; "" is everyone."""
-        if not circle:
-            return self
-        sequences = [msgspec.structs.replace(each, cache_salt=f"{circle}/{each.cache_salt}") for each in self.sequences]
-        return dataclasses.replace(self, sequences=sequences)
+class TooMuchForTheLoop(Exception):
+    """The event loop would be held up by this request: another process prepares it."""
 
 
 class Preparer:
-    """Holds the tokenizer's thread: long texts must not stop everyone else's tokens."""
+    """Prepares in the event loop what is short, with a thread for longer texts; or, in a process of its own, all."""
 
-    def __init__(self, model: ServedModel, settings: GatewaySettings) -> None:
+    def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
         self._model = model
         self._settings = settings
+        self._in_event_loop = in_event_loop
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
-    async def completion(self, request: CompletionRequest, request_id: str) -> Job:
+    async def completion(self, request: CompletionRequest, circle: str = "") -> Prepared:
         """Raises `ApiError` that names the field."""
         self._check_model(request.model)
         echo = bool(request.echo)
@@ -89,17 +67,18 @@ class Preparer:
             self._max_tokens(request.max_tokens, tokens, COMPLETION_MAX_TOKENS, "prompt", "max_tokens")
             for tokens in prompts
         ]
-        job = self._job(request, request_id, prompts, limits, sampling)
+        prepared = self._prepared(request, circle, prompts, limits, sampling)
         if not echo:
-            return job
+            return prepared
         decode = self._model.tokenizer.decode
-        echoes = [
+        prepared.echoes = [
             prompt if isinstance(prompt, str) else decode(prompt, request.skip_special_tokens)
             for prompt in _separate(request.prompt)
         ]
-        return dataclasses.replace(job, echoes=echoes, scores_only=scores_only)
+        prepared.scores_only = scores_only
+        return prepared
 
-    async def chat(self, request: ChatRequest, request_id: str) -> Job:
+    async def chat(self, request: ChatRequest, circle: str = "") -> Prepared:
         """Raises `ApiError` that names the field."""
         self._check_model(request.model)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
@@ -122,24 +101,26 @@ class Preparer:
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
         )
-        tokens = await self.tokenize(prompt, request.add_special_tokens)
+        tokens = await self._prompt_tokens("messages", prompt, request.add_special_tokens)
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
-        job = self._job(request, request_id, [tokens], [limit], sampling)
-        read = reading(form, calls, thoughts)
-        return dataclasses.replace(job, reading=read, shown_token_ids=tokenizer.special_ids_of(read.marks))
+        prepared = self._prepared(request, circle, [tokens], [limit], sampling)
+        prepared.form = AnswerForm.of(reading(form, calls, thoughts))
+        return prepared
 
     async def chat_tokens(self, request: ChatInput) -> list[int]:
         """The prompt that the messages make."""
         return await self.tokenize(await self._chat_prompt(request), request.add_special_tokens)
 
     async def _chat_prompt(self, request: ChatInput) -> str:
+        if self._in_event_loop and len(request.messages) > INLINE_MESSAGES:
+            raise TooMuchForTheLoop
+        self._check_length("messages", len(request.messages))  # each is a token at least
         messages = [message.for_template() for message in request.messages]
         variables = request.chat_template_kwargs or {}
         efforts = effort_variables(request.reasoning_effort, self._model.tokenizer.template_variables)
         if reserved := sorted(RENDER_ARGUMENTS & variables.keys()):
             param = f"chat_template_kwargs.{reserved[0]}"
             raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
-        self._check_length("messages", len(messages))  # each is a token at least
         render = functools.partial(
             self._model.tokenizer.render_chat,
             messages,
@@ -149,23 +130,30 @@ class Preparer:
             **(efforts | variables),
         )
         try:
-            short = len(messages) <= INLINE_MESSAGES
-            text = render() if short else await asyncio.get_running_loop().run_in_executor(self._thread, render)
+            text = render()
         except TextError as error:
             raise bad_request("messages", f"No prompt can be made of 'messages': {error}.") from None
         self._check_length("messages", self._model.tokenizer.least_tokens(text))
         return text
 
+    async def _prompt_tokens(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        """As `tokenize`. Of a text that is long beside the context, the beginning alone shows whether it may fit."""
+        head = text[: CHARS_A_TOKEN * self._model.max_model_len]
+        if len(text) > 2 * len(head):
+            num_tokens = len(await self.tokenize(head, add_special_tokens))
+            if num_tokens > self._model.max_model_len + CUT_TOKENS:
+                raise prompt_too_long(field, self._model.max_model_len, num_tokens - CUT_TOKENS)
+        return await self.tokenize(text, add_special_tokens)
+
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         encode = self._model.tokenizer.encode
-        if len(text) <= self._settings.inline_tokenize_chars:
+        if not self._in_event_loop or len(text) <= self._settings.inline_tokenize_chars:
             return encode(text, add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode, text, add_special_tokens)
 
     async def detokenize(self, tokens: list[int]) -> str:
         self._check_tokens("tokens", tokens)
-        decode = self._model.tokenizer.decode
-        return await asyncio.get_running_loop().run_in_executor(self._thread, decode, tokens, False)
+        return self._model.tokenizer.decode(tokens, False)
 
     def _check_model(self, model: str) -> None:
         if model != self._model.model_id:
@@ -179,7 +167,7 @@ class Preparer:
         for prompt in given:
             if isinstance(prompt, str):
                 self._check_length("prompt", self._model.tokenizer.least_tokens(prompt))
-                prompts.append(await self.tokenize(prompt, request.add_special_tokens))
+                prompts.append(await self._prompt_tokens("prompt", prompt, request.add_special_tokens))
             else:
                 self._check_tokens("prompt", prompt)
                 prompts.append(prompt)
@@ -242,36 +230,34 @@ class Preparer:
             raise context_length_exceeded(field, limit, len(tokens), asked)
         return min(default, room) if asked is None else max(1, asked)  # 0 only comes with `scores_only`
 
-    def _job(
+    def _prepared(
         self,
         request: GenerationRequest,
-        request_id: str,
+        circle: str,
         prompts: list[list[int]],
         limits: list[int],
         sampling: SamplingParams,
-    ) -> Job:
-        seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        now = time.time()
-        unique = f"{request_id}-{random.getrandbits(48):012x}"  # clients may repeat theirs
-        wire = msgspec.structs.replace(sampling, n=1, stop=[], bad_words=[], seed=None)  # what engines act on
-        sequences: list[EngineRequest] = []
-        for tokens, limit in zip(prompts, limits, strict=True):
-            if wire.min_tokens > limit:
+    ) -> Prepared:
+        """`circle`: of those who may find these prefixes; "": everyone."""
+        for limit in limits:
+            if sampling.min_tokens > limit:
                 raise bad_request("min_tokens", f"'min_tokens' must not exceed the {limit} tokens that may follow.")
-            for choice in range(sampling.n):
-                sequences.append(
-                    EngineRequest(
-                        request_id=f"{unique}-{len(sequences)}",
-                        prompt_token_ids=tokens,
-                        sampling=msgspec.structs.replace(wire, max_tokens=limit),
-                        seed=(seed + choice) % 2**SEED_BITS,
-                        priority=request.priority,
-                        arrival_s=now,
-                        cache_salt=request.cache_salt or "",
-                    )
-                )
-        shows_prompt_logprobs = request.prompt_logprobs is not None
-        return Job(request_id, int(now), prompts, sequences, sampling, shows_prompt_logprobs=shows_prompt_logprobs)
+        salt = request.cache_salt or ""
+        salt = f"{circle}/{salt}" if circle else salt
+        options = request.stream_options or StreamOptions()
+        return Prepared(
+            prompts=prompts,
+            block_names=[findable_names(prompt, sampling, salt) for prompt in prompts],
+            limits=limits,
+            sampling=sampling,
+            priority=request.priority,
+            cache_salt=salt,
+            streams=bool(request.stream),
+            usage=UsageOptions(at_end=options.include_usage, in_each_chunk=options.continuous_usage_stats),
+            is_resumable=bool(request.stream and options.resumable),
+            tells_timeline=request.baton_timeline,
+            shows_prompt_logprobs=request.prompt_logprobs is not None,
+        )
 
 
 def _seed(asked: int | None) -> int | None:

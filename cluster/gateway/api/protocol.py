@@ -48,6 +48,9 @@ def _check_prompt(value: Any) -> Any:
     raise ValueError("must be all strings, all integers, or all non-empty lists of integers")
 
 
+FewStrings = Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(fail_fast=True)]
+
+
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -96,7 +99,7 @@ class StructuredOutputs(Strict):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(None, fail_fast=True)
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
@@ -119,10 +122,10 @@ class SamplingRequest(Strict):
     seed: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
-    stop: Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_one_or_many)] = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
+    stop: Annotated[FewStrings | None, BeforeValidator(_one_or_many)] = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS, fail_fast=True)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)] = None
-    allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED_TOKENS)
+    allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)
     bad_words: list[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]] | None = Field(None, max_length=MAX_BAD_WORDS)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -161,7 +164,7 @@ class CompletionRequest(GenerationRequest):
 class ChatInput(Strict):
     """How messages become a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     tools: Tools = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -209,4 +212,4 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`"""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)

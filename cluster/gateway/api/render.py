@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from ..dispatch.timeline import TimelineTold
 from ..errors import ApiError
 from .assembly import Delta
-from .prepare import Job
+from .job import Job, UsageOptions
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,13 +27,6 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-
-class UsageOptions(msgspec.Struct, frozen=True):
-    """Where in a stream usage is told."""
-
-    at_end: bool = False
-    in_each_chunk: bool = False
 
 
 class Renderer(Protocol):

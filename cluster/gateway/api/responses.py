@@ -8,7 +8,6 @@ Nothing is kept: a response cannot be asked for again.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,12 +18,13 @@ from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, To
 from ..dispatch.timeline import TimelineTold
 from ..errors import ApiError
 from .assembly import Delta
+from .job import Job, Prepared, UsageOptions
 from .logprobs import chat_logprobs
-from .prepare import Job, Preparer
-from .render import Tally, UsageOptions, encode
+from .prepare import Preparer
+from .render import Tally, encode
 from .responses_input import NAMES, ResponseChat, as_chat
 from .responses_output import Event, Item, Output, Status
-from .responses_request import ResponsesRequest, ThisFunction, read_request
+from .responses_request import read_request
 from .token_shares import TokenShares, runs
 from .tools import call_id
 
@@ -93,9 +93,9 @@ class Response(msgspec.Struct, tag_field="object", tag="response"):
     baton_timeline: list[TimelineTold] | UnsetType = UNSET
 
     @classmethod
-    def begun(cls, job: ResponseJob, model_id: str) -> Response:
+    def begun(cls, job: Job, model_id: str) -> Response:
         asked, sampling = job.asked, job.sampling
-        chosen = asked.tool_choice
+        assert asked is not None, "a request of this endpoint"
         return cls(
             id=f"resp_{job.request_id}",
             created_at=job.created,
@@ -103,28 +103,21 @@ class Response(msgspec.Struct, tag_field="object", tag="response"):
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
             max_tool_calls=asked.max_tool_calls,
-            metadata=asked.metadata or {},
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            metadata=asked.metadata,
+            parallel_tool_calls=asked.parallel_tool_calls,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             prompt_cache_key=asked.prompt_cache_key,
-            reasoning={"effort": asked.reasoning.effort, "summary": asked.reasoning.summary},
+            reasoning=asked.reasoning,
             safety_identifier=asked.safety_identifier,
             temperature=sampling.temperature,
-            text={"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
-            tool_choice=chosen.model_dump() if isinstance(chosen, ThisFunction) else chosen,
-            tools=[tool.told() for tool in asked.tools],
-            top_logprobs=asked.top_logprobs or 0,
+            text=asked.text,
+            tool_choice=asked.tool_choice,
+            tools=asked.tools,
+            top_logprobs=asked.top_logprobs,
             top_p=sampling.top_p,
             user=asked.user,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResponseJob(Job):
-    """A chat's work, and what it is for."""
-
-    asked: ResponsesRequest
 
 
 def parse_response(data: dict[str, Any]) -> ResponseChat:
@@ -132,20 +125,21 @@ def parse_response(data: dict[str, Any]) -> ResponseChat:
     return as_chat(read_request(data))
 
 
-async def prepare_response(preparer: Preparer, request: ResponseChat, request_id: str) -> ResponseJob:
+async def prepare_response(preparer: Preparer, request: ResponseChat, circle: str) -> Prepared:
     """Raises `ApiError` (400) that names what is wrong."""
     try:
-        job = await preparer.chat(request, request_id)
+        prepared = await preparer.chat(request, circle)
     except ApiError as error:
         error.rename(NAMES)
         raise
-    return ResponseJob(**vars(job), asked=request.asked)
+    prepared.asked = request.asked.told()
+    return prepared
 
 
 class ResponsesRenderer:
     """See `Renderer`."""
 
-    def __init__(self, job: ResponseJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
+    def __init__(self, job: Job, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._response = Response.begun(job, model_id)

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ..errors import bad_request
 from .efforts import Effort
+from .job import AskedResponse
 from .messages import MAX_TOOLS, CalledFunction, Function, Tool, named_once
 from .parsing import is_among, parse_request
 from .protocol import JsonSchemaFormat, SamplingRequest
@@ -272,6 +273,25 @@ class ResponsesRequest(SamplingRequest):
     @property
     def shows_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in self.include
+
+    def told(self) -> AskedResponse:
+        """Return what the answer repeats."""
+        chosen = self.tool_choice
+        return AskedResponse(
+            instructions=self.instructions,
+            max_output_tokens=self.max_output_tokens,
+            max_tool_calls=self.max_tool_calls,
+            metadata=self.metadata or {},
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            prompt_cache_key=self.prompt_cache_key,
+            reasoning={"effort": self.reasoning.effort, "summary": self.reasoning.summary},
+            safety_identifier=self.safety_identifier,
+            text={"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
+            tool_choice=chosen.model_dump() if isinstance(chosen, ThisFunction) else chosen,
+            tools=[tool.told() for tool in self.tools],
+            top_logprobs=self.top_logprobs or 0,
+            user=self.user,
+        )
 
 
 def read_request(data: dict[str, Any]) -> ResponsesRequest:

@@ -22,8 +22,7 @@ from baton.engine.core.sampling import SEED_BITS
 
 from ..errors import ApiError, bad_request
 from .assembly import Delta, Mark
-from .prepare import Job
-from .protocol import GenerationRequest
+from .job import Job
 from .render import Renderer
 
 LAST_EVENT_ID_HEADER = "last-event-id"
@@ -42,11 +41,11 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     marks: tuple[Mark, ...]  # of the choices
 
     @classmethod
-    def known(cls, event_id: str | None, request: GenerationRequest) -> Self | None:
+    def known(cls, event_id: str | None, *, is_resumable: bool) -> Self | None:
         """What the client has already; None where it begins. Raises `ApiError` (400) for what is no position."""
         if event_id is None:
             return None
-        if not is_resumable(request):
+        if not is_resumable:
             message = f"{LAST_EVENT_ID_HEADER!r} is for requests with 'stream' and 'stream_options.resumable'."
             raise bad_request(LAST_EVENT_ID_HEADER, message, "not_resumable")
         try:
@@ -59,10 +58,6 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
 
     def encode(self) -> bytes:
         return VERSION.encode() + base64.urlsafe_b64encode(msgspec.msgpack.encode(self))
-
-
-def is_resumable(request: GenerationRequest) -> bool:
-    return bool(request.stream and request.stream_options is not None and request.stream_options.resumable)
 
 
 class Trail:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+from baton.cluster.cached_blocks import BlockName
 from baton.cluster.contracts import EngineClient
 from baton.engine.core.messages import EngineRequest
 
@@ -52,16 +54,19 @@ class Dispatcher:
         self,
         request: EngineRequest,
         timeline: Timeline,
+        names: Sequence[BlockName] | None = None,
         *,
         rank: int | None = None,
         session_id: str | None = None,
         deadline: Deadline = Deadline(),
     ) -> Dispatch:
-        """`timeline`: until now, and it grows. `rank`: an engine that must take part, whatever happens. `session_id`:
-        requests that had best meet.
+        """Return the stream of one sequence's outputs.
+
+        `timeline` grows from here on; `names` are those of the prompt's blocks, where they are known; `rank` is that of
+        an engine that must take part, whatever happens; requests with one `session_id` had best meet.
         """
         self.metrics.requests.inc()
-        wanted = self.router.read(request, session_id=session_id, pinned_rank=rank)
+        wanted = self.router.read(request, names, session_id=session_id, pinned_rank=rank)
         progress, attempts = Progress(request, wanted), Attempts(self.settings.max_attempts)
         legs = Legs(self.client, self.router.ledger, self.breakers, deadline)
         choice = Choice(self.client, self.router, self.breakers, self.admission, attempts, rank)

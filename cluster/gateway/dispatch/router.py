@@ -21,6 +21,7 @@ from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
+from baton.engine.core.sampling import SamplingParams
 
 from .cost import Cost, CostRates, Reading
 from .ledger import EngineKey, Ledger, Placement, engine_key
@@ -89,14 +90,18 @@ class Router:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self.ledger = Ledger(clock)
 
-    def read(self, request: EngineRequest, *, session_id: str | None = None, pinned_rank: int | None = None) -> Wanted:
-        """About a microsecond a block of the prompt: once a request."""
-        prompt = request.prompt_token_ids
-        names: Sequence[BlockName] = ()
-        if request.sampling.prompt_logprobs is None:  # else every position has to run
-            findable = prompt[: (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE]
-            hashes = block_hashes(findable, BLOCK_SIZE, request.cache_salt, request.adapter_id)
-            names = unpack_names(pack_names(hashes))
+    def read(
+        self,
+        request: EngineRequest,
+        names: Sequence[BlockName] | None = None,
+        *,
+        session_id: str | None = None,
+        pinned_rank: int | None = None,
+    ) -> Wanted:
+        """Return what routing needs. `names` are those of the prompt's blocks, where they are known."""
+        if names is None:
+            packed = findable_names(request.prompt_token_ids, request.sampling, request.cache_salt, request.adapter_id)
+            names = unpack_names(packed)
         tie = f"{self._gateway_id}/{request.request_id}" if session_id is None else f"session/{session_id}"
         return Wanted(num_tokens(request), names, tie, session_id is not None, pinned_rank)
 
@@ -238,6 +243,16 @@ class _Receivers:
         if far_s is None:
             return None
         return min(far_s, self._near_s.get((source.fingerprint, source.node_id), far_s))
+
+
+def findable_names(prompt: Sequence[int], sampling: SamplingParams, salt: str, adapter_id: str = "") -> bytes:
+    """Return the packed names of the prompt's full blocks that an engine may find in its cache: none where every
+    position has to run. Takes about a microsecond a block: computed once a prompt, however many choices it has.
+    """
+    if sampling.prompt_logprobs is not None:
+        return b""
+    findable = prompt[: (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE]
+    return pack_names(block_hashes(findable, BLOCK_SIZE, salt, adapter_id))
 
 
 def _staying(engines: Sequence[EngineView]) -> list[EngineView]:

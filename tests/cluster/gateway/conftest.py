@@ -14,6 +14,8 @@ from tokenizers import Tokenizer as Backend
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
+from baton.cluster.gateway.bodies.reading import Bodies
+from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.spans import Spans
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarSource
@@ -56,14 +58,17 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         for role in roles:
             cluster.start(role)
         limits = {"capacity_timeout_s": 5.0, "request_timeout_s": 20.0, **settings}
-        service = Service(
-            cluster, create_app(cluster, served, GatewaySettings(**limits), spans=spans), served.tokenizer
-        )
+        gateway_settings = GatewaySettings(**limits)
+        metrics = GatewayMetrics(served.model_id, cluster.engines, cluster.listed, cluster.counters)
+        bodies = Bodies(served, gateway_settings, metrics)
+        app = create_app(cluster, served, gateway_settings, metrics=metrics, bodies=bodies, spans=spans)
+        service = Service(cluster, app, served.tokenizer, bodies)
         services.append(service)
         return service
 
     yield start_service
     for service in services:
+        service.bodies.processes.close()
         await service.http.aclose()
         await service.cluster.close()
 

@@ -15,6 +15,7 @@ import uvicorn
 from fake_cluster import FakeCluster
 from fastapi import FastAPI
 
+from baton.cluster.gateway.bodies.reading import Bodies
 from baton.cluster.ingress.http_protocol import GuardedHttpProtocol
 from baton.engine.text import Tokenizer
 
@@ -32,9 +33,10 @@ class Clock:
 class Service:
     """One gateway and its engines."""
 
-    def __init__(self, cluster: FakeCluster, app: FastAPI, tokenizer: Tokenizer) -> None:
+    def __init__(self, cluster: FakeCluster, app: FastAPI, tokenizer: Tokenizer, bodies: Bodies) -> None:
         self.cluster = cluster
         self.app = app
+        self.bodies = bodies
         self.tokenizer = tokenizer
         transport = httpx.ASGITransport(app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20)

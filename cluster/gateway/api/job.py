@@ -1,0 +1,147 @@
+"""What a request's body becomes, and the work that follows from it.
+
+    body ──Preparer──> Prepared ──with a name and a seed──> Job: one sequence for each choice
+
+`Prepared` is plain data: it is the same whether this process has read the body or another one.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton.engine.core.block_log import unpack_names
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.sampling import SEED_BITS, SamplingParams
+from baton.engine.text import CallFormat, Reading, Thoughts, Tokenizer
+
+
+class UsageOptions(msgspec.Struct, frozen=True):
+    """Where in a stream usage is told."""
+
+    at_end: bool = False
+    in_each_chunk: bool = False
+
+
+class AskedResponse(msgspec.Struct, frozen=True):
+    """What an answer of `/v1/responses` repeats of its request."""
+
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    user: str | None
+
+
+class AnswerForm(msgspec.Struct, frozen=True):
+    """How answers are read: `Reading` without the model's form of calls, which every process knows."""
+
+    has_form: bool = False
+    functions: dict[str, Any] = {}
+    at_most_one: bool = False
+    thoughts: Thoughts = Thoughts.NONE
+
+    @classmethod
+    def of(cls, reading: Reading) -> AnswerForm:
+        functions = dict(reading.functions)
+        return cls(reading.form is not None, functions, reading.at_most_one, reading.thoughts)
+
+    def reading(self, form: CallFormat | None) -> Reading:
+        return Reading(form if self.has_form else None, self.functions, self.at_most_one, self.thoughts)
+
+
+class Prepared(msgspec.Struct, kw_only=True):
+    """A body that is read, checked, and turned into tokens."""
+
+    prompts: list[list[int]]
+    block_names: list[bytes]  # of each prompt's full blocks that an engine may find in its cache, packed
+    limits: list[int]  # how many tokens may follow each prompt
+    sampling: SamplingParams  # as asked, with `n`, `stop` and `seed`
+    priority: int
+    cache_salt: str
+    streams: bool
+    usage: UsageOptions
+    is_resumable: bool
+    tells_timeline: bool
+    echoes: list[str] | None = None  # with `echo`: each prompt's text
+    shows_prompt_logprobs: bool = False  # as the extra field `prompt_logprobs`; `echo` may need them, too
+    scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
+    form: AnswerForm = AnswerForm()
+    asked: AskedResponse | None = None  # of `/v1/responses`
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self.prompts))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request's work: `n` sequences for each prompt, in the order of the choices."""
+
+    request_id: str
+    created: int  # Unix time
+    prompts: list[list[int]]
+    sequences: list[EngineRequest]
+    sampling: SamplingParams  # as asked, with `n` and `stop`
+    block_names: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
+    echoes: list[str] | None = None
+    shows_prompt_logprobs: bool = False
+    scores_only: bool = False
+    reading: Reading = field(default_factory=Reading)  # of the answers
+    shown_token_ids: frozenset[int] = frozenset()  # special tokens that are text, since the reading needs them
+    asked: AskedResponse | None = None
+
+    @classmethod
+    def of(cls, prepared: Prepared, request_id: str, tokenizer: Tokenizer) -> Job:
+        now = time.time()
+        reading = prepared.form.reading(tokenizer.call_format)
+        return cls(
+            request_id,
+            int(now),
+            prepared.prompts,
+            _sequences(prepared, request_id, now),
+            prepared.sampling,
+            [unpack_names(packed) for packed in prepared.block_names],
+            prepared.echoes,
+            prepared.shows_prompt_logprobs,
+            prepared.scores_only,
+            reading,
+            tokenizer.special_ids_of(reading.marks),
+            prepared.asked,
+        )
+
+
+def _sequences(prepared: Prepared, request_id: str, now_s: float) -> list[EngineRequest]:
+    sampling = prepared.sampling
+    seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+    unique = f"{request_id}-{random.getrandbits(48):012x}"  # clients may repeat theirs
+    wire = msgspec.structs.replace(sampling, n=1, stop=[], bad_words=[], seed=None)  # what engines act on
+    sequences: list[EngineRequest] = []
+    for tokens, limit in zip(prepared.prompts, prepared.limits, strict=True):
+        for choice in range(sampling.n):
+            sequences.append(
+                EngineRequest(
+                    request_id=f"{unique}-{len(sequences)}",
+                    prompt_token_ids=tokens,
+                    sampling=msgspec.structs.replace(wire, max_tokens=limit),
+                    seed=(seed + choice) % 2**SEED_BITS,
+                    priority=prepared.priority,
+                    arrival_s=now_s,
+                    cache_salt=prepared.cache_salt,
+                )
+            )
+    return sequences

@@ -1,0 +1,94 @@
+"""Reads bodies of every kind: the same in the event loop, for small ones, and in the process that reads large ones."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ..errors import bad_request, model_not_found
+from ..model import ServedModel
+from ..settings import GatewaySettings
+from .body import parse_object
+from .job import Prepared
+from .limits import check_sizes
+from .parsing import parse_request
+from .prepare import Preparer
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from .responses import parse_response, prepare_response
+
+
+class Kind(enum.StrEnum):
+    """What a body asks for."""
+
+    COMPLETION = "completion"
+    CHAT = "chat"
+    RESPONSE = "response"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+
+    @property
+    def generates(self) -> bool:
+        return self not in (Kind.TOKENIZE, Kind.DETOKENIZE)
+
+
+class BodyReader:
+    """Reads bodies of requests to one model. Its methods raise `ApiError` that names the field."""
+
+    def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
+        """`in_event_loop`: raises `TooMuchForTheLoop` for what would hold it up."""
+        preparer = self._preparer = Preparer(model, settings, in_event_loop=in_event_loop)
+        self._model = model
+        self._parsers: dict[Kind, Callable[[dict[str, Any]], Any]] = {
+            Kind.COMPLETION: partial(parse_request, CompletionRequest),
+            Kind.CHAT: partial(parse_request, ChatRequest),
+            Kind.RESPONSE: parse_response,
+        }
+        self._preparers: dict[Kind, Callable[[Any, str], Awaitable[Prepared]]] = {
+            Kind.COMPLETION: preparer.completion,
+            Kind.CHAT: preparer.chat,
+            Kind.RESPONSE: partial(prepare_response, preparer),
+        }
+        self._answers = {Kind.TOKENIZE: self._tokenize, Kind.DETOKENIZE: self._detokenize}
+
+    async def prepare(self, kind: Kind, text: bytes, circle: str) -> Prepared:
+        """Prepare a generation. `circle`: of those who may find prefixes that this client leaves; "": everyone."""
+        data = parse_object(text)
+        check_sizes(data, self._model.max_model_len)
+        return await self._preparers[kind](self._parsers[kind](data), circle)
+
+    async def answer(self, kind: Kind, text: bytes) -> bytes:
+        """Return the whole answer, JSON, of a kind that generates nothing."""
+        data = parse_object(text)
+        check_sizes(data, self._model.max_model_len)
+        asked = data.get("model")
+        if isinstance(asked, str) and asked != self._model.model_id:
+            raise model_not_found(asked, self._model.model_id)
+        return msgspec.json.encode(await self._answers[kind](data))
+
+    async def _tokenize(self, data: dict[str, Any]) -> dict[str, Any]:
+        if "prompt" in data and "messages" in data:
+            raise bad_request("messages", "Give either 'prompt' or 'messages'.")
+        if "messages" in data:
+            chat = parse_request(TokenizeChatRequest, data)
+            tokens, shows = await self._preparer.chat_tokens(chat), chat.return_token_strs
+        else:
+            text = parse_request(TokenizeTextRequest, data)
+            tokens = await self._preparer.tokenize(text.prompt, text.add_special_tokens)
+            shows = text.return_token_strs
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": self._model.max_model_len, "tokens": tokens}
+        answer["token_strs"] = [self._model.tokenizer.token(token) for token in tokens] if shows else None
+        return answer
+
+    async def _detokenize(self, data: dict[str, Any]) -> dict[str, Any]:
+        request = parse_request(DetokenizeRequest, data)
+        return {"prompt": await self._preparer.detokenize(request.tokens)}

@@ -1,0 +1,145 @@
+"""One request's body as it arrives: small ones in this process, larger ones in a file in memory, which goes at once.
+
+A file in memory leaves no holes in this process's heap, and another process can read it by its descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from ..errors import ApiError
+from .budget import Reservation
+from .structure import (
+    MAX_COMMAS,
+    MAX_CONTAINERS,
+    PIECE_BYTES,
+    StructureScan,
+    most_commas,
+    most_containers,
+    too_many_values,
+)
+
+JSON = "application/json"
+INLINE_BYTES = 32 << 10  # larger bodies are read in another process
+INLINE_VALUES = 1024  # and so are those with more lists, objects and values: each costs up to 10 us
+
+
+class Body:
+    """What has arrived. Used in a `with` statement, which drops it."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._chunks: list[bytes] = []  # until it is large
+        self._file: int | None = None
+        self._scan = StructureScan()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    async def add(self, chunk: bytes) -> None:
+        """Append. Raises `ApiError` (400) as soon as it holds too many values."""
+        self.size += len(chunk)
+        if self.size <= INLINE_BYTES:
+            self._chunks.append(chunk)
+            return
+        if self._file is None:
+            self._file = os.memfd_create("body")
+            chunk = b"".join([*self._chunks, chunk])
+            self._chunks.clear()
+        for piece in _pieces(chunk):
+            _write(self._file, piece)
+            self._scan.feed(piece)
+            if self._scan.containers > MAX_CONTAINERS or self._scan.commas > MAX_COMMAS:
+                raise too_many_values()
+            if len(piece) == PIECE_BYTES:
+                await asyncio.sleep(0)  # whoever sends fast lets others have their turn
+
+    def small_text(self) -> bytes | None:
+        """Return the whole body where it may be read in the event loop, else None."""
+        if self._file is not None:
+            return None
+        text = b"".join(self._chunks)
+        if most_containers(text) + most_commas(text) > INLINE_VALUES:
+            scan = StructureScan()
+            scan.feed(text)
+            if scan.containers + scan.commas > INLINE_VALUES:
+                return None
+        return text
+
+    def file(self) -> int:
+        """Return a descriptor of a file that holds the body; it lasts until `close`."""
+        if self._file is None:
+            self._file = os.memfd_create("body")
+            _write(self._file, b"".join(self._chunks))
+            self._chunks.clear()
+        return self._file
+
+    def close(self) -> None:
+        self._chunks.clear()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+async def read_body(request: Request, limit_bytes: int, held: Reservation) -> Body:
+    """Return the whole body.
+
+    Raises `ApiError`: 415 for what is declared to be anything but plain JSON; 413 before reading what is declared to be
+    too large, and as soon as a chunked one is; 400 for too many values; 503 where there is no memory for it.
+    """
+    _check_media(request.headers)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit_bytes:
+        raise _too_large(limit_bytes)
+    body = Body()
+    try:
+        async for chunk in request.stream():
+            size = body.size + len(chunk)
+            if size > limit_bytes:
+                raise _too_large(limit_bytes)
+            held.hold_body(size)
+            await body.add(chunk)
+    except BaseException:
+        body.close()
+        raise
+    return body
+
+
+def _pieces(chunk: bytes) -> Iterator[bytes]:
+    for start in range(0, len(chunk), PIECE_BYTES):
+        yield chunk[start : start + PIECE_BYTES]
+
+
+def _write(file: int, piece: bytes) -> None:
+    """A file in memory takes all of it, or raises `OSError` where there is no memory."""
+    if os.write(file, piece) < len(piece):
+        raise OSError("a file in memory took a part of a write")
+
+
+def _check_media(headers: Headers) -> None:
+    """A foreign page may make browsers send texts and forms unasked, but JSON only where its origin is allowed."""
+    kind = headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if kind != JSON and not kind.endswith("+json"):
+        raise _unsupported(f"The body must be JSON, with the header 'Content-Type: {JSON}'. This one is {kind!r}.")
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise _unsupported(f"The body must come as it is, without the header 'Content-Encoding: {encoding}'.")
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type", headers={"accept-encoding": "identity"})
+
+
+def _too_large(limit_bytes: int) -> ApiError:
+    message = f"The body is larger than this server's limit of {limit_bytes} bytes."
+    return ApiError(413, message, code="body_too_large")

@@ -1,0 +1,117 @@
+"""Messages between a gateway and a process that reads large bodies: one packet each, with a file in memory beside it.
+
+Setup (file: the tokenizer) ──> Ready
+Order (file: the body) ──> Refused | Answered (file: JSON) | PreparedTokens (file: `Prepared`, tokens)
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import ApiError
+from ..settings import GatewaySettings
+
+PACKET_BYTES = 64 << 10
+TOKEN_TYPE = "I"  # of four bytes
+TOKEN_BYTES = 4
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """All that reading a body depends on, beside the tokenizer."""
+
+    model_id: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    generation_defaults: dict[str, float]
+    max_choices: int
+    memory_bytes: int  # beyond what the process takes before its first body
+    timeout_s: int  # for one body
+
+    def settings(self) -> GatewaySettings:
+        return GatewaySettings(max_choices=self.max_choices)
+
+
+class Ready(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+    """The process takes orders."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A body to be read."""
+
+    kind: str
+    circle: str  # of those who may find prefixes that this client leaves
+
+
+class Refused(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+    """An `ApiError`."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, error: ApiError) -> Refused:
+        return cls(error.status, error.message, error.type, error.param, error.code, error.headers)
+
+    def error(self) -> ApiError:
+        return ApiError(
+            self.status, self.message, type=self.type, param=self.param, code=self.code, headers=self.headers
+        )
+
+
+class Answered(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+    """The file holds the answer."""
+
+    num_bytes: int
+
+
+class PreparedTokens(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+    """The file holds a `Prepared` without its prompts, how many tokens each prompt has, and all their tokens."""
+
+    num_bytes: int  # of the `Prepared`
+    num_prompts: int
+
+
+Reply = Ready | Refused | Answered | PreparedTokens
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """The other side has ended."""
+
+
+def send(channel: socket.socket, message: msgspec.Struct, file: int | None = None) -> None:
+    """Raises `OSError` where nobody reads any more."""
+    socket.send_fds(channel, [msgspec.msgpack.encode(message)], [] if file is None else [file])
+
+
+def receive(channel: socket.socket, kind: Any) -> tuple[Any, int]:
+    """Return a message and the file beside it, which is the caller's to close; -1: none. Raises `Gone`."""
+    packet, files, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    if not packet:
+        raise Gone
+    return msgspec.msgpack.decode(packet, type=kind), files[0] if files else -1
+
+
+def read_file(file: int, num_bytes: int, start: int = 0) -> bytes:
+    """Return a part of a file in memory, which gives it in one piece."""
+    return os.pread(file, num_bytes, start)
+
+
+def pack_tokens(tokens: list[int]) -> bytes:
+    """Return four bytes for each."""
+    return array.array(TOKEN_TYPE, tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Return what was packed."""
+    return array.array(TOKEN_TYPE, packed).tolist()

@@ -1,0 +1,116 @@
+"""The process that reads large bodies: one at a time, within limits of time and memory.
+
+Whatever a body does to a parser, a template or a tokenizer, it does it here. The alarm and the limit of memory end this
+process; the gateway starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from baton.engine.structured.compiling import limit_memory
+from baton.engine.text import Tokenizer
+
+from ..api.reader import BodyReader, Kind
+from ..errors import ApiError, too_expensive
+from ..model import ServedModel
+from .frames import (
+    Answered,
+    Gone,
+    Order,
+    PreparedTokens,
+    Ready,
+    Refused,
+    Reply,
+    Setup,
+    pack_tokens,
+    read_file,
+    receive,
+    send,
+)
+
+NICENESS = 5  # the gateway on the same cores comes first
+
+
+def main() -> None:
+    """Serve the gateway behind the socket that is inherited under the number in the first argument."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    os.nice(NICENESS)
+    try:
+        setup, file = receive(channel, Setup)
+        reader = _reader(setup, file)
+        send(channel, Ready())
+        limit_memory(setup.memory_bytes)
+        serve(channel, reader, setup.timeout_s)
+    except (Gone, OSError):  # the gateway has ended
+        return
+
+
+def _reader(setup: Setup, file: int) -> BodyReader:
+    tokenizer = Tokenizer.from_bytes(read_file(file, os.fstat(file).st_size))
+    os.close(file)
+    model = ServedModel(
+        setup.model_id,
+        tokenizer,
+        setup.max_model_len,
+        setup.vocab_size,
+        tuple(setup.eos_token_ids),
+        setup.generation_defaults,
+    )
+    return BodyReader(model, setup.settings(), in_event_loop=False)
+
+
+def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
+    """Carry out orders until the gateway has gone."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    with asyncio.Runner() as runner:
+        while True:
+            order, body = receive(channel, Order)
+            result = os.memfd_create("read")
+            signal.alarm(timeout_s)
+            try:
+                text = read_file(body, os.fstat(body).st_size)
+                reply: Reply = runner.run(_carry_out(reader, order, text, result))
+            except ApiError as error:
+                reply = Refused.of(error)
+            except MemoryError:
+                reply = Refused.of(too_expensive("needs more memory to be read than one request may have"))
+            signal.alarm(0)
+            os.close(body)
+            send(channel, reply, result)
+            os.close(result)
+            text = b""
+            if trim is not None:
+                trim(0)
+
+
+async def _carry_out(reader: BodyReader, order: Order, text: bytes, file: int) -> Answered | PreparedTokens:
+    """Write what the body becomes into the file."""
+    kind = Kind(order.kind)
+    if not kind.generates:
+        return Answered(_write(file, await reader.answer(kind, text)))
+    prepared = await reader.prepare(kind, text, order.circle)
+    prompts, prepared.prompts = prepared.prompts, []
+    num_bytes = _write(file, msgspec.msgpack.encode(prepared))
+    _write(file, pack_tokens([len(prompt) for prompt in prompts]))
+    for prompt in prompts:
+        _write(file, pack_tokens(prompt))
+    return PreparedTokens(num_bytes, len(prompts))
+
+
+def _write(file: int, content: bytes) -> int:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+    return len(content)
+
+
+if __name__ == "__main__":
+    main()

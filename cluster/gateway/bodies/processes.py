@@ -1,0 +1,244 @@
+"""The processes that read large bodies, as their gateway sees them: started ahead, and again where one broke.
+
+IDLE ──order──> BUSY ──reply──> IDLE
+                  └── too slow, too large, broken: the process has ended ──next order──> another one starts
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..errors import internal, readers_full, too_expensive
+from ..model import ServedModel
+from .frames import Answered, Gone, Order, PreparedTokens, Ready, Refused, Reply, Setup, receive, send
+
+logger = logging.getLogger(__name__)
+
+MODULE = "baton.cluster.gateway.bodies.process"
+TIMEOUT_S = 10  # for one body: the largest that can be served take 1 to 2 s
+MEMORY_BYTES = 1 << 30  # beyond what a process takes before its first body
+MAX_WAITING = 256  # orders, for each process
+RETRY_S = 2.0
+
+
+class Counters(Protocol):
+    """Where it is counted how reading ended."""
+
+    def body_read(self, outcome: str) -> None: ...
+
+
+class BodyProcesses:
+    """Reads bodies elsewhere. Start it on the loop that uses it; `close` ends the processes."""
+
+    def __init__(self, model: ServedModel, max_choices: int, num_processes: int, counters: Counters) -> None:
+        self._model, self._max_choices, self._counters = model, max_choices, counters
+        self._most_waiting = MAX_WAITING * num_processes
+        self._processes = [_Process(self._setup, self._tokenizer) for _ in range(num_processes)]
+        self._idle: asyncio.Queue[_Process] | None = None
+        self._tokenizer_file: int | None = None
+        self._waiting = 0
+        self._exchanges: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Start the processes, and return when they are ready: the first large body need not wait for that."""
+        await asyncio.gather(*(process.started() for process in self._processes))
+
+    async def read(self, order: Order, body: int) -> tuple[Answered | PreparedTokens, int]:
+        """Return what the body in this file becomes, with a file that is the caller's to close.
+
+        Raises `ApiError`: of the body; 400 where it takes too much time or memory; 503 where many wait already.
+        """
+        if self._idle is None:
+            self._idle = asyncio.Queue()
+            for process in self._processes:
+                self._idle.put_nowait(process)
+        if self._waiting >= self._most_waiting:
+            raise readers_full(RETRY_S)
+        self._waiting += 1
+        try:
+            process = await self._idle.get()
+        finally:
+            self._waiting -= 1
+        # A client that leaves ends its wait; the process goes on to the end of this body.
+        exchange = asyncio.create_task(self._exchange(process, order, os.dup(body)))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
+        try:
+            return await asyncio.shield(exchange)
+        except asyncio.CancelledError:
+            exchange.add_done_callback(_drop)
+            raise
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for process in self._processes:
+            process.end()
+        if self._tokenizer_file is not None:
+            os.close(self._tokenizer_file)
+            self._tokenizer_file = None
+
+    async def _exchange(self, process: _Process, order: Order, body: int) -> tuple[Answered | PreparedTokens, int]:
+        assert self._idle is not None
+        outcome = "broken"
+        try:
+            reply, file = await process.carry_out(order, body)
+            outcome = "refused" if isinstance(reply, Refused) else "read"
+            if isinstance(reply, Refused):
+                os.close(file)
+                raise reply.error()
+            return reply, file
+        except TooSlow:
+            outcome = "too_slow"
+            raise too_expensive(f"takes longer than {TIMEOUT_S} s to be read") from None
+        except Broken as error:
+            logger.error("reading a large body: %s", error)
+            raise too_expensive("breaks what reads it, or needs more memory than one request may have") from None
+        except CannotStart as error:
+            logger.error("reading a large body: %s", error)
+            raise internal("The gateway cannot read large bodies.") from None
+        finally:
+            os.close(body)
+            self._counters.body_read(outcome)
+            self._idle.put_nowait(process)
+
+    def _setup(self) -> Setup:
+        model = self._model
+        return Setup(
+            model.model_id,
+            model.max_model_len,
+            model.vocab_size,
+            list(model.eos_token_ids),
+            dict(model.generation_defaults),
+            self._max_choices,
+            MEMORY_BYTES,
+            TIMEOUT_S,
+        )
+
+    def _tokenizer(self) -> int:
+        """Return a file that holds the tokenizer."""
+        if self._tokenizer_file is None:
+            self._tokenizer_file = os.memfd_create("tokenizer")
+            with os.fdopen(os.dup(self._tokenizer_file), "wb") as file:
+                file.write(self._model.tokenizer.to_bytes())
+        return self._tokenizer_file
+
+
+class TooSlow(Exception):
+    """The process has ended itself: its order took too long."""
+
+
+class Broken(Exception):
+    """The process ended while it carried out an order."""
+
+
+class CannotStart(Exception):
+    """The process ended before it was ready."""
+
+
+class _Process:
+    """One process, or the one that replaced it."""
+
+    def __init__(self, setup: Callable[[], Setup], tokenizer: Callable[[], int]) -> None:
+        self._make_setup, self._tokenizer = setup, tokenizer
+        self._channel: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    async def started(self) -> None:
+        """Return once it takes orders. Raises `CannotStart`."""
+        if self._process is not None and self._process.poll() is None and self._starting is None:
+            return
+        if self._starting is None:
+            self.end()
+            self._starting = asyncio.create_task(self._start())
+        try:
+            await asyncio.shield(self._starting)
+        finally:
+            if self._starting is not None and self._starting.done():
+                self._starting = None
+
+    async def carry_out(self, order: Order, body: int) -> tuple[Refused | Answered | PreparedTokens, int]:
+        """Return the reply, and the file beside it. Raises `TooSlow`, `Broken`, `CannotStart`."""
+        await self.started()
+        channel = self._channel
+        assert channel is not None
+        try:
+            send(channel, order, body)
+            reply, file = await _received(channel)
+        except (Gone, OSError):
+            status = await self._status()
+            if status == -signal.SIGALRM:
+                raise TooSlow from None
+            raise Broken(f"the process that reads large bodies ended with status {status}") from None
+        return reply, file
+
+    def end(self) -> None:
+        """Kill the process, where there is one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # A session of its own: an interrupt from the keyboard is the gateway's business.
+            command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "RUST_BACKTRACE": "0"},  # a tokenizer that runs out of memory says so in a line
+            )
+        self._channel = ours
+        ours.setblocking(False)
+        try:
+            send(ours, self._make_setup(), self._tokenizer())
+            reply, _ = await _received(ours)
+        except (Gone, OSError):
+            status = await self._status()
+            raise CannotStart(f"the process that reads large bodies does not start: status {status}") from None
+        assert isinstance(reply, Ready)
+
+    async def _status(self) -> int:
+        """Return how it ended: it has, or nothing can be said to it any more."""
+        assert self._process is not None
+        if self._channel is not None:
+            self._channel.close()  # which ends it, if nothing has
+            self._channel = None
+        return await asyncio.to_thread(self._process.wait)
+
+
+def _wake(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
+
+
+async def _received(channel: socket.socket) -> tuple[Any, int]:
+    """Wait for a reply. Raises `Gone` where the process has ended."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(channel, _wake, readable)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(channel)
+    return receive(channel, Reply)
+
+
+def _drop(exchange: asyncio.Task[tuple[Answered | PreparedTokens, int]]) -> None:
+    """Nobody waits for this reply any more."""
+    if not exchange.cancelled() and exchange.exception() is None:
+        os.close(exchange.result()[1])

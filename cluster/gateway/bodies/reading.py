@@ -1,0 +1,89 @@
+"""Reads one gateway's bodies: small ones in the event loop, the others in processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+import msgspec
+
+from ..api.job import Prepared
+from ..api.prepare import TooMuchForTheLoop
+from ..api.reader import BodyReader, Kind
+from ..metrics import GatewayMetrics
+from ..model import ServedModel
+from ..settings import GatewaySettings
+from .body import Body
+from .budget import MemoryBudget, Reservation
+from .frames import TOKEN_BYTES, Answered, Order, PreparedTokens, read_file, unpack_tokens
+from .processes import BodyProcesses
+
+TOKENS_AT_ONCE = 64 << 10  # made into numbers before others have their turn
+_decode = msgspec.msgpack.Decoder(Prepared).decode
+
+
+class Bodies:
+    """What endpoints ask for bodies. All methods raise `ApiError`."""
+
+    def __init__(self, model: ServedModel, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self.budget = MemoryBudget(settings.request_memory_bytes)
+        self.processes = BodyProcesses(model, settings.max_choices, settings.body_processes, metrics)
+        self._reader = BodyReader(model, settings)
+        metrics.watch_memory(lambda: self.budget.held_bytes)
+
+    async def prepare(self, kind: Kind, body: Body, circle: str, held: Reservation) -> Prepared:
+        """Prepare a generation, and hold its prompts in place of the body. `circle`: see `Preparer`."""
+        prepared = await self._prepare(kind, body, circle)
+        body.close()
+        held.hold_prompts(prepared.num_tokens)
+        return prepared
+
+    async def answer(self, kind: Kind, body: Body, held: Reservation) -> bytes:
+        """Return the whole answer of a kind that generates nothing, and hold it in place of the body."""
+        text = body.small_text()
+        answer = None
+        if text is not None:
+            with contextlib.suppress(TooMuchForTheLoop):
+                answer = await self._reader.answer(kind, text)
+        if answer is None:
+            reply, file = await self.processes.read(Order(kind, ""), body.file())
+            try:
+                assert isinstance(reply, Answered)
+                held.hold_answer(reply.num_bytes)
+                answer = read_file(file, reply.num_bytes)
+            finally:
+                os.close(file)
+        body.close()
+        held.hold_answer(len(answer))
+        return answer
+
+    async def _prepare(self, kind: Kind, body: Body, circle: str) -> Prepared:
+        text = body.small_text()
+        if text is not None:
+            with contextlib.suppress(TooMuchForTheLoop):
+                return await self._reader.prepare(kind, text, circle)
+        reply, file = await self.processes.read(Order(kind, circle), body.file())
+        try:
+            assert isinstance(reply, PreparedTokens)
+            return await _read_prepared(reply, file)
+        finally:
+            os.close(file)
+
+
+async def _read_prepared(reply: PreparedTokens, file: int) -> Prepared:
+    """Read what a process has prepared, in pieces: a million tokens become numbers in tens of milliseconds."""
+    prepared = _decode(read_file(file, reply.num_bytes))
+    at = reply.num_bytes
+    lengths = unpack_tokens(read_file(file, reply.num_prompts * TOKEN_BYTES, at))
+    at += reply.num_prompts * TOKEN_BYTES
+    for length in lengths:
+        prompt: list[int] = []
+        for start in range(0, length, TOKENS_AT_ONCE):
+            count = min(TOKENS_AT_ONCE, length - start)
+            prompt += unpack_tokens(read_file(file, count * TOKEN_BYTES, at))
+            at += count * TOKEN_BYTES
+            if length > TOKENS_AT_ONCE:
+                await asyncio.sleep(0)
+        prepared.prompts.append(prompt)
+    return prepared
