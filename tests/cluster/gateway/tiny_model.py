@@ -33,11 +33,11 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": TEMPLATE}))
 
 
-def tiny_model(tokenizer: Tokenizer) -> ServedModel:
+def tiny_model(tokenizer: Tokenizer, max_model_len: int = MAX_MODEL_LEN) -> ServedModel:
     return ServedModel(
         model_id="tiny",
         tokenizer=tokenizer,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=(tokenizer.eos_token_id,),
     )

@@ -1,0 +1,240 @@
+"""Bodies that are read in a process of their own: the same comes of them, and what they cost, they cost there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gateway_service import Service, until
+from tiny_model import tiny_model, tiny_tokenizer
+
+from baton.cluster.contracts import Role
+from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.api.job import Prepared
+from baton.cluster.gateway.api.prepare import INLINE_MESSAGES
+from baton.cluster.gateway.api.reader import BodyReader, Kind
+from baton.cluster.gateway.bodies import processes, reading
+from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
+from baton.cluster.gateway.bodies.reading import Bodies
+from baton.cluster.gateway.dispatch import router
+from baton.cluster.gateway.settings import GatewaySettings
+from baton.engine.text import ChatTemplate, Tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PAD = {"user": "u" * INLINE_BYTES}  # makes any body a large one
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+MANY = [{"role": "user", "content": "x"}] * (INLINE_MESSAGES + 1)
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+USER = [{"role": "user", "content": "hello"}]
+REQUESTS: list[tuple[Kind, dict[str, Any]]] = [
+    (Kind.COMPLETION, {"prompt": "the quick brown fox"}),
+    (Kind.COMPLETION, {"prompt": [5] * 100, "echo": True, "logprobs": 1, "max_tokens": 0}),
+    (Kind.COMPLETION, {"prompt": [[5, 6], [7] * 40], "n": 3, "seed": -5, "stop": ["a", "b"], "logit_bias": {"5": 1}}),
+    (Kind.COMPLETION, {"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}, "bad_words": ["fox"]}),
+    (Kind.COMPLETION, {"prompt": "x", "stream": True, "stream_options": {"include_usage": True, "resumable": True}}),
+    (Kind.CHAT, {"messages": USER, "chat_template_kwargs": {"hint": "so"}, "cache_salt": "s", "priority": 3}),
+    (Kind.CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required", "baton_timeline": True}),
+    (
+        Kind.RESPONSE,
+        {
+            "input": "hello",
+            "instructions": "be",
+            "metadata": {"a": "b"},
+            "tools": [TOOL["function"] | {"type": "function"}],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), REQUESTS, ids=lambda value: str(value)[:60])
+async def test_another_process_reads_a_body_as_this_one_does(
+    start: Callable[..., Service], thinker: ServedModel, kind: Kind, fields: dict[str, Any]
+) -> None:
+    service = start(Role.UNIFIED, served=thinker)
+    text = json.dumps({"model": thinker.model_id, **fields, **PAD}).encode()
+    expected = await BodyReader(thinker, GatewaySettings(), in_event_loop=False).prepare(kind, text, "circle")
+    found = await _read_elsewhere(service.bodies, kind, text)
+    assert found == expected
+    assert found.prompts == expected.prompts
+    assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    whole = await service.chat("hello", max_tokens=4, seed=1)
+    large = await service.chat("hello", max_tokens=4, seed=1, **PAD)
+    assert large.json()["choices"] == whole.json()["choices"]
+    assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_a_long_chat_of_a_few_bytes_is_rendered_elsewhere(start: Callable[..., Service]) -> None:
+    """Templates may take a step for each pair of messages."""
+    service = start(Role.UNIFIED, served=tiny_model(_tokenizer_of(PLAIN_TEMPLATE), 4096))
+    response = await service.http.post(CHAT, json={"model": "tiny", "messages": MANY, "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_small_bodies_stay_in_this_process(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    assert (await service.chat("hello", max_tokens=1, tools=[])).status_code == 200
+    samples = await service.metrics()
+    assert sum(value for name, value in samples.items() if name.startswith("baton_large_bodies_total")) == 0
+
+
+async def test_a_large_body_is_refused_by_field_as_a_small_one(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    refusals = [await service.complete("hello", temperature=-1), await service.complete("hello", temperature=-1, **PAD)]
+    assert refusals[0].json() == refusals[1].json()
+    assert refusals[1].status_code == 400
+    assert (await service.metrics())['baton_large_bodies_total{outcome="refused"}'] == 1
+
+
+async def test_token_routes_answer_large_bodies(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    text = "the fox " * 10_000
+    told = (await service.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    back = await service.http.post("/detokenize", json={"tokens": told["tokens"]})
+    assert back.json() == {"prompt": text}
+    assert (await service.metrics())["baton_request_memory_bytes"] == 0
+
+
+async def test_a_template_without_end_is_ended_and_hurts_nobody(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TIMEOUT_S", 1)
+    endless = (
+        "{% if messages | length > 64 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endif %}{{ messages[0].content }}"
+    )
+    service = start(Role.UNIFIED, served=tiny_model(_tokenizer_of(endless)))
+    attack = asyncio.create_task(service.http.post(CHAT, json={"model": "tiny", "messages": MANY}))
+    answered = 0
+    while not attack.done():
+        assert (await service.chat("hello", max_tokens=1)).status_code == 200
+        answered += 1
+    assert (await attack).status_code == 400
+    assert (await attack).json()["error"]["code"] == "body_too_expensive"
+    assert answered > 1
+    assert (await service.chat("hello", max_tokens=1, **PAD)).status_code == 200  # another process
+    samples = await service.metrics()
+    assert samples['baton_large_bodies_total{outcome="too_slow"}'] == 1
+    assert samples['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_a_body_that_takes_too_much_memory_is_refused(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MEMORY_BYTES", 16 << 20)
+    service = start(Role.UNIFIED)
+    response = await service.complete("hello", user="\u4e2d" * 4_000_000)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "body_too_expensive"
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+
+
+async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+    (process,) = service.bodies.processes._processes
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.wait()
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+
+
+async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    await service.bodies.processes.start()
+    (process,) = service.bodies.processes._processes
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)
+    request = asyncio.create_task(service.complete("hello", **PAD))
+    await until(lambda: service.bodies.budget.held_bytes > INLINE_BYTES)
+    request.cancel()
+    await until(lambda: service.bodies.budget.held_bytes == 0)
+    os.kill(process._process.pid, signal.SIGCONT)
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+
+
+async def test_no_more_large_bodies_wait_than_may(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MAX_WAITING", 2)
+    service = start(Role.UNIFIED)
+    await service.bodies.processes.start()
+    (process,) = service.bodies.processes._processes
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)
+    waiting = [asyncio.create_task(service.complete("hello", max_tokens=1, **PAD)) for _ in range(3)]  # one is there
+    await until(lambda: service.bodies.processes._waiting == 2)
+    refused = await service.complete("hello", max_tokens=1, **PAD)
+    os.kill(process._process.pid, signal.SIGCONT)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "readers_full"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert [(await each).status_code for each in waiting] == [200] * 3
+
+
+async def test_a_million_tokens_come_in_pieces(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
+    """Between them others have their turn."""
+    sizes: list[int] = []
+    real = reading.unpack_tokens
+    monkeypatch.setattr(reading, "unpack_tokens", lambda packed: sizes.append(len(packed)) or real(packed))
+    long = ServedModel("tiny", model.tokenizer, 2**20, model.vocab_size)
+    bodies = Bodies(long, GatewaySettings(), _NoMetrics())
+    try:
+        prompt = [7] * 1_000_000
+        text = json.dumps({"model": "tiny", "prompt": prompt}).encode()
+        assert (await _read_elsewhere(bodies, Kind.COMPLETION, text)).prompts == [prompt]
+    finally:
+        bodies.processes.close()
+    assert max(sizes) <= 4 * reading.TOKENS_AT_ONCE
+    assert sum(sizes) == 4 * (len(prompt) + 1)
+
+
+async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing a long prompt takes milliseconds, and one request may have 256 choices."""
+    service = start(Role.UNIFIED)
+    hashed = 0
+    real = router.block_hashes
+
+    def counted(*args: Any) -> Any:
+        nonlocal hashed
+        hashed += 1
+        return real(*args)
+
+    monkeypatch.setattr(router, "block_hashes", counted)
+    assert (await service.complete([5] * 200, n=16, max_tokens=1)).status_code == 200
+    assert hashed == 1
+
+
+async def _read_elsewhere(bodies: Bodies, kind: Kind, text: bytes) -> Prepared:
+    with Body() as body:
+        await body.add(text)
+        body.file()
+        with bodies.budget.reservation() as held:
+            return await bodies.prepare(kind, body, "circle", held)
+
+
+class _NoMetrics:
+    def body_read(self, outcome: str) -> None: ...
+
+    def watch_memory(self, held_bytes: Callable[[], float]) -> None: ...
+
+
+def _tokenizer_of(template: str) -> Tokenizer:
+    tokenizer = tiny_tokenizer()
+    return Tokenizer(tokenizer._backend, tokenizer.special_tokens, ChatTemplate({"default": template}))
