@@ -119,7 +119,6 @@ async def test_events_have_ids_only_where_they_are_asked_for(start: Callable[...
         (Position("id", 0, -1, (Mark(),)).encode().decode(), STREAM, "invalid_event_id"),
         (Position("id", 0, 1, (Mark(-1),)).encode().decode(), STREAM, "invalid_event_id"),
         (Position("id", 0, 1, (Mark(),)).encode().decode(), {"stream": True}, "not_resumable"),
-        (Position("id", 0, 1, (Mark(),)).encode().decode(), {"stream_options": {"resumable": True}}, "not_resumable"),
     ],
 )
 async def test_what_is_no_position_of_this_request_is_refused(
