@@ -20,9 +20,8 @@ import msgspec
 import zmq.asyncio
 
 from baton.engine.core.messages import EngineRequest
-from baton.kv_transfer.network.channel import MAX_SOCKETS
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.network.silence import SILENCE_S
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S
 
 from .connection import Connection, RequestStream
 from .contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach

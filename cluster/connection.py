@@ -19,10 +19,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from baton.engine.core.endpoints import is_ipv6_url
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.network.silence import notice_silence
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.endpoints import is_ipv6_url
+from baton.engine.net.sockets import enable_heartbeat
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
@@ -200,7 +200,7 @@ class Connection:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, is_ipv6_url(self.record.address))
-        notice_silence(socket, self._silence_s)
+        enable_heartbeat(socket, self._silence_s)
         return socket
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> str:

@@ -1,28 +1,35 @@
-"""Messages between processes of this package: msgpack, and one error for all that is none."""
+"""Encode and decode messages between processes: msgpack, bounded field types, and one error for malformed bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from .errors import MalformedMessage
+
+MAX_REASON_CHARS = 4096
+
+Name = Annotated[str, Meta(min_length=1, max_length=4096)]
+Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decoder(kind: Any, what: str) -> Callable[[bytes], Any]:
-    """Decodes a type, or one of a union of tagged types; `what`: they are called in errors.
+def decoder(kind: Any, description: str) -> Callable[[bytes], Any]:
+    """Return a function that decodes one type, or one of a union of tagged types.
 
-    It raises `MalformedMessage`, and nothing else, whatever the bytes are.
+    It raises `MalformedMessage`, and nothing else, whatever the bytes are. `description` names the type in errors.
     """
     decode = msgspec.msgpack.Decoder(kind).decode
 
-    def decode_or_say(data: bytes) -> Any:
+    def decode_or_raise(data: bytes) -> Any:
         try:
             return decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedMessage(f"{len(data)} bytes are no {what}: {error}") from error
+            raise MalformedMessage(f"{len(data)} bytes are no {description}: {error}") from error
 
-    return decode_or_say
+    return decode_or_raise

@@ -18,16 +18,16 @@ import msgspec
 
 from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, Received, TransferId
 from baton.engine.core.layout import KVRegion
+from baton.engine.net.curve import ClusterKey
 
 from .errors import RankLost, TransferThreadDied, TransportError
+from .group.crew import Crew, CrewSocket
+from .group.rank_reader import RankReader
+from .handoff.coordinator import Handoff
 from .lease_clock import ahead_of_monotonic_s, lease_now
-from .network.channel import Channel, ZmqChannel
-from .network.curve import ClusterKey
-from .protocol.handoff import Handoff
+from .net.channel import Channel, ZmqChannel
 from .protocol.messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
 from .protocol.stats import TransferStats
-from .ranks.crew import Crew, CrewSocket
-from .ranks.rank_reader import RankReader
 from .settings import PeerInfo, TransferSettings
 from .threads import ChannelThread
 from .transports import Transport

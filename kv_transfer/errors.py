@@ -25,7 +25,3 @@ class RankLost(TransferError):
 
 class TransferThreadDied(TransferError):
     """The transfer thread met an error of our own making (its cause is chained): the process should be replaced."""
-
-
-class InvalidClusterKey(TransferError):
-    """The bytes are no cluster key."""

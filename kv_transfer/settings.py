@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
+
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
-from .network.silence import SHORTEST_S, SILENCE_S
 from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
 from .protocol.receive import Patience
 
@@ -54,8 +55,10 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidTransferSettings(f"{name} is {value}; it must be a positive number of seconds")
         if self.lease_s > MAX_LEASE_S:  # no peer would take such a promise
             raise InvalidTransferSettings(f"lease_s is {self.lease_s:g}; it must be at most {MAX_LEASE_S:g} seconds")
-        if not (math.isfinite(self.silence_s) and self.silence_s >= SHORTEST_S):
-            raise InvalidTransferSettings(f"silence_s is {self.silence_s}; it must be at least {SHORTEST_S:g} seconds")
+        if not (math.isfinite(self.silence_s) and self.silence_s >= SHORTEST_SILENCE_S):
+            raise InvalidTransferSettings(
+                f"silence_s is {self.silence_s}; it must be at least {SHORTEST_SILENCE_S:g} seconds"
+            )
         if not (math.isfinite(self.stall_s) and self.stall_s >= max(SHORTEST_STALL_S, self.silence_s)):
             raise InvalidTransferSettings(
                 f"stall_s is {self.stall_s:g}; it must be at least {SHORTEST_STALL_S:g} seconds, and silence_s"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from .errors import TransportError
-from .network.channel import ZmqChannel
+from .net.channel import ZmqChannel
 
 Work = Callable[[Callable[[], None]], None]
 

@@ -25,7 +25,7 @@ import httpx
 import msgspec
 
 from baton.cluster.spec import REPLICA_CPUS, FleetSpec
-from baton.engine.core.endpoints import endpoint
+from baton.engine.net.endpoints import endpoint
 
 from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
 from .ray_cluster import NoRayCluster, connect, leave

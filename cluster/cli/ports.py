@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.spec import FleetSpec
-from baton.engine.core.endpoints import socket_family
+from baton.engine.net.endpoints import socket_family
 
 
 class PortTaken(RuntimeError):

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from baton.engine.core.endpoints import split_endpoint
+from baton.engine.net.endpoints import split_endpoint
 
 # Ray's own switches; it reads them when it is imported. Its token authentication stays on.
 ENVIRONMENT = {

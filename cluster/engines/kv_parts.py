@@ -22,8 +22,8 @@ from .launch import Doors, EngineLaunch
 if TYPE_CHECKING:
     from baton.kv_transfer.connector import TransferConnector
     from baton.kv_transfer.copies.host_buffer import HostBuffer
-    from baton.kv_transfer.network.channel import RankSocket
-    from baton.kv_transfer.ranks.crew import CrewSocket
+    from baton.kv_transfer.group.crew import CrewSocket
+    from baton.kv_transfer.net.channel import RankSocket
     from baton.kv_transfer.tiers.store import TierStore
 
 
@@ -42,8 +42,8 @@ class KVParts:
 
     def open_doors(self) -> Doors:
         """For the other ranks of its tensor-parallel group."""
-        from baton.kv_transfer.network.channel import RankSocket
-        from baton.kv_transfer.ranks.crew import CrewSocket
+        from baton.kv_transfer.group.crew import CrewSocket
+        from baton.kv_transfer.net.channel import RankSocket
 
         launch, size = self._launch, self._launch.tensor_parallel_size
         if launch.hands_over:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.tiers.settings import TierSettings
 
 STOP_S = 3.0  # for workers to end by themselves, where tiers have nothing to save

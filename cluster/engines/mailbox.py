@@ -23,9 +23,9 @@ import zmq
 
 from baton.cluster.contracts import MailCounters
 from baton.cluster.wire import ClientMessage, Codec, Outputs, RequestName, Submit, WireError
-from baton.engine.core.endpoints import endpoint, is_ipv6
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.network.silence import notice_silence
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.endpoints import endpoint, is_ipv6
+from baton.engine.net.sockets import enable_heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Mailbox:
 
     def _configure(self, key: ClusterKey, silence_s: float) -> None:
         key.secure_server(self._socket)
-        notice_silence(self._socket, silence_s)
+        enable_heartbeat(self._socket, silence_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is an error, not a silent loss
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that reconnects replaces its old connection
         # Dropping one message would corrupt a stream; slow gateways leave the directory.

@@ -23,7 +23,7 @@ from baton.cluster.membership.contact import ANSWER_S, DirectoryWatch, presence,
 from baton.cluster.membership.draining import drain
 from baton.cluster.membership.members import Standing
 from baton.cluster.spec import Bundle, FleetSpec, load_spec
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 
 from .group import GroupCannotStart, WorkerGroup
 from .launch import EngineLaunch

@@ -24,8 +24,8 @@ from baton.cluster.gateway.settings import QueueLimits
 from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Submit
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.network.silence import SILENCE_S
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.sockets import SILENCE_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .mailbox import GatewayLost, GatewayUnlisted, Leave, Letter, Mailbox, Unreadable

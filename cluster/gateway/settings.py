@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from baton.engine.core.messages import LOWEST_PRIORITY, EngineStats
-from baton.kv_transfer.network.silence import SHORTEST_S, SILENCE_S
+from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
 
 from .dispatch.cost import CostRates
 
@@ -69,7 +69,7 @@ class GatewaySettings(BaseModel):
     request_timeout_s: float = Field(600.0, gt=0)  # clients may ask for less of this and the next: see patience.py
     first_token_timeout_s: float | None = Field(None, gt=0)
     capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it
-    engine_silence_s: float = Field(SILENCE_S, ge=SHORTEST_S)  # an engine that says nothing for so long is lost
+    engine_silence_s: float = Field(SILENCE_S, ge=SHORTEST_SILENCE_S)  # an engine that says nothing for so long is lost
     max_attempts: int = Field(4, ge=1)  # submissions that may fail: a request that kills engines must not kill them all
     retry_budget: float = Field(0.2, ge=0)  # further attempts, as a share of the requests of the last seconds
     retry_budget_min: int = Field(10, ge=0)  # so many are allowed in any case

@@ -35,7 +35,7 @@ from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.spans import Spans
 from baton.cluster.membership.contact import DirectoryWatch, stay_registered
 from baton.cluster.spec import FleetSpec, load_spec
-from baton.engine.core.endpoints import socket_family
+from baton.engine.net.endpoints import socket_family
 
 from .http_protocol import GuardedHttpProtocol
 from .shared_port import SETTLE_S, is_shared, take_no_more

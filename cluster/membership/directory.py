@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from baton.cluster.autoscaling.load import GatewayLoad
 from baton.cluster.autoscaling.scaler import Scaler, Wanted
 from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 
 from .company import Company
 from .members import Membership, Standing

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from ..core.endpoints import endpoint, is_ipv6, is_ipv6_url
+from ..net.endpoints import endpoint, is_ipv6, is_ipv6_url
 from .errors import GroupFailed
 from .member import Member
 from .watch import beat

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..core.endpoints import endpoint, split_endpoint
+from ..net.endpoints import endpoint, split_endpoint
 from .errors import GroupFailed
 
 ANSWER_S = 10.0

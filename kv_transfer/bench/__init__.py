@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from baton.engine.core.layout import KVLayout
+from baton.engine.net.curve import ClusterKey
 
-from ..network.curve import ClusterKey
 from .ranks import BenchFailed, Prompt, RankProcess, Ranks, Seat
 from .stages import Stage, since_asked
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from baton.engine.core.connector import Received
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.net.curve import ClusterKey
 
 from ..connector import PeerInfo, TransferConnector
 from ..descriptors import Cut, block_ranges, cut, shares
 from ..errors import TransferError
-from ..network.curve import ClusterKey
-from ..ranks.crew import CrewSocket
-from ..ranks.crew_member import CrewMember
+from ..group.crew import CrewSocket
+from ..group.crew_member import CrewMember
 from .stages import Stage, StagedConnector
 
 ANSWER_TIMEOUT_S = 60.0

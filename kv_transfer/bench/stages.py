@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..connector import TransferConnector
-from ..network.channel import Channel, Route
-from ..protocol.handoff import Handoff
+from ..group.crew import Crew
+from ..handoff.coordinator import Handoff
+from ..net.channel import Channel, Route
 from ..protocol.messages import Claim, Granted, decode
-from ..ranks.crew import Crew
 from ..transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
 
 

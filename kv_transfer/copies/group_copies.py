@@ -13,13 +13,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from baton.engine.core.layout import KVRegion
+from baton.engine.net.curve import ClusterKey
 
 from ..errors import MalformedMessage, NotRegistrable
-from ..network.channel import RankSocket
-from ..network.curve import ClusterKey
-from ..ranks.crew_member import CrewMember
-from ..ranks.team import Team, TeamMember
-from ..ranks.team_messages import MAX_MOVES, AreYouThere, Copied, CopyDown, CopyUp, TeamOrder, TeamReport
+from ..group.crew_member import CrewMember
+from ..group.team import Team, TeamMember
+from ..group.team_messages import MAX_MOVES, AreYouThere, Copied, CopyDown, CopyUp, TeamOrder, TeamReport
+from ..net.channel import RankSocket
 from ..settings import TransferSettings
 from .host_memory import Copies, HostMemory, Pair, open_copies
 from .places import take_places

@@ -35,7 +35,7 @@ from baton.engine.core.layout import KVRegion
 
 from ..connector import TransferConnector
 from ..errors import NotRegistrable
-from ..network.channel import RankSocket
+from ..net.channel import RankSocket
 from ..protocol.stats import TransferStats
 from ..settings import PeerInfo, TransferSettings
 from .copier import Copier

@@ -1,4 +1,4 @@
 """What a hand-off is.
 
-Messages, the state machines of both sides, and the one class that wires them. No threads and no sockets here.
+Messages and the state machines of both sides. No threads, no sockets and no memory here.
 """

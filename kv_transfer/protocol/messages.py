@@ -30,21 +30,18 @@ import msgspec
 from msgspec import Meta
 
 from .. import codec
+from ..codec import Id, Name, Reason
 from ..errors import MalformedMessage
 
 TICKET_VERSION = 2
 MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
 MAX_METADATA_BYTES = 1 << 20
-MAX_REASON_CHARS = 4096
 MAX_LEASE_S = 86400.0
 MAX_DIGESTS_BYTES = 1 << 20  # of one message, whose channel takes four times as much
 DIGEST_BLOCKS = 1024  # of one message, or order within a group, at most: a rank that digests long is heard in between
 
-Name = Annotated[str, Meta(min_length=1, max_length=4096)]
-Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Seconds = Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
-Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 class DigestMode(enum.StrEnum):

@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import Tier
+from baton.engine.net.curve import ClusterKey
 
+from ..codec import MAX_REASON_CHARS
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..network.channel import RankSocket
-from ..network.curve import ClusterKey
-from ..protocol.messages import MAX_REASON_CHARS
-from ..ranks.team import Team, TeamMember
-from ..ranks.team_messages import (
+from ..group.team import Team, TeamMember
+from ..group.team_messages import (
     MAX_KEPT,
     MAX_MOVES,
     AreYouThere,
@@ -33,6 +32,7 @@ from ..ranks.team_messages import (
     TeamOrder,
     TeamReport,
 )
+from ..net.channel import RankSocket
 from .books import Move
 from .disk_files import Seat
 from .settings import TierSettings

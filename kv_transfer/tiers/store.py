@@ -24,7 +24,7 @@ from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierRea
 
 from ..affinity import pin_thread
 from ..errors import RankLost, TransferError
-from ..network.channel import RankSocket
+from ..net.channel import RankSocket
 from ..threads import OwnerThread
 from .booked import BookedTiers
 from .books import Loss, Move, TierBooks

@@ -27,8 +27,8 @@ from msgspec import Meta
 from baton.engine.core.layout import KVRegion
 
 from .. import codec
+from ..codec import Name
 from ..errors import TransportError
-from ..protocol.messages import Name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .memory import PROBE_BYTES, WARM_BYTES, check_ranges, make_scratch, use_device
 from .stumbles import Stumbles

@@ -12,9 +12,9 @@ from baton.cluster.engines.server import EngineServer
 from baton.engine.core.block_log import BlockLog
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
 from baton.engine.core.sampling import SamplingParams
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.network.silence import SILENCE_S
-from baton.kv_transfer.protocol.handoff import TransferStats
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.sockets import SILENCE_S
+from baton.kv_transfer.protocol.stats import TransferStats
 
 STEP_S = 0.0005  # as while a device computes: other threads may run
 

@@ -17,8 +17,8 @@ from strangers import GARBAGE, say
 from baton.cluster.cli.local import LocalApplication
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.spec import load_spec
-from baton.engine.core.endpoints import split_endpoint
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.endpoints import split_endpoint
 
 KEY = ClusterKey.generate()
 MODEL = Path(__file__).parents[2] / "configs/demo/model"

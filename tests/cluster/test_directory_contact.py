@@ -15,7 +15,7 @@ from baton.cluster.contracts import DirectorySnapshot
 from baton.cluster.membership import contact
 from baton.cluster.membership.contact import DirectoryWatch, stay_registered
 from baton.cluster.membership.members import Standing
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,8 +19,8 @@ from baton.cluster.membership.draining import drain
 from baton.cluster.replay.engines import make_record
 from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.sampling import SamplingParams
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.protocol.handoff import TransferStats
+from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.protocol.stats import TransferStats
 
 pytestmark = pytest.mark.timeout(60)
 

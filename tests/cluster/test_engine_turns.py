@@ -21,7 +21,7 @@ from baton.cluster.contracts import EngineGone, EngineRecord
 from baton.cluster.engines import mailbox
 from baton.cluster.engines.server import EngineServer
 from baton.engine.core.messages import EngineOutput, EngineStats, ErrorKind
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 
 pytestmark = pytest.mark.timeout(60)
 

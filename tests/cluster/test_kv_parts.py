@@ -13,8 +13,8 @@ from baton.cluster.engines.kv_parts import KVParts
 from baton.cluster.engines.launch import EngineLaunch
 from baton.cluster.spec import load_spec
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.ranks.crew_member import CrewMember
+from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.group.crew_member import CrewMember
 from baton.kv_transfer.tiers.disk_files import TierRefused
 
 pytestmark = pytest.mark.timeout(60)

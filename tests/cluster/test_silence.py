@@ -21,7 +21,7 @@ from baton.cluster.gateway.dispatch.router import Router
 from baton.cluster.gateway.dispatch.timeline import Timeline
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.settings import GatewaySettings
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 
 pytestmark = pytest.mark.timeout(60)
 

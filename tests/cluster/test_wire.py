@@ -18,8 +18,8 @@ from baton.cluster.engines.server import EngineServer
 from baton.cluster.wire import Begin, Codec, Hello, Outputs, Submit
 from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.messages import ErrorKind, FinishReason
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.protocol.handoff import TransferStats
+from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.protocol.stats import TransferStats
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,7 +17,7 @@ from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView,
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.protocol.handoff import TransferStats
+from baton.kv_transfer.protocol.stats import TransferStats
 
 OBSERVABILITY = Path(__file__).parents[2] / "configs/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana_dashboard.json").read_text())

@@ -16,12 +16,12 @@ from forking import FORKING
 
 from baton.engine.core.connector import ConnectorEvent, Offer, Received
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
 from baton.kv_transfer.copies.host_buffer import open_connector
 from baton.kv_transfer.errors import TransferThreadDied
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.ranks.crew import CrewSocket
-from baton.kv_transfer.ranks.crew_member import CrewMember
+from baton.kv_transfer.group.crew import CrewSocket
+from baton.kv_transfer.group.crew_member import CrewMember
 
 START_S = 60.0
 DEFAULT_SETTINGS = TransferSettings()

@@ -16,15 +16,15 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.tiers import TierStats
+from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel.member import Member
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.copies.group_copies import follow_connector
 from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector
-from baton.kv_transfer.network.channel import RankSocket
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.ranks.crew import CrewSocket
+from baton.kv_transfer.group.crew import CrewSocket
+from baton.kv_transfer.net.channel import RankSocket
 from baton.kv_transfer.tiers.ranks import follow_tiers
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore

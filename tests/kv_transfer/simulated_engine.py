@@ -23,12 +23,12 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.group.crew import gather
+from baton.kv_transfer.group.crew_member import Follower
+from baton.kv_transfer.group.rank_reader import RankReader
+from baton.kv_transfer.handoff.coordinator import Handoff
 from baton.kv_transfer.protocol import messages
-from baton.kv_transfer.protocol.handoff import Handoff
 from baton.kv_transfer.protocol.messages import EngineKey, LeaseKey, ReaderKey, Ticket
-from baton.kv_transfer.ranks.crew import gather
-from baton.kv_transfer.ranks.crew_member import Follower
-from baton.kv_transfer.ranks.rank_reader import RankReader
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ import itertools
 import random
 from collections import Counter
 
+from fake_channel import FakeNetwork, NetworkFaults
+from fake_transport import FakeFabric, TransportFaults
 from simulated_engine import HEAD_BYTES, LEASE_S, NUM_BLOCKS, Engine, a_layout, require
 from simulated_gateway import Gateway
+from virtual_clock import VirtualClock
 
 from baton.kv_transfer.errors import RankLost
-from baton.kv_transfer.network.fake_channel import FakeNetwork, NetworkFaults
-from baton.kv_transfer.network.virtual import VirtualClock
 from baton.kv_transfer.protocol import messages
 from baton.kv_transfer.protocol.messages import DigestMode, Granted, LeaseKey, ReaderKey
-from baton.kv_transfer.transports.fake import FakeFabric, TransportFaults
 
 
 class World:

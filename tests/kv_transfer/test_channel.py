@@ -14,11 +14,11 @@ from ipv6 import needs_ipv6
 from silent_proxy import SilentProxy
 from strangers import GARBAGE, say
 
-from baton.engine.core.endpoints import split_endpoint
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.endpoints import split_endpoint
 from baton.kv_transfer.errors import TransportError
-from baton.kv_transfer.network import channel as channels_of_zmq
-from baton.kv_transfer.network.channel import MAX_MESSAGE_BYTES, Route, ZmqChannel
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.kv_transfer.net import channel as channels_of_zmq
+from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES, Route, ZmqChannel
 
 KEY = ClusterKey.generate()
 

@@ -25,11 +25,11 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
-from baton.kv_transfer.network.channel import Route, ZmqChannel
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.protocol.handoff import Handoff
+from baton.kv_transfer.handoff.coordinator import Handoff
+from baton.kv_transfer.net.channel import Route, ZmqChannel
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,19 +10,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from fake_channel import FakeChannel, FakeNetwork
+from fake_transport import FakeFabric
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_clock import VirtualClock
 
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import TransferConnector
 from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadDied, TransportError
-from baton.kv_transfer.network.curve import ClusterKey
-from baton.kv_transfer.network.fake_channel import FakeChannel, FakeNetwork
-from baton.kv_transfer.network.virtual import VirtualClock
-from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
-from baton.kv_transfer.ranks.crew import Crew, CrewSocket, gather
-from baton.kv_transfer.ranks.crew_member import CrewMember, Follower
-from baton.kv_transfer.ranks.crew_messages import (
+from baton.kv_transfer.group.crew import Crew, CrewSocket, gather
+from baton.kv_transfer.group.crew_member import CrewMember, Follower
+from baton.kv_transfer.group.crew_messages import (
     Compare,
     Farewell,
     MakeDigests,
@@ -31,10 +31,10 @@ from baton.kv_transfer.ranks.crew_messages import (
     decode_report,
     encode,
 )
-from baton.kv_transfer.ranks.rank_reader import RankMemory, RankReader, group_metadata
-from baton.kv_transfer.ranks.remote_rank import ATTEND_EVERY_S, MAX_UNANSWERED
+from baton.kv_transfer.group.rank_reader import RankMemory, RankReader, group_metadata
+from baton.kv_transfer.group.remote_rank import ATTEND_EVERY_S, MAX_UNANSWERED
+from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
 from baton.kv_transfer.transports import PeerState, ReadState
-from baton.kv_transfer.transports.fake import FakeFabric
 
 LAYOUT = KVLayout(model="ours", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
 OTHER = KVLayout(model="theirs", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)

@@ -7,11 +7,11 @@ import logging
 import random
 
 import pytest
+from fake_transport import FakeFabric, FakeTransport, TransportFaults
+from virtual_clock import VirtualClock
 
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.network.virtual import VirtualClock
 from baton.kv_transfer.transports import ByteRange, PeerHandle, PeerState, ReadState
-from baton.kv_transfer.transports.fake import FakeFabric, FakeTransport, TransportFaults
 from baton.kv_transfer.transports.fastest import FastestTransport, Lane
 
 SIZE = 64

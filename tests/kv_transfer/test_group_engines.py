@@ -15,7 +15,7 @@ from group_engines import GroupEngine
 
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 
 pytestmark = pytest.mark.timeout(300)
 

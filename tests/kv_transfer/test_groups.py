@@ -17,8 +17,8 @@ from engine_process import DEFAULT_SETTINGS, EngineProcess, RankProcess
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
 from baton.engine.core.layout import KVLayout
+from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import TransferSettings
-from baton.kv_transfer.network.curve import ClusterKey
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from fake_channel import FakeNetwork
+from fake_transport import FakeFabric, FakeTransport
+from virtual_clock import VirtualClock
 
 from baton.engine.core.connector import (
     BlocksReleased,
@@ -17,11 +20,12 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.kv_transfer.group.crew import Crew
+from baton.kv_transfer.group.rank_reader import RankReader
+from baton.kv_transfer.handoff.coordinator import LISTEN_EVERY_S, Handoff
+from baton.kv_transfer.handoff.peers import MAX_GREET_PAUSE_S
 from baton.kv_transfer.lease_clock import STOOD_STILL_S
-from baton.kv_transfer.network.fake_channel import FakeNetwork
-from baton.kv_transfer.network.virtual import VirtualClock
 from baton.kv_transfer.pacing import POLL_SERVING_S
-from baton.kv_transfer.protocol.handoff import LISTEN_EVERY_S, Handoff
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     DigestMode,
@@ -32,12 +36,8 @@ from baton.kv_transfer.protocol.messages import (
     encode,
     runs_of,
 )
-from baton.kv_transfer.protocol.peers import MAX_GREET_PAUSE_S
-from baton.kv_transfer.ranks.crew import Crew
-from baton.kv_transfer.ranks.rank_reader import RankReader
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 from baton.kv_transfer.transports import ByteRange, ReadState
-from baton.kv_transfer.transports.fake import FakeFabric, FakeTransport
 
 SETTINGS = TransferSettings(transport="fake")
 OURS = KVLayout(model="ours", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")

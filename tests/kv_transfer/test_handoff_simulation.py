@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
+from fake_transport import TransportFaults
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -16,19 +17,18 @@ from simulation import World
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
 from baton.kv_transfer.descriptors import Share, cut
+from baton.kv_transfer.group import rank_reader
+from baton.kv_transfer.group.crew import Crew
+from baton.kv_transfer.group.crew_member import Follower
+from baton.kv_transfer.group.rank_reader import RankReader
+from baton.kv_transfer.handoff.peers import Peers
+from baton.kv_transfer.handoff.reads import Pulls
 from baton.kv_transfer.protocol.actions import Emit
 from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseRow, LeaseState, LeaseTable
 from baton.kv_transfer.protocol.messages import DigestMode
-from baton.kv_transfer.protocol.peers import Peers
 from baton.kv_transfer.protocol.receive import Receive
 from baton.kv_transfer.protocol.receive_table import ReceiveOutcome, ReceiveState
 from baton.kv_transfer.protocol.receives import ReceiveTable
-from baton.kv_transfer.ranks import rank_reader
-from baton.kv_transfer.ranks.crew import Crew
-from baton.kv_transfer.ranks.crew_member import Follower
-from baton.kv_transfer.ranks.pulls import Pulls
-from baton.kv_transfer.ranks.rank_reader import RankReader
-from baton.kv_transfer.transports.fake import TransportFaults
 
 PREFILL, DECODE = st.sampled_from(("P0", "P1")), st.sampled_from(("D0", "D1"))
 ANY_ENGINE = st.sampled_from(("P0", "P1", "D0", "D1"))

@@ -26,12 +26,12 @@ from baton.engine.core.connector import (
 from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import TransferSettings
 from baton.kv_transfer.copies import host_buffer
 from baton.kv_transfer.copies.copier import Copier
 from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector
 from baton.kv_transfer.errors import NotRegistrable, TransportError
-from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.protocol.messages import DigestMode, Ticket
 
 pytestmark = pytest.mark.timeout(120)

@@ -9,24 +9,24 @@ from typing import get_args
 
 import pytest
 
-from baton.kv_transfer.network.channel import MAX_MESSAGE_BYTES
+from baton.kv_transfer.codec import MAX_REASON_CHARS
+from baton.kv_transfer.group import crew_messages, team_messages
+from baton.kv_transfer.group.crew_messages import MAX_ORDER_BLOCKS, Order, Report
+from baton.kv_transfer.group.rank_reader import MAX_RANKS, RankMemory
+from baton.kv_transfer.group.team_messages import MAX_KEPT, MAX_MOVES, TeamOrder, TeamReport
+from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.protocol import messages
 from baton.kv_transfer.protocol.messages import (
     DIGEST_BLOCKS,
     MAX_DIGESTS_BYTES,
     MAX_LEASE_S,
     MAX_METADATA_BYTES,
-    MAX_REASON_CHARS,
     DigestMode,
     EngineKey,
     LeaseKey,
     Message,
     ReaderKey,
 )
-from baton.kv_transfer.ranks import crew_messages, team_messages
-from baton.kv_transfer.ranks.crew_messages import MAX_ORDER_BLOCKS, Order, Report
-from baton.kv_transfer.ranks.rank_reader import MAX_RANKS, RankMemory
-from baton.kv_transfer.ranks.team_messages import MAX_KEPT, MAX_MOVES, TeamOrder, TeamReport
 from baton.kv_transfer.tiers.books import Loss, Move
 from baton.kv_transfer.transports import PeerState, ReadState
 

@@ -15,7 +15,7 @@ from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
 from baton.cluster.gateway.drain import Drain
 from baton.cluster.ingress.server import HttpServer, listen
-from baton.engine.core.endpoints import endpoint
+from baton.engine.net.endpoints import endpoint
 
 ANSWER = "a relay team passes the baton"
 

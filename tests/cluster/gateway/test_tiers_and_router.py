@@ -25,8 +25,8 @@ from baton.engine.core.layout import BLOCK_SIZE, KVRegion
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
+from baton.engine.net.curve import ClusterKey
 from baton.engine.startup.build import build_engine
-from baton.kv_transfer.network.curve import ClusterKey
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 

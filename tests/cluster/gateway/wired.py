@@ -22,7 +22,7 @@ from baton.cluster.gateway.settings import QueueLimits
 from baton.engine.core.block_log import BlockLog
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 
 KEY = ClusterKey.generate()
 MODEL = tiny_model(tiny_tokenizer())

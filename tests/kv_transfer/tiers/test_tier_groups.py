@@ -9,7 +9,7 @@ from checkpoints import write_checkpoint
 from group_engines import GroupEngine
 from tier_requests import ENGINE_ARGS, FEW_BLOCKS, MANY_BLOCKS, Tokens, a_batch
 
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.tiers.settings import TierSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -15,9 +15,8 @@ from tier_memory import LAYOUT, Pool, event_of, name, names
 
 from baton.engine.core.tiers import Restored, Tier
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.network.channel import RankSocket
-from baton.kv_transfer.ranks.team import Team, TeamMember
-from baton.kv_transfer.ranks.team_messages import (
+from baton.kv_transfer.group.team import Team, TeamMember
+from baton.kv_transfer.group.team_messages import (
     MAX_MOVES,
     Carry,
     OpenTiers,
@@ -26,6 +25,7 @@ from baton.kv_transfer.ranks.team_messages import (
     decode_report,
     encode,
 )
+from baton.kv_transfer.net.channel import RankSocket
 from baton.kv_transfer.tiers.books import Move
 from baton.kv_transfer.tiers.ranks import TierServant, follow_tiers
 from baton.kv_transfer.tiers.settings import TierSettings

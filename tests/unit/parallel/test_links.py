@@ -18,13 +18,13 @@ from silent_proxy import SilentProxy
 from strangers import GARBAGE, say
 from thread_groups import Closing, run_threads
 
-from baton.engine.core.endpoints import split_endpoint
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.endpoints import split_endpoint
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups, links
 from baton.engine.parallel.addresses import connect
 from baton.engine.parallel.links import Links
 from baton.engine.parallel.membership import Membership
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
-from baton.kv_transfer.network.curve import ClusterKey
 
 SOON_S = 30.0
 KEY = ClusterKey.generate()

@@ -18,11 +18,11 @@ from thread_groups import Closing, run_threads
 
 from baton.engine import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
+from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups, links
 from baton.engine.parallel.addresses import connect
 from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
-from baton.kv_transfer.network.curve import ClusterKey
 
 START = RowStart(
     row=3,

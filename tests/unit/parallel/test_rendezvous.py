@@ -16,11 +16,11 @@ from strangers import GARBAGE, ports_of_this_process, say
 from thread_groups import run_threads
 
 from baton.engine.core.step import StepPlan
+from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import GroupFailed, Member, rendezvous
 from baton.engine.parallel.collectives import connect_groups
 from baton.engine.parallel.membership import Membership
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
-from baton.kv_transfer.network.curve import ClusterKey
 
 SOON_S = 30.0
 CPU = torch.device("cpu")

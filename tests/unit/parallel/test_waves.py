@@ -15,11 +15,11 @@ import pytest
 from thread_groups import Closing, run_threads
 
 from baton.engine.core.step import Runner, StepPlan, StepResult
+from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups
 from baton.engine.parallel.membership import Membership
 from baton.engine.parallel.rendezvous import Meeting, Rendezvous
 from baton.engine.parallel.waves import Waves
-from baton.kv_transfer.network.curve import ClusterKey
 
 SOON_S = 20.0
 KEY = ClusterKey.generate()

@@ -18,11 +18,11 @@ from typing import Protocol
 
 import zmq
 
-from baton.engine.core.endpoints import endpoint, is_ipv6, is_ipv6_url
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.endpoints import endpoint, is_ipv6, is_ipv6_url
+from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S, enable_heartbeat
 
 from ..errors import TransportError
-from .curve import ClusterKey
-from .silence import SILENCE_S, notice_silence
 
 Route = int | bytes  # a connection that we opened, or the one on which a peer's message came
 
@@ -30,7 +30,6 @@ MAX_MESSAGE_BYTES = 4 << 20
 GROUP_SILENCE_S = 10.0  # within a group, where a connection that breaks is the end of all its ranks
 LOOK_EVERY_S = 0.02  # for broken connections: who reads comes by every 100 us
 CONNECT_MS = 1_000  # then anew: the kernel asks a host that was away ever more rarely
-MAX_SOCKETS = 1 << 14  # of a context: a connection takes three, and libzmq's own limit is 1023
 LINGER_MS = 200  # what was said last (Finish, Abort) still goes out when a socket is closed
 
 
@@ -214,7 +213,7 @@ class ZmqChannel:
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
         socket.connect_timeout = CONNECT_MS
-        notice_silence(socket, self._silence_s)
+        enable_heartbeat(socket, self._silence_s)
         return socket
 
 

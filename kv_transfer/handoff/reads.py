@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
 
+from ..group.crew import Crew
+from ..group.crew_messages import MAX_ORDER_BLOCKS
 from ..transports import PeerHandle, ReadHandle, ReadState
-from .crew import Crew
-from .crew_messages import MAX_ORDER_BLOCKS
 
 
 class PullOutcome(enum.Enum):

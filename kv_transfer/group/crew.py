@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from baton.engine.core.layout import UnevenHeads
 
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..network.channel import Channel, RankSocket
+from ..net.channel import Channel, RankSocket
 from ..protocol.messages import MAX_METADATA_BYTES
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
 from .crew_messages import CheckHandle, CheckReport, Join, decode_report

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
+from baton.engine.net.curve import ClusterKey
+
 from ..affinity import pin_thread
+from ..codec import MAX_REASON_CHARS
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..network.channel import RankSocket, Route, join_ranks
-from ..network.curve import ClusterKey
-from ..protocol.messages import MAX_REASON_CHARS
+from ..net.channel import RankSocket, Route, join_ranks
 from ..threads import ChannelThread
 from .team_messages import (
     AreYouThere,

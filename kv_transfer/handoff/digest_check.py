@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
 
-from ..ranks.crew import Crew
-from ..ranks.crew_messages import CheckHandle
+from ..group.crew import Crew
+from ..group.crew_messages import CheckHandle
+from ..protocol.messages import DIGEST_BLOCKS, Digests
+from ..protocol.receive import Receive
 from ..transports import PeerHandle
-from .messages import DIGEST_BLOCKS, Digests
-from .receive import Receive
 
 
 class Digested(NamedTuple):

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Iterable, Iterator
 
 from ..errors import MalformedMessage
-from ..network.channel import Channel, Route
-from .messages import EngineKey, Message, decode, encode
+from ..net.channel import Channel, Route
+from ..protocol.messages import EngineKey, Message, decode, encode
 
 logger = logging.getLogger(__name__)
 

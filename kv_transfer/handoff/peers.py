@@ -17,13 +17,12 @@ import logging
 from collections.abc import Callable, Collection, Container
 
 from ..errors import TransferError, TransportError
-from ..network.channel import Channel, Route
-from ..ranks.crew import Crew
+from ..group.crew import Crew
+from ..net.channel import Channel, Route
+from ..protocol.messages import EngineKey, Unwelcome, Welcome, encode
 from ..settings import PeerInfo
 from ..transports import PeerHandle, PeerState
-from .greetings import SERVE_AFTER_HELLO_S
-from .messages import EngineKey, Unwelcome, Welcome, encode
-from .pairing import Pairing
+from .handshake import SERVE_AFTER_HELLO_S, Pairing
 
 logger = logging.getLogger(__name__)
 

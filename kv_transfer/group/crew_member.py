@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 
 from baton.engine.core.layout import KVRegion
+from baton.engine.net.curve import ClusterKey
 
+from ..codec import MAX_REASON_CHARS
 from ..errors import RankLost, TransferError
-from ..network.channel import Channel, Route, join_ranks
-from ..network.curve import ClusterKey
+from ..net.channel import Channel, Route, join_ranks
 from ..pacing import POLL_IDLE_S, pause_s
-from ..protocol.messages import MAX_REASON_CHARS
 from ..settings import TransferSettings
 from ..threads import ChannelThread
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState

@@ -13,13 +13,13 @@ from baton.engine.core.connector import (
     TransferId,
 )
 
-from ..ranks.pulls import Pulls
-from .actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
-from .mail import Mail
+from ..protocol.actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
+from ..protocol.receive import Receive
+from ..protocol.receives import ReceiveTable
+from .digest_check import Proofs
+from .message_router import Mail
 from .peers import Peers
-from .proofs import Proofs
-from .receive import Receive
-from .receives import ReceiveTable
+from .reads import Pulls
 
 
 class Deeds:

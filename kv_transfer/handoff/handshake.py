@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..errors import MalformedMessage
-from ..ranks.crew import Crew
-from .messages import DigestMode, EngineKey, Hello, Ticket
+from ..group.crew import Crew
+from ..net.channel import Route
+from ..protocol.messages import DigestMode, EngineKey, Hello, Ticket, Unwelcome, Welcome
+from .message_router import Mail
+
+SERVE_AFTER_HELLO_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,3 +65,33 @@ class Pairing:
         if any(not 0 <= block < self.num_blocks for block in block_ids):
             raise MalformedMessage(f"a block to be filled is outside this engine's {self.num_blocks}")
         return ticket
+
+
+class Greetings:
+    """Times are seconds on the caller's clock."""
+
+    def __init__(self, me: Pairing, crew: Crew, mail: Mail) -> None:
+        self._me = me
+        self._crew = crew
+        self._mail = mail
+        self._serve_until = 0.0
+        self._round_at = 0.0
+        self._answered: set[Route] = set()  # in this round
+
+    def answer(self, route: Route, hello: Hello, now: float) -> None:
+        """Once a round: those of hours come at once over a connection that could not be made before."""
+        if now != self._round_at:
+            self._round_at, self._answered = now, set()
+        if route in self._answered:
+            return
+        self._answered.add(route)
+        reason = self._me.objection(hello)
+        if reason:
+            self._mail.send(route, Unwelcome(hello.to, hello.sender, reason))
+            return
+        self._serve_until = max(self._serve_until, now + SERVE_AFTER_HELLO_S)
+        self._mail.send(route, Welcome(self._me.key, hello.sender, self._crew.metadata))
+
+    def any_lately(self, now: float) -> bool:
+        """Someone is to be served for it."""
+        return now < self._serve_until

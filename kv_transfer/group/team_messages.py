@@ -27,7 +27,7 @@ from msgspec import Meta
 from baton.engine.core.prefix import HASH_BYTES
 
 from .. import codec
-from ..protocol.messages import Id, Name, Reason
+from ..codec import Id, Name, Reason
 from ..tiers.books import Loss, Move
 from .rank_reader import MAX_RANKS
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ..errors import RankLost
-from ..network.channel import Channel, Route
+from ..net.channel import Channel, Route
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
 from .crew_messages import (
     AddPeer,

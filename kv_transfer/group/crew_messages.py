@@ -25,7 +25,8 @@ import msgspec
 from msgspec import Meta
 
 from .. import codec
-from ..protocol.messages import MAX_DIGESTS_BYTES, MAX_METADATA_BYTES, Id, Name, Reason
+from ..codec import Id, Name, Reason
+from ..protocol.messages import MAX_DIGESTS_BYTES, MAX_METADATA_BYTES
 from ..transports import PeerState, ReadState
 from .rank_reader import MAX_RANKS, RankMemory
 

@@ -15,18 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from baton.engine.core.connector import BlocksReleased, ConnectorEvent, ReceiveFailed, TransferId
 
 from ..errors import MalformedMessage, TransportError
+from ..group.crew import Crew
 from ..lease_clock import Standstill
-from ..network.channel import Channel, Route
+from ..net.channel import Channel, Route
 from ..pacing import POLL_IDLE_S, pause_s
-from ..ranks.crew import Crew
-from ..ranks.pulls import PullEvent, PullOutcome, Pulls
-from ..settings import PeerInfo, TransferSettings
-from ..transports import PeerHandle
-from .deeds import Deeds
-from .greetings import Greetings
-from .leases import LeaseTable
-from .mail import Mail
-from .messages import (
+from ..protocol.leases import LeaseTable
+from ..protocol.messages import (
     DIGEST_BLOCKS,
     Abort,
     AskDigests,
@@ -47,12 +41,17 @@ from .messages import (
     Welcome,
     Withdrawn,
 )
-from .pairing import Pairing
+from ..protocol.receive_table import ReceiveOutcome
+from ..protocol.receives import ReceiveTable
+from ..protocol.stats import TransferStats
+from ..settings import PeerInfo, TransferSettings
+from ..transports import PeerHandle
+from .digest_check import Compared, Digested, Proofs
+from .effects import Deeds
+from .handshake import Greetings, Pairing
+from .message_router import Mail
 from .peers import Peers, PeerStatus
-from .proofs import Compared, Digested, Proofs
-from .receive_table import ReceiveOutcome
-from .receives import ReceiveTable
-from .stats import TransferStats
+from .reads import PullEvent, PullOutcome, Pulls
 
 logger = logging.getLogger(__name__)
 

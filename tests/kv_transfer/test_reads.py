@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from fake_transport import FakeFabric, TransportFaults
+from virtual_clock import VirtualClock
 
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer.network.virtual import VirtualClock
-from baton.kv_transfer.ranks import pulls
-from baton.kv_transfer.ranks.crew import Crew
-from baton.kv_transfer.ranks.pulls import PullEvent, PullOutcome, Pulls
-from baton.kv_transfer.ranks.rank_reader import RankReader
-from baton.kv_transfer.transports.fake import FakeFabric, TransportFaults
+from baton.kv_transfer.group.crew import Crew
+from baton.kv_transfer.group.rank_reader import RankReader
+from baton.kv_transfer.handoff import reads
+from baton.kv_transfer.handoff.reads import PullEvent, PullOutcome, Pulls
 
 LAYOUT = KVLayout(model="pulls", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 NUM_BLOCKS = 8
@@ -30,19 +30,19 @@ class Reader:
         holder, self.crew = (self._crew(fabric, name) for name in ("holder", "reader"))
         self.peer = self.crew.add_peer(holder.metadata)
         self.clock.advance(1.0)
-        self.pulls = Pulls(self.crew, LAYOUT.block_bytes, reads_in_flight=2, stall_s=STALL_S)
+        self.reads = Pulls(self.crew, LAYOUT.block_bytes, reads_in_flight=2, stall_s=STALL_S)
 
     def _crew(self, fabric: FakeFabric, name: str) -> Crew:
         region = KVRegion(0, NUM_BLOCKS, "cpu", LAYOUT, 0, 1)
         return Crew(RankReader(0, region, fabric.attach(name, bytearray(NUM_BLOCKS * LAYOUT.block_bytes))))
 
     def start(self, num_blocks: int) -> None:
-        self.pulls.start(1, self.peer, num_blocks)
-        self.pulls.extend(1, range(num_blocks), range(num_blocks))
+        self.reads.start(1, self.peer, num_blocks)
+        self.reads.extend(1, range(num_blocks), range(num_blocks))
 
     def look(self, after_s: float = 0.0) -> list[PullEvent]:
         self.clock.advance(after_s)
-        return self.pulls.poll(self.clock())
+        return self.reads.poll(self.clock())
 
     @property
     def num_begun(self) -> int:
@@ -70,8 +70,8 @@ def test_what_has_ended_makes_room_for_the_next_batches_in_the_same_look(reader:
 
 
 def test_an_order_names_no_more_blocks_than_a_message_takes(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls, "MAX_ORDER_BLOCKS", 3)
-    reader.pulls = Pulls(reader.crew, 1 << 40, reads_in_flight=9, stall_s=STALL_S)
+    monkeypatch.setattr(reads, "MAX_ORDER_BLOCKS", 3)
+    reader.reads = Pulls(reader.crew, 1 << 40, reads_in_flight=9, stall_s=STALL_S)
     reader.start(8)
     asked = []
     read = reader.crew.read
@@ -88,13 +88,13 @@ def test_it_is_finished_with_the_last_batch(reader: Reader) -> None:
         found = reader.look()
         reader.clock.advance(READ_S)
     assert found == [PullEvent(1, PullOutcome.FINISHED)]
-    assert len(reader.pulls) == 0
+    assert len(reader.reads) == 0
 
 
 def test_whoever_gives_up_begins_no_further_batch_though_there_is_room(reader: Reader) -> None:
     reader.start(5)
     reader.look()
-    reader.pulls.stop(1)
+    reader.reads.stop(1)
     reader.clock.advance(READ_S)
     assert reader.look() == [PullEvent(1, PullOutcome.RELEASED)]
     assert reader.num_begun == 2
@@ -110,7 +110,7 @@ def test_a_batch_that_failed_lets_no_other_begin(reader: Reader) -> None:
     reader.clock.advance(60.0)
     reader.look()
     assert reader.num_begun == 2
-    assert len(reader.pulls) == 0
+    assert len(reader.reads) == 0
 
 
 def test_a_read_that_neither_ends_nor_fails_is_given_up_and_its_blocks_wait_for_its_end(reader: Reader) -> None:
@@ -120,7 +120,7 @@ def test_a_read_that_neither_ends_nor_fails_is_given_up_and_its_blocks_wait_for_
     failed = PullEvent(1, PullOutcome.FAILED, "no part of it has come for 5 s (transfer.stall_s)")
     assert reader.look(0.2) == [failed]
     assert reader.look(50.0) == []
-    assert len(reader.pulls) == 1
+    assert len(reader.reads) == 1
     assert reader.look(50.0) == [PullEvent(1, PullOutcome.RELEASED)]
     assert reader.num_begun == 2
 
@@ -139,10 +139,10 @@ def test_what_ended_while_nobody_looked_is_no_stall(reader: Reader) -> None:
 
 
 def test_waiting_for_what_the_holder_writes_is_no_stall(reader: Reader) -> None:
-    reader.pulls.start(1, reader.peer, 3)
-    reader.pulls.extend(1, [0], [0])
+    reader.reads.start(1, reader.peer, 3)
+    reader.reads.extend(1, [0], [0])
     assert reader.look() == reader.look(READ_S) == reader.look(10 * STALL_S) == []
-    reader.pulls.extend(1, [1, 2], [1, 2])
+    reader.reads.extend(1, [1, 2], [1, 2])
     assert reader.look() == []
     assert reader.look(READ_S) == [PullEvent(1, PullOutcome.FINISHED)]
 

@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import random
 
-from .channel import MAX_MESSAGE_BYTES, Route
-from .virtual import VirtualClock
+from virtual_clock import VirtualClock
+
+from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES, Route
 
 
 @dataclasses.dataclass

@@ -11,9 +11,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from baton.kv_transfer.errors import InvalidClusterKey
-from baton.kv_transfer.network import curve
-from baton.kv_transfer.network.curve import ClusterKey
+from baton.engine.net import curve
+from baton.engine.net.curve import ClusterKey, InvalidClusterKey
 
 SILENCE_MS = 400  # long enough for a handshake on a busy machine, short enough for a test
 
@@ -94,7 +93,7 @@ def test_where_nobody_answers_for_a_key_any_more_nobody_new_comes_in(
         def admit(self, domain: str, public: bytes) -> None:
             """Nobody hears it."""
 
-    monkeypatch.setattr(curve, "_gatekeeper_of", lambda context: Ended())
+    monkeypatch.setattr(curve, "_zap_handler_of", lambda context: Ended())
     key = ClusterKey.generate()
     server, address = server_of(context, key)
     with server, a_stranger_with(key, context, address) as client:
@@ -149,7 +148,7 @@ def test_a_context_that_is_collected_while_another_is_secured_ends() -> None:
     server, _address = server_of(context, ClusterKey.generate())
     server.close()
     collecting = threading.Thread(target=context.term, daemon=True)
-    with curve._gatekeepers_lock:
+    with curve._zap_handlers_lock:
         collecting.start()
         collecting.join(30)
         assert not collecting.is_alive()

@@ -1,8 +1,8 @@
-"""One CURVE key pair for the whole cluster: whoever holds it may talk, nobody else.
+"""The cluster's CURVE key pair: a process that holds it may connect, no other may.
 
-The pair is made once and handed to every process. Servers and clients use the same pair, so a peer proves twice that it
-belongs: it must know the server's public key to say hello, and a ZAP handler in the server's context lets only clients
-in whose own, proven public key is the cluster's.
+The pair is made once and handed to every process. Servers and clients use the same pair, so a client proves twice that
+it belongs: it must know the server's public key to begin a handshake, and a ZAP handler in the server's context accepts
+only clients whose own, proven public key is the cluster's.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import Any
 import zmq
 from zmq.auth.base import Authenticator
 
-from ..errors import InvalidClusterKey
-
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 40  # a CURVE key in Z85
 
 
-class ClusterKey:
-    """The cluster's key pair. Pickles; `to_bytes` and `from_bytes` carry it where pickle may not go.
+class InvalidClusterKey(ValueError):
+    """The bytes are no cluster key."""
 
-    `secure_server` before `bind`, `secure_client` before `connect`; plain and asyncio sockets alike.
+
+class ClusterKey:
+    """The cluster's key pair. It can be pickled; `to_bytes` and `from_bytes` serve where pickle is not allowed.
+
+    Call `secure_server` before `bind` and `secure_client` before `connect`; plain and asyncio sockets both work.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -43,25 +45,25 @@ class ClusterKey:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ClusterKey:
-        """Inverse of `to_bytes`. Raises `InvalidClusterKey`."""
+        """Invert `to_bytes`. Raises `InvalidClusterKey`."""
         return cls(data)
 
     def to_bytes(self) -> bytes:
-        """The secret itself: for the memory and the wires of the cluster only, never for a log."""
+        """Return the secret itself. It must never be logged or stored outside the cluster."""
         return self._secret
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        """From now on `socket` accepts holders of this key only."""
+        """Make `socket` accept only clients that hold this key."""
         domain = self._public.decode()
-        _gatekeeper_of(socket.context).admit(domain, self._public)
+        _zap_handler_of(socket.context).admit(domain, self._public)
         socket.curve_server = True
         socket.curve_secretkey = self._secret
         socket.curve_publickey = self._public
         socket.zap_domain = domain.encode()
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise libzmq lets everyone in where nobody answers
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise libzmq accepts every client while no handler answers
 
     def secure_client(self, socket: zmq.Socket[Any]) -> None:
-        """`socket` proves that it holds this key, and talks to servers that hold it only."""
+        """Make `socket` prove that it holds this key, and connect only to servers that hold it too."""
         socket.curve_serverkey = self._public
         socket.curve_secretkey = self._secret
         socket.curve_publickey = self._public
@@ -79,8 +81,8 @@ class ClusterKey:
         return f"ClusterKey(public={self._public.decode()[:8]}...)"
 
 
-class _Gatekeeper:
-    """Answers libzmq's question "may this key come in?" for all server sockets of one context.
+class _ZapHandler:
+    """A ZAP handler: decides for all server sockets of one context which client keys are accepted.
 
     Its socket belongs to a shadow of the context: `Context.destroy` of the owner, which closes sockets from the wrong
     thread, does not see it, and `Context.term` ends the thread.
@@ -105,16 +107,16 @@ class _Gatekeeper:
         except zmq.ContextTerminated:
             pass
         except zmq.ZMQError as error:
-            logger.error("the gatekeeper of CURVE sockets stopped, so no new connection is accepted: %s", error)
+            logger.error("the ZAP handler of CURVE sockets stopped, so no new connection is accepted: %s", error)
         finally:
-            # Without the lock: who holds it may be collecting the context, and wait for this thread.
-            _gatekeepers.pop(self._underlying, None)
+            # No lock here: its holder may be collecting the context, and wait for this thread.
+            _zap_handlers.pop(self._underlying, None)
             self._authenticator.stop()
             loop.close()
 
 
 class _OneKey:
-    """A credentials provider that knows a single key."""
+    """A credentials provider that accepts a single key."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -123,13 +125,13 @@ class _OneKey:
         return key == self._public
 
 
-_gatekeepers: dict[int, _Gatekeeper] = {}
-_gatekeepers_lock = threading.Lock()
+_zap_handlers: dict[int, _ZapHandler] = {}
+_zap_handlers_lock = threading.Lock()
 
 
-def _gatekeeper_of(context: zmq.Context[Any]) -> _Gatekeeper:
-    with _gatekeepers_lock:
-        gatekeeper = _gatekeepers.get(context.underlying)
-        if gatekeeper is None:
-            gatekeeper = _gatekeepers[context.underlying] = _Gatekeeper(context)
-        return gatekeeper
+def _zap_handler_of(context: zmq.Context[Any]) -> _ZapHandler:
+    with _zap_handlers_lock:
+        handler = _zap_handlers.get(context.underlying)
+        if handler is None:
+            handler = _zap_handlers[context.underlying] = _ZapHandler(context)
+        return handler

@@ -9,11 +9,11 @@ import random
 from collections.abc import Callable, Sequence
 
 import msgspec
+from virtual_clock import VirtualClock
 
-from .. import codec
-from ..errors import TransportError
-from ..network.virtual import VirtualClock
-from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from baton.kv_transfer import codec
+from baton.kv_transfer.errors import TransportError
+from baton.kv_transfer.transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 
 
 @dataclasses.dataclass
