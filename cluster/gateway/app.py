@@ -29,7 +29,7 @@ from .dispatch.ranks import rank_table
 from .dispatch.router import Router
 from .drain import Drain
 from .edge import Edge
-from .errors import ApiError, draining, model_not_found, no_capacity
+from .errors import ApiError, draining, excerpt, model_not_found, no_capacity
 from .keys import ApiKeys
 from .metrics import GatewayMetrics
 from .model import ServedModel
@@ -192,7 +192,9 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     there = f"There are {', '.join(CLIENT_ROUTES)}."
     not_allowed = f"{request.method} is not allowed here."
     if asking_page := request.headers.get("origin") if request.method == "OPTIONS" else None:
-        not_allowed += f" For web pages of {asking_page} put that into gateway.allowed_origins (--allowed-origin)."
-    messages = {404: f"There is no {request.url.path!r} here. {there}", 405: not_allowed}
+        not_allowed += (
+            f" For web pages of {excerpt(asking_page)} put that into gateway.allowed_origins (--allowed-origin)."
+        )
+    messages = {404: f"There is no {excerpt(request.scope['path'])} here. {there}", 405: not_allowed}
     message = messages.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers).response()

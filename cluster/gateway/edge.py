@@ -8,10 +8,11 @@ import re
 import uuid
 from collections.abc import Collection
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .drain import Drain
-from .errors import ApiError, internal, invalid_api_key
+from .errors import CLIENT_CLOSED_REQUEST, ApiError, internal, invalid_api_key
 from .keys import ApiKeys, Client
 from .metrics import GatewayMetrics
 
@@ -21,6 +22,7 @@ SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = ("/health", "/live", "/metrics")  # probes and scrapers have no key
 REQUEST_ID = "baton.request_id"  # its key in the scope
 CLIENT = "baton.client"
+REFUSED = "baton.refused"  # the status that the HTTP server has answered with, where a body did not arrive
 
 
 def request_id_of(scope: Scope) -> str:
@@ -68,6 +70,8 @@ class Edge:
             await self._app(scope, receive, send_marked)
         except ApiError as error:
             await error.response()(scope, receive, send_marked)
+        except ClientDisconnect:
+            status = status or CLIENT_CLOSED_REQUEST
         except Exception:
             logger.exception("request %s failed", request_id)
             if status:
@@ -75,7 +79,7 @@ class Edge:
             await internal("The gateway failed to serve the request.").response()(scope, receive, send_marked)
         finally:
             route = scope["path"] if scope["path"] in self._routes else "other"
-            self._metrics.responses.labels(route, status).inc()
+            self._metrics.responses.labels(route, scope.get(REFUSED, status)).inc()
 
     def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
         if self._keys.everyone or path in OPEN_PATHS:

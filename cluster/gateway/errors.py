@@ -12,6 +12,7 @@ from baton.cluster.counted import counted
 from baton.engine.core.messages import EngineError, ErrorKind
 
 MAX_TEXT_CHARS = 2048  # of an error's message
+EXCERPT_CHARS = 100  # of what a client sent, in a message
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it, it is only counted
 
 
@@ -73,12 +74,17 @@ def field_name(place: Iterable[str | int]) -> str | None:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".") or None
 
 
+def excerpt(text: str) -> str:
+    """The text in quotes, cut where it is long: an answer must not be as large as what a client sends."""
+    return repr(text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}...")
+
+
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
 def model_not_found(model: str, served: str) -> ApiError:
-    message = f"The model {model!r} does not exist. This server has {served!r}."
+    message = f"The model {excerpt(model)} does not exist. This server has {served!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -155,6 +161,11 @@ def no_retries_left(message: str, retry_after_s: float) -> ApiError:
 def draining() -> ApiError:
     """Of a gateway that is about to leave, to whoever asks for its health."""
     return ApiError(503, "This gateway is about to end: send requests elsewhere.", type="service_unavailable")
+
+
+def too_many_connections() -> ApiError:
+    message = "This gateway has as many connections open as it may have. Try again in 1 s."
+    return _unavailable(message, "too_many_connections", 1.0)
 
 
 def timed_out(message: str, code: str = "request_timeout") -> ApiError:

@@ -2,56 +2,96 @@
 
 uvicorn waits for ever for a request to be complete and keeps whatever comes until then: connections that trickle
 (slowloris), or headers that never end, would take the gateway's memory and file descriptors.
+
+    connection ── no descriptor to spare ──────────────────────> 503
+    head ──────── too large, malformed, late ──> 431, 400, 408 ─┐ behind the answers to the requests before it
+    body ──────── malformed, late ─────────────> 400, 408 ──────┴─> the connection is closed
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from baton.cluster.gateway.errors import ApiError
+from baton.cluster.gateway.edge import REFUSED
+from baton.cluster.gateway.errors import ApiError, too_many_connections
 
 from .http_1_0 import answer_without_chunks
 from .one_protocol import OneProtocolParser
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers, up to the end of the empty line behind them
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last
 LAST_ARRIVAL_S = 1.0  # of one that is on its way when the server closes
+DISCARDED_BYTES = 64 * 1024  # what a refused connection has brought: closed with unread bytes, it would be reset
+
+Refused = Callable[[ApiError, str], None]
+
+
+def uncounted(error: ApiError, client: str) -> None:
+    """For servers whose refusals nobody counts."""
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
     """Refuses a request whose head is too large (431) or that does not arrive in time (408), and closes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, refused: Refused = uncounted, max_descriptor: int = sys.maxsize, **kwargs: Any
+    ) -> None:
+        """`refused` is called with each refusal that the application does not see, and the client's address.
+
+        Connections whose file descriptors are above `max_descriptor` are refused: the rest is for the process itself.
+        """
         super().__init__(*args, **kwargs)
         self.parser = OneProtocolParser(self)  # type: ignore[assignment]  # it has what uvicorn calls of httptools' own
+        self._refused, self._max_descriptor = refused, max_descriptor
         self._in_body = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None  # nothing that comes behind it is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(ARRIVAL_S, self._too_late)
+        descriptor = transport.get_extra_info("socket").fileno()
+        if descriptor > self._max_descriptor:  # the kernel gives out the lowest number that is free
+            _discard(descriptor)
+            self._refuse(too_many_connections())
+            return
+        self._expect_the_rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(ARRIVAL_S, self._too_late)
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, "The request line and headers are too large.")
+        self._expect_the_rest()
+        rest = memoryview(data)
+        while rest and self._refusal is None and not self.transport.is_closing():
+            piece = rest
+            if not self._in_body:
+                piece = rest[: MAX_HEAD_BYTES - self._head_bytes]
+                self._head_bytes += len(piece)
+            if not piece:
+                self._refuse(ApiError(431, "The request line and headers are too large."))
+                return
+            super().data_received(cast(bytes, piece))
+            rest = rest[len(piece) :]
+        if self._arriving:
+            self._expect_the_rest()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = max(1, self._head_bytes)  # one behind another's end in the same piece: nobody says how long
 
     def on_headers_complete(self) -> None:
         if self._offers_upgrade:  # it comes again, without the offer
             return
-        self._in_body, self._head_bytes = True, 0
         super().on_headers_complete()
+        self._in_body, self._head_bytes = True, 0
         if self.parser.get_http_version() < "1.1":
             answer_without_chunks(self.cycle)
 
@@ -62,8 +102,14 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._drop_deadline()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        was_last = not self.pipeline
+        super().on_response_complete()
+        if was_last and self._refusal is not None:
+            self._send_refusal(self._refusal)
+
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, f"This is no HTTP/1.1 request. {msg}")
+        self._refuse(ApiError(400, f"This is no HTTP/1.1 request. {msg}"))
 
     def shutdown(self) -> None:
         """The server closes. What is on its way may still arrive: on a connection that has brought nothing yet, and a
@@ -83,6 +129,15 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def _arriving(self) -> bool:
         return self._in_body or self._head_bytes > 0
 
+    @property
+    def _answering(self) -> bool:
+        """Whether some request has come whose answer is not complete: while requests wait, one is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_the_rest(self) -> None:
+        if self._deadline is None and self._refusal is None:
+            self._deadline = self.loop.call_later(ARRIVAL_S, self._too_late)
+
     def _drop_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
@@ -90,20 +145,43 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._deadline = None
-        if self._answering and not self._in_body:  # a head that came too early: its turn comes after the answer
-            self._deadline = self.loop.call_later(ARRIVAL_S, self._too_late)
+        if self.pipeline or (self._answering and not self._in_body):  # it came too early: its turn is after the answer
+            self._expect_the_rest()
             return
-        self._refuse(408, f"The request did not arrive within {ARRIVAL_S:g} s.")
+        self._refuse(ApiError(408, f"The request did not arrive within {ARRIVAL_S:g} s.", type="timeout"))
 
-    @property
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _refuse(self, status: int, message: str) -> None:
-        if self.transport.is_closing():
+    def _refuse(self, error: ApiError) -> None:
+        """Answers what is no whole request, after the requests before it, and closes."""
+        if self._refusal is not None or self.transport.is_closing():
             return
-        if not (self._answering and self.cycle.response_started):
-            body = ApiError(status, message).body()
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[status] + head + body)
+        self._refusal = error
+        self._drop_deadline()
+        if not self._in_body:
+            if not self._answering:
+                self._send_refusal(error)
+        elif self.pipeline:  # its turn has not come: the application never sees it
+            self.pipeline.popleft()
+        elif self.cycle.response_started:  # the client has another answer, or a part of it
+            self.transport.close()
+        else:
+            cast(dict[str, Any], self.cycle.scope)[REFUSED] = error.status  # the application counts it
+            self._write(error)
+
+    def _send_refusal(self, error: ApiError) -> None:
+        if not self.transport.is_closing():
+            self._refused(error, self.client[0] if self.client else "")
+            self._write(error)
+
+    def _write(self, error: ApiError) -> None:
+        body = error.body()
+        told = {"content-type": "application/json", "connection": "close", "content-length": len(body), **error.headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
         self.transport.close()
+
+
+def _discard(descriptor: int) -> None:
+    try:
+        os.read(descriptor, DISCARDED_BYTES)
+    except OSError:  # nothing has come yet, or the client has gone
+        return

@@ -15,9 +15,10 @@ import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -37,7 +38,9 @@ from baton.cluster.membership.contact import DirectoryWatch, stay_registered
 from baton.cluster.spec import FleetSpec, load_spec
 from baton.engine.net.endpoints import socket_family
 
-from .http_protocol import GuardedHttpProtocol
+from .http_protocol import GuardedHttpProtocol, Refused, uncounted
+from .open_files import max_descriptor
+from .refusals import Refusals
 from .shared_port import SETTLE_S, is_shared, take_no_more
 
 logger = logging.getLogger(__name__)
@@ -49,11 +52,22 @@ KEEP_ALIVE_S = 65  # above what load balancers use, so that they close idle conn
 class HttpServer:
     """An application on a listening socket, until it is drained."""
 
-    def __init__(self, app: FastAPI, drain: Drain, *, drain_s: float, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        drain: Drain,
+        *,
+        drain_s: float,
+        drain_timeout_s: float,
+        refused: Refused = uncounted,
+        max_descriptor: int = sys.maxsize,
+    ) -> None:
+        """`refused` and `max_descriptor`: see `GuardedHttpProtocol`."""
         self._drain, self._drain_s = drain, drain_s
+        protocol = functools.partial(GuardedHttpProtocol, refused=refused, max_descriptor=max_descriptor)
         config = uvicorn.Config(
             app,
-            http=GuardedHttpProtocol,
+            http=cast(type[asyncio.Protocol], protocol),
             ws="none",
             lifespan="off",
             log_config=None,  # uvicorn's own would close every handler of this process, Serve's among them
@@ -169,7 +183,14 @@ class GatewayServer:
             spans=self._spans,
             scales_from_zero=spec.scales_from_zero,
         )
-        self._http = HttpServer(app, drain, drain_s=settings.drain_s, drain_timeout_s=settings.drain_timeout_s)
+        self._http = HttpServer(
+            app,
+            drain,
+            drain_s=settings.drain_s,
+            drain_timeout_s=settings.drain_timeout_s,
+            refused=Refusals(self._metrics),
+            max_descriptor=max_descriptor(settings.max_inflight_requests),
+        )
         self._http.start(self._listener)
         register = functools.partial(self._directory.call, "register_gateway", self.record, self._actor)
         self._heart = asyncio.create_task(stay_registered(self._directory, identity, None, register))

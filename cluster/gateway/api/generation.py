@@ -27,7 +27,7 @@ from ..dispatch.dispatcher import Dispatcher
 from ..dispatch.legs import Deadline
 from ..dispatch.ranks import PIN_HEADER, pinned_rank, reachable
 from ..dispatch.timeline import Stamp, Timeline
-from ..edge import client_of, request_id_of
+from ..edge import REFUSED, client_of, request_id_of
 from ..errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, priority_not_allowed
 from ..keys import circle_of
 from ..metrics import GatewayMetrics
@@ -107,8 +107,9 @@ class GenerationEndpoint:
         except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
             await self._fail(answer, draining())
         except (ClientGone, ClientDisconnect):
-            metrics.disconnects.inc()
-            await answer.fail(ApiError(CLIENT_CLOSED_REQUEST, "The client closed its connection."))
+            if REFUSED not in scope:
+                metrics.disconnects.inc()
+            await answer.fail(ApiError(scope.get(REFUSED, CLIENT_CLOSED_REQUEST), "The client closed its connection."))
         except Exception:
             logger.exception("request %s failed", request_id_of(scope))
             await self._fail(answer, internal("The gateway failed to serve the request."))
