@@ -7,7 +7,6 @@ import time
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -20,7 +19,7 @@ from .api.completions import CompletionRenderer
 from .api.generation import Gateway, GenerationEndpoint
 from .api.reader import Kind
 from .api.responses import ResponsesRenderer
-from .bodies.body import read_body
+from .api.token_routes import TokenEndpoint
 from .bodies.reading import Bodies
 from .dispatch.admission import Admission
 from .dispatch.breaker import Breakers
@@ -83,11 +82,13 @@ def create_app(
         "/v1/completions": GenerationEndpoint(gateway, Kind.COMPLETION, CompletionRenderer),
         "/v1/chat/completions": GenerationEndpoint(gateway, Kind.CHAT, ChatRenderer),
         "/v1/responses": GenerationEndpoint(gateway, Kind.RESPONSE, ResponsesRenderer),
+        "/tokenize": TokenEndpoint(bodies, settings.max_body_bytes, Kind.TOKENIZE),
+        "/detokenize": TokenEndpoint(bodies, settings.max_body_bytes, Kind.DETOKENIZE),
     }
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, model)
-    _add_token_routes(app, model, settings, bodies)
+    _add_token_routes(app, model)
     _add_operator_routes(app, settings.gateway_id, dispatcher, metrics, drain)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
@@ -126,25 +127,7 @@ def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
         return _json(card)
 
 
-def _add_token_routes(app: FastAPI, model: ServedModel, settings: GatewaySettings, bodies: Bodies) -> None:
-    async def answer(kind: Kind, request: Request) -> Response:
-        held = bodies.budget.reservation()
-        try:
-            with await read_body(request, settings.max_body_bytes, held) as body:
-                content = await bodies.answer(kind, body, held)
-        except BaseException:
-            held.release()
-            raise
-        return Response(content, media_type="application/json", background=BackgroundTask(held.release))
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await answer(Kind.TOKENIZE, request)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await answer(Kind.DETOKENIZE, request)
-
+def _add_token_routes(app: FastAPI, model: ServedModel) -> None:
     @app.api_route("/tokenizer_info", methods=READ)
     async def tokenizer_info() -> Response:
         """As in vLLM: what an evaluation must know that lets this server tokenize."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
 
 from starlette.types import Send
 
@@ -15,6 +16,7 @@ from .resume import Trail
 
 Steps = AsyncGenerator[list[tuple[int, Delta]], None]
 
+INLINE_LOGPROBS = 64  # tokens with log probabilities that are written in the event loop
 JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -46,9 +48,9 @@ class Answer:
 
     async def write_events(self, renderer: Renderer, steps: Steps, trail: Trail | None) -> None:
         self._streaming = renderer
-        event = renderer.event if trail is None else functools.partial(trail.event, renderer)
+        event = renderer.event if trail is None else partial(trail.event, renderer)
         async for step in steps:
-            events = b"".join([event(index, delta) for index, delta in step])
+            events = await _written(_num_logprobs(step), lambda: b"".join([event(*item) for item in step]))  # noqa: B023
             if not self.begun and (events or trail is None):  # before there is news the answer may still be a 409
                 await self.begin(STREAM_HEADERS | _path_header([self.dispatches[step[0][0]]]))
             if events:
@@ -62,7 +64,8 @@ class Answer:
         async for step in steps:
             for index, delta in step:
                 choices[index].append(delta)
-        body = renderer.whole(choices)
+        num_logprobs = sum(_num_logprobs(enumerate(deltas)) for deltas in choices)
+        body = await _written(num_logprobs, partial(renderer.whole, choices))
         length = {"content-length": str(len(body))}
         await self.begin(JSON_HEADERS | length | _path_header(self.dispatches))
         await self.write(body, more=False)
@@ -80,6 +83,16 @@ class Answer:
         length = {"content-length": str(len(body))}
         await self.begin(JSON_HEADERS | length | error.headers, error.status)
         await self.write(body, more=False)
+
+
+def _num_logprobs(step: Iterable[tuple[int, Delta]]) -> int:
+    """Return how many tokens are told with log probabilities: those take ten times as long to write as text."""
+    return sum(len(delta.tokens) + len(delta.prompt_logprobs or ()) for _, delta in step)
+
+
+async def _written(num_logprobs: int, write: Callable[[], bytes]) -> bytes:
+    """Write in a thread what would hold the event loop up: the interpreter's lock passes on every few milliseconds."""
+    return write() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 
 def _path_header(dispatches: Iterable[Dispatch]) -> dict[str, str]:

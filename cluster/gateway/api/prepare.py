@@ -26,6 +26,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates take steps for each pair
 CHARS_A_TOKEN = 8  # more than most texts have
 CUT_TOKENS = 64  # by which a text that is cut may have more tokens than it has as a part of a longer one
+MAX_PROMPT_LOGPROBS = 2**18  # of all choices: an engine's message is decoded in one piece
 COPIED = [  # from the request into `SamplingParams`, under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -239,6 +240,7 @@ class Preparer:
         sampling: SamplingParams,
     ) -> Prepared:
         """`circle`: of those who may find these prefixes; "": everyone."""
+        _check_prompt_logprobs(sampling, prompts)
         for limit in limits:
             if sampling.min_tokens > limit:
                 raise bad_request("min_tokens", f"'min_tokens' must not exceed the {limit} tokens that may follow.")
@@ -258,6 +260,19 @@ class Preparer:
             tells_timeline=request.baton_timeline,
             shows_prompt_logprobs=request.prompt_logprobs is not None,
         )
+
+
+def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
+    """An engine tells them in one message, and an answer has those of all choices."""
+    if sampling.prompt_logprobs is None:
+        return
+    count = sum(map(len, prompts)) * sampling.n * (sampling.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"The log probabilities of the prompts are {count} in all choices, more than {MAX_PROMPT_LOGPROBS}. "
+            "Ask for fewer of them, or send the prompts in several requests."
+        )
+        raise bad_request("prompt", message, "too_many_logprobs")
 
 
 def _seed(asked: int | None) -> int | None:

@@ -33,11 +33,13 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[li
             async for item in stream:
                 queue.put_nowait((index, item))
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(lambda _: queue.put_nowait(None))
-    running = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    running = len(streams)
     try:
+        for index, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(index, stream)))
+            tasks[-1].add_done_callback(lambda _: queue.put_nowait(None))
+            await asyncio.sleep(0)  # its first step may send a long prompt: other clients have their turn between two
         while running:
             entries = [await queue.get()]
             while not queue.empty():
@@ -53,6 +55,8 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[li
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams[len(tasks) :]:
+            await stream.aclose()
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

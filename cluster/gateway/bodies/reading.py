@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
 from ..api.job import Prepared
 from ..api.prepare import TooMuchForTheLoop
 from ..api.reader import BodyReader, Kind
+from ..errors import ApiError
 from ..metrics import GatewayMetrics
 from ..model import ServedModel
 from ..settings import GatewaySettings
@@ -18,6 +22,7 @@ from .body import Body
 from .budget import MemoryBudget, Reservation
 from .frames import TOKEN_BYTES, Answered, Order, PreparedTokens, read_file, unpack_tokens
 from .processes import BodyProcesses
+from .structure import PIECE_BYTES
 
 TOKENS_AT_ONCE = 64 << 10  # made into numbers before others have their turn
 _decode = msgspec.msgpack.Decoder(Prepared).decode
@@ -39,23 +44,22 @@ class Bodies:
         held.hold_prompts(prepared.num_tokens)
         return prepared
 
-    async def answer(self, kind: Kind, body: Body, held: Reservation) -> bytes:
+    async def answer(self, kind: Kind, body: Body, held: Reservation) -> TextAnswer:
         """Return the whole answer of a kind that generates nothing, and hold it in place of the body."""
         text = body.small_text()
-        answer = None
         if text is not None:
             with contextlib.suppress(TooMuchForTheLoop):
-                answer = await self._reader.answer(kind, text)
-        if answer is None:
-            reply, file = await self.processes.read(Order(kind, ""), body.file())
-            try:
-                assert isinstance(reply, Answered)
-                held.hold_answer(reply.num_bytes)
-                answer = read_file(file, reply.num_bytes)
-            finally:
-                os.close(file)
-        body.close()
-        held.hold_answer(len(answer))
+                return self._held(TextAnswer(await self._reader.answer(kind, text)), held)
+        reply, file = await self.processes.read(Order(kind, ""), body.file())
+        assert isinstance(reply, Answered)
+        return self._held(TextAnswer(size=reply.num_bytes, file=file), held)
+
+    def _held(self, answer: TextAnswer, held: Reservation) -> TextAnswer:
+        try:
+            held.hold_answer(answer.size)
+        except ApiError:
+            answer.close()
+            raise
         return answer
 
     async def _prepare(self, kind: Kind, body: Body, circle: str) -> Prepared:
@@ -69,6 +73,32 @@ class Bodies:
             return await _read_prepared(reply, file)
         finally:
             os.close(file)
+
+
+class TextAnswer:
+    """JSON, in this process or in a file in memory. Used in a `with` statement, which drops it."""
+
+    def __init__(self, text: bytes = b"", *, size: int = 0, file: int | None = None) -> None:
+        self._text, self._file = text, file
+        self.size = len(text) if file is None else size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def pieces(self) -> Iterator[bytes]:
+        for start in range(0, self.size, PIECE_BYTES):
+            if self._file is None:
+                yield self._text[start : start + PIECE_BYTES]
+            else:
+                yield read_file(self._file, min(PIECE_BYTES, self.size - start), start)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file, self.size = None, 0
 
 
 async def _read_prepared(reply: PreparedTokens, file: int) -> Prepared:

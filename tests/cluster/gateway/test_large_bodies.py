@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -16,11 +19,14 @@ from tiny_model import tiny_model, tiny_tokenizer
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.api.job import Prepared
+from baton.cluster.gateway.api.logprobs import CompletionLogprobs
 from baton.cluster.gateway.api.prepare import INLINE_MESSAGES
 from baton.cluster.gateway.api.reader import BodyReader, Kind
+from baton.cluster.gateway.api.streams import merge
 from baton.cluster.gateway.bodies import processes, reading
 from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
 from baton.cluster.gateway.bodies.reading import Bodies
+from baton.cluster.gateway.bodies.structure import PIECE_BYTES
 from baton.cluster.gateway.dispatch import router
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.text import ChatTemplate, Tokenizer
@@ -219,6 +225,79 @@ async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
     monkeypatch.setattr(router, "block_hashes", counted)
     assert (await service.complete([5] * 200, n=16, max_tokens=1)).status_code == 200
     assert hashed == 1
+
+
+async def test_choices_begin_one_after_another_with_everyone_elses_turns_between() -> None:
+    """The first step of each sends its prompt, which may be long."""
+    order: list[str] = []
+
+    async def choice(number: int) -> AsyncGenerator[str, None]:
+        order.append(f"choice {number}")
+        yield "token"
+
+    async def other_client() -> None:
+        while sum(what != "other" for what in order) < 4:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(other_client())
+    async with aclosing(merge([choice(number) for number in range(4)])) as merged:
+        async for _ in merged:
+            pass
+    await other
+    begun = [index for index, what in enumerate(order) if what.startswith("choice")]
+    assert len(begun) == 4
+    assert all("other" in order[first:second] for first, second in itertools.pairwise(begun))
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 5}, {"logprobs": 2, "echo": True, "max_tokens": 1}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_log_probabilities_are_written_beside_the_event_loop(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], *, stream: bool
+) -> None:
+    on_loop: list[bool] = []
+    real = CompletionLogprobs._add
+
+    def noted(*args: Any) -> None:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        real(*args)
+
+    monkeypatch.setattr(CompletionLogprobs, "_add", noted)
+    service = start(Role.UNIFIED)
+    body = {"max_tokens": 100, "ignore_eos": True, "stream": stream, **fields}
+    response = await service.complete([5] * 150, **body)
+    assert response.status_code == 200
+    assert len(on_loop) >= 100
+    assert sum(on_loop) == (100 if stream and "echo" not in fields else 0)  # token by token is written at once
+
+
+async def test_log_probabilities_of_prompts_have_a_limit(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    refused = await service.complete([[5] * 200] * 2, n=64, echo=True, logprobs=20, max_tokens=1)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+    assert refused.json()["error"]["code"] == "too_many_logprobs"
+
+
+async def test_a_long_answer_to_tokenize_is_written_in_pieces(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    content = json.dumps({"prompt": "the fox " * 20_000}).encode()
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    headers = [(b"content-type", b"application/json")]
+    await service.app({"type": "http", "method": "POST", "path": "/tokenize", "headers": headers}, receive, send)
+    pieces = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    assert len(pieces) > 2
+    assert max(map(len, pieces)) <= PIECE_BYTES
+    told = json.loads(b"".join(pieces))
+    assert told["count"] == len(told["tokens"])
+    assert dict(sent[0]["headers"])[b"content-length"] == str(sum(map(len, pieces))).encode()
+    assert service.bodies.budget.held_bytes == 0
 
 
 async def _read_elsewhere(bodies: Bodies, kind: Kind, text: bytes) -> Prepared:
