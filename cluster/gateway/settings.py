@@ -59,7 +59,7 @@ class GatewaySettings(BaseModel):
     allowed_origins: list[str] = []  # of web pages that may call from their visitors' browsers; "*": all
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # above: 413
     request_memory_bytes: int = Field(2**30, gt=0)  # of bodies and prompts together; beyond it: 503
-    body_processes: int = Field(1, ge=1)  # which read bodies that would hold the event loop up
+    body_processes: int = Field(2, ge=1)  # which read large bodies; one is not for heavy ones
     max_inflight_requests: int = Field(4096, gt=0)  # above: 429
     max_inflight_per_key: int | None = Field(None, gt=0)  # with one API key; above: 429
     queue_limits: QueueLimits = QueueLimits()  # of each engine

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ..errors import internal, readers_full, too_expensive
 from ..model import ServedModel
 from .frames import Answered, Gone, Order, PreparedTokens, Ready, Refused, Reply, Setup, receive, send
+from .queue import ReadingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -42,33 +43,28 @@ class BodyProcesses:
         self._model, self._max_choices, self._counters = model, max_choices, counters
         self._most_waiting = MAX_WAITING * num_processes
         self._processes = [_Process(self._setup, self._tokenizer) for _ in range(num_processes)]
-        self._idle: asyncio.Queue[_Process] | None = None
+        self._queue = ReadingQueue(num_processes)
         self._tokenizer_file: int | None = None
-        self._waiting = 0
         self._exchanges: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Start the processes, and return when they are ready: the first large body need not wait for that."""
-        await asyncio.gather(*(process.started() for process in self._processes))
+        """Start one process, and return when it is ready: a large body need not wait for that. Others start at need.
+
+        Raises `CannotStart`.
+        """
+        await self._processes[0].started()
 
     async def read(self, order: Order, body: int) -> tuple[Answered | PreparedTokens, int]:
         """Return what the body in this file becomes, with a file that is the caller's to close.
 
         Raises `ApiError`: of the body; 400 where it takes too much time or memory; 503 where many wait already.
         """
-        if self._idle is None:
-            self._idle = asyncio.Queue()
-            for process in self._processes:
-                self._idle.put_nowait(process)
-        if self._waiting >= self._most_waiting:
+        if self._queue.num_waiting >= self._most_waiting:
             raise readers_full(RETRY_S)
-        self._waiting += 1
-        try:
-            process = await self._idle.get()
-        finally:
-            self._waiting -= 1
-        # A client that leaves ends its wait; the process goes on to the end of this body.
-        exchange = asyncio.create_task(self._exchange(process, order, os.dup(body)))
+        size = os.fstat(body).st_size
+        number = await self._queue.take(size)
+        # A client that leaves ends its own wait; the process goes on to the end of this body.
+        exchange = asyncio.create_task(self._exchange(number, order, os.dup(body), size))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
         try:
@@ -85,11 +81,10 @@ class BodyProcesses:
             os.close(self._tokenizer_file)
             self._tokenizer_file = None
 
-    async def _exchange(self, process: _Process, order: Order, body: int) -> tuple[Answered | PreparedTokens, int]:
-        assert self._idle is not None
+    async def _exchange(self, number: int, order: Order, body: int, size: int) -> tuple[Answered | PreparedTokens, int]:
         outcome = "broken"
         try:
-            reply, file = await process.carry_out(order, body)
+            reply, file = await self._processes[number].carry_out(order, body)
             outcome = "refused" if isinstance(reply, Refused) else "read"
             if isinstance(reply, Refused):
                 os.close(file)
@@ -107,7 +102,7 @@ class BodyProcesses:
         finally:
             os.close(body)
             self._counters.body_read(outcome)
-            self._idle.put_nowait(process)
+            self._queue.put_back(number, size)
 
     def _setup(self) -> Setup:
         model = self._model

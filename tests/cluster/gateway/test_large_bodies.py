@@ -25,6 +25,7 @@ from baton.cluster.gateway.api.reader import BodyReader, Kind
 from baton.cluster.gateway.api.streams import merge
 from baton.cluster.gateway.bodies import processes, reading
 from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
+from baton.cluster.gateway.bodies.queue import HEAVY_BYTES, ReadingQueue
 from baton.cluster.gateway.bodies.reading import Bodies
 from baton.cluster.gateway.bodies.structure import PIECE_BYTES
 from baton.cluster.gateway.dispatch import router
@@ -152,7 +153,7 @@ async def test_a_body_that_takes_too_much_memory_is_refused(
 async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
-    (process,) = service.bodies.processes._processes
+    process = service.bodies.processes._processes[0]
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)
     process._process.wait()
@@ -160,9 +161,9 @@ async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) ->
 
 
 async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, body_processes=1)
     await service.bodies.processes.start()
-    (process,) = service.bodies.processes._processes
+    process = service.bodies.processes._processes[0]
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGSTOP)
     request = asyncio.create_task(service.complete("hello", **PAD))
@@ -177,13 +178,13 @@ async def test_no_more_large_bodies_wait_than_may(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "MAX_WAITING", 2)
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, body_processes=1)
     await service.bodies.processes.start()
-    (process,) = service.bodies.processes._processes
+    process = service.bodies.processes._processes[0]
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGSTOP)
     waiting = [asyncio.create_task(service.complete("hello", max_tokens=1, **PAD)) for _ in range(3)]  # one is there
-    await until(lambda: service.bodies.processes._waiting == 2)
+    await until(lambda: service.bodies.processes._queue.num_waiting == 2)
     refused = await service.complete("hello", max_tokens=1, **PAD)
     os.kill(process._process.pid, signal.SIGCONT)
     assert refused.status_code == 503
@@ -225,6 +226,27 @@ async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
     monkeypatch.setattr(router, "block_hashes", counted)
     assert (await service.complete([5] * 200, n=16, max_tokens=1)).status_code == 200
     assert hashed == 1
+
+
+async def test_the_smallest_body_that_waits_is_next_and_heavy_ones_leave_a_process() -> None:
+    queue = ReadingQueue(2)
+    heavy = HEAVY_BYTES + 1
+    assert await queue.take(heavy) == 1
+    waiting = {size: asyncio.create_task(queue.take(size)) for size in (heavy + 1, 500, 300)}
+    await asyncio.sleep(0)
+    assert queue.num_waiting == 2  # of those that came, the first light one has the process that is left
+    assert await waiting[500] == 0
+    queue.put_back(0, 500)
+    assert await waiting[300] == 0
+    queue.put_back(0, 300)
+    await asyncio.sleep(0)
+    assert not waiting[heavy + 1].done()
+    gone = asyncio.create_task(queue.take(heavy))
+    await asyncio.sleep(0)
+    gone.cancel()
+    queue.put_back(1, heavy)
+    assert await waiting[heavy + 1] == 1
+    assert await queue.take(5) == 0
 
 
 async def test_choices_begin_one_after_another_with_everyone_elses_turns_between() -> None:
