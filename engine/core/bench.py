@@ -1,4 +1,4 @@
-"""What a scheduler step costs: `python -m baton.engine.core.bench`.
+"""Measures the cost of a scheduler step: `python -m baton.engine.core.bench`.
 
 Steady decode: every request runs and draws one token a step, none begins or ends. Their lengths are spread over a
 block, so in each step one request in `block_size` gets a new block and registers a full one. Timed are `plan_step` and
@@ -25,7 +25,7 @@ VOCAB_SIZE = 32_000
 
 
 def result_of(plan: StepPlan) -> StepResult:
-    """What a runner would answer, with tokens that depend on row and position."""
+    """Return a result as a runner would, with tokens that depend on row and position."""
     return StepResult(
         plan.step,
         [ChunkResult((chunk.start * 31 + chunk.row) % VOCAB_SIZE if chunk.samples else None) for chunk in plan.chunks],

@@ -34,7 +34,7 @@ def unpack_names(packed: bytes) -> tuple[int, ...]:
 
 
 class BlocksChanged(msgspec.Struct, frozen=True, tag="changed", omit_defaults=True):
-    """What differs from the state with the number before: packed names by where the blocks are now, none twice."""
+    """The difference from the state with the number before: packed names by the blocks' new place, none twice."""
 
     number: int
     stored: bytes = b""  # in the pool
@@ -88,7 +88,7 @@ class BlockLog:
             self._move(block_hash, tier, None)
 
     def take(self) -> BlocksChanged | None:
-        """What changed since the last call; None where nothing did."""
+        """Return what changed since the last call; None where nothing did."""
         if not self._moves:
             return None
         self._number += 1

@@ -1,4 +1,4 @@
-"""What the engine's bookkeeping needs to know of the model, the device and the operator's wishes."""
+"""The configuration of the engine's core: the model's limits, the device's memory, the operator's settings."""
 
 from __future__ import annotations
 

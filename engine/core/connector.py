@@ -83,7 +83,7 @@ class KVConnector(Protocol):
         ...
 
     def poll(self) -> list[ConnectorEvent]:
-        """What happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         ...
 
 
@@ -94,7 +94,7 @@ class GrowingConnector(abc.ABC):
 
     @abc.abstractmethod
     def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
-        """As `offer`, of blocks of which none is written yet; `advance` tells of them.
+        """Offer blocks as `offer` does, before any of them is written; `advance` tells of them.
 
         Until the offer ends no block may be used for anything else, also where the prompt is given up: `withdraw` it.
         """

@@ -1,4 +1,4 @@
-"""What the engine needs of a library that knows grammars. `engine.structured` implements it."""
+"""The contract between the engine and a grammar library. `engine.structured` implements it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GrammarStats(NamedTuple):
 
 
 class Grammar(Protocol):
-    """What one request's output may be. Calls come one after the other, on any thread."""
+    """The grammar of one request's output, and its state. Calls come one after the other, on any thread."""
 
     def advance(self, token_ids: Sequence[int]) -> bytes:
         """Takes in the next tokens of the output. Returns which may follow: int32 words, bit t % 32 of word t // 32.
@@ -36,10 +36,10 @@ class Grammar(Protocol):
 
 
 class GrammarSource(Protocol):
-    """Where grammars come from."""
+    """A source of compiled grammars."""
 
     def knows(self, asked: StructuredOutputsParams) -> bool:
-        """Whether `open` has its answer at once, without a compiler. Any thread may call it."""
+        """Return whether `open` has its answer at once, without a compiler. Any thread may call it."""
         ...
 
     def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> Grammar:

@@ -26,7 +26,7 @@ class UnevenHeads(ValueError):
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines must agree on before one may read the other's blocks."""
+    """The layout on which two engines must agree before one may read the other's blocks."""
 
     model: str  # identity of the weights, not a path: see `engine.hf_config.model_config`
     num_layers: int
@@ -47,7 +47,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_bytes
 
     def shape(self, num_blocks: int, num_heads: int | None = None) -> tuple[int, ...]:
-        """Of the tensor that holds so many blocks: all KV heads, or as many of them as one rank keeps."""
+        """Return the shape of a tensor of so many blocks, of all KV heads or as many of them as one rank keeps."""
         heads = self.num_kv_heads if num_heads is None else num_heads
         return (num_blocks, heads, self.num_layers, self.num_planes, self.block_size, self.head_dim)
 
@@ -72,7 +72,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVRegion(msgspec.Struct, frozen=True):
-    """Where one rank's share of an engine's blocks lies.
+    """The memory that holds one rank's share of an engine's blocks.
 
     Share of block b is the `block_bytes` bytes at `address + b * block_bytes`.
     """

@@ -64,16 +64,16 @@ class Lockstep:
             self._when_woken()
 
     def when_woken(self, call: Callable[[], None]) -> None:
-        """From now on, `call` is called behind each `on_wake`, on its thread."""
+        """Have `call` called behind each `on_wake`, on its thread, from now on."""
         self._when_woken = call
 
     @property
     def is_running(self) -> bool:
-        """Whether the others count on this rank: it has to `join`, with a plan or without."""
+        """Return whether the others count on this rank: it has to `join`, with a plan or without."""
         return self._running or self._newest_wake >= self.wave
 
     def join(self, plan: StepPlan | None, *, has_pending: bool) -> StepPlan | None:
-        """What this rank has to launch now, given what it would: its plan, an empty step, or nothing.
+        """Return what this rank has to launch now, given what it would: its plan, an empty step, or nothing.
 
         `has_pending`: results are on their way, which may lead to another plan. Raises what `agree` raises.
         """
@@ -81,7 +81,7 @@ class Lockstep:
         return None if told is None else self.decide(plan, self._agree(told))
 
     def tell(self, plan: StepPlan | None, *, has_pending: bool) -> list[int] | None:
-        """What this rank brings to the agreement; None where it is idle, and stays so."""
+        """Return what this rank brings to the agreement; None where it is idle, and stays so."""
         if plan is not None and not self.is_running:
             self._wake_others(self.wave)
         self._running = plan is not None or self.is_running
@@ -95,7 +95,7 @@ class Lockstep:
         return told
 
     def decide(self, plan: StepPlan | None, heard: Sequence[int]) -> StepPlan | None:
-        """What follows from the maximum of what all ranks told."""
+        """Act on the maximum of what all ranks told."""
         of_ranks = [heard[first : first + _FIELDS] for first in range(1, len(heard), _FIELDS)]
         if any(map(any, of_ranks)):
             return self._of_group(plan, [_size(values) if any(values) else PADDING for values in of_ranks])

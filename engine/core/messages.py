@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: the same structures in one process and on the wire."""
+"""Requests, outputs and statistics of an engine: the same structures in one process and on the wire."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineError(msgspec.Struct, frozen=True):
 
 
 class KVSource(msgspec.Struct, frozen=True):
-    """Where a decode engine finds the KV of a prompt's first `num_tokens` tokens."""
+    """The place where a decode engine finds the KV of a prompt's first `num_tokens` tokens."""
 
     ticket: bytes  # opaque to everyone but the connector
     num_tokens: int
@@ -81,7 +81,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step did for one request. The last one of a request has a `finish_reason`."""
+    """The output of one step for one request. The last one of a request has a `finish_reason`."""
 
     request_id: str
     generation: int = 0
@@ -100,7 +100,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class ExpertReview(msgspec.Struct, frozen=True):
-    """How evenly the experts of a mixture are used that are spread over ranks; from all ranks of the group."""
+    """The balance of experts that are spread over ranks; from all ranks of the group."""
 
     imbalance: float = 0.0  # load of the busiest rank over the mean, in the last review; 0 before the first
     num_moves: int = 0  # experts that were copied to other places, from the process's start

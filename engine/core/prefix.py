@@ -18,7 +18,7 @@ BlockHash = bytes
 
 
 def prefix_root(cache_salt: str = "", adapter_id: str = "") -> BlockHash:
-    """What a chain begins with: requests of different salts or adapters never share a block."""
+    """Return the start of a hash chain: requests of different salts or adapters never share a block."""
     salt = cache_salt.encode()
     framed = (
         struct.pack("<Q", len(salt)) + salt + adapter_id.encode()

@@ -1,4 +1,4 @@
-"""What a user asks of a generation. Names and defaults are vLLM's, so that scripts written for one run on the other."""
+"""Sampling parameters. Names and defaults are vLLM's, so that scripts written for one run on the other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a whole output must be: exactly one of the first six. Names are vLLM's; a `json` schema is kept as text.
+    """A constraint on the output: exactly one of the first six. Names are vLLM's; a `json` schema is kept as text.
 
     Raises `InvalidSamplingParams`. Whether the text means anything, an engine's compiler finds out.
     """
@@ -112,7 +112,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     @property
     def kind(self) -> str:
-        """Which of the six is given."""
+        """The name of the one of the six that is given."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     @staticmethod
@@ -125,7 +125,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are drawn and when a generation ends.
+    """Parameters of drawing tokens, and of when a generation ends.
 
     The engine itself acts on token ids only. `n`, `stop`, `bad_words`, `detokenize`, `skip_special_tokens` and
     `include_stop_str_in_output` are carried out by whoever holds the tokenizer (the gateway, or `LLM`); `bad_words`

@@ -1,4 +1,4 @@
-"""How far a request has come in one engine, and how long ago, for whoever follows its way through several.
+"""The stages that a request reaches in one engine, and their ages, for timelines across several engines.
 
 An engine tells ages, not times: clocks of machines differ, and what one clock measures is right on all. Who gets the
 message knows when it came, and so when each stage was, but for the message's own way.
@@ -23,7 +23,7 @@ Ages = dict[Stage, float]  # in seconds
 
 
 class Stages:
-    """Of one request in this engine: when it first came to each, by one clock of this process."""
+    """The stages of one request in this engine: when it first reached each, by one clock of this process."""
 
     __slots__ = ("_clock", "_reached_s")
 
@@ -43,6 +43,6 @@ class Stages:
         return Stage.STARTED in self._reached_s
 
     def ages(self) -> Ages:
-        """How long ago each stage was that it has come to."""
+        """Return the age of each stage that it has reached."""
         now_s = self._clock()
         return {stage: now_s - at_s for stage, at_s in self._reached_s.items()}

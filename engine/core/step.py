@@ -50,7 +50,7 @@ class TokenMask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepSize(msgspec.Struct, frozen=True, array_like=True):
-    """How much one data-parallel rank runs in a step that all ranks run together."""
+    """The size of one data-parallel rank's part of a step that all ranks run together."""
 
     num_tokens: int
     num_seqs: int
@@ -62,7 +62,7 @@ PADDING = StepSize(1, 1, 1)  # what a rank runs that has nothing to do: one toke
 
 
 class GroupStep(msgspec.Struct, frozen=True, array_like=True):
-    """What the data-parallel ranks agreed on for a step of all of them (see `lockstep`)."""
+    """The agreement of data-parallel ranks about a step of all of them (see `lockstep`)."""
 
     sizes: list[StepSize]  # of each rank
     reviews_experts: bool = False  # before the step, the loads of experts are added up, and experts may move
@@ -91,7 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size(self) -> StepSize:
-        """Of the chunks."""
+        """The size of all chunks together."""
         wanted = sum(chunk.num_tokens if chunk.prompt_logprobs else int(chunk.samples) for chunk in self.chunks)
         return StepSize(
             num_tokens=self.num_tokens,
@@ -105,7 +105,7 @@ NO_TOKEN = -1  # what a row draws that has none to draw
 
 
 class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one chunk gave, in the order of `StepPlan.chunks`."""
+    """The result of one chunk; results are in the order of `StepPlan.chunks`."""
 
     token_id: int | None  # or `NO_TOKEN`; None where the chunk does not sample
     logprobs: TokenLogprobs | None = None

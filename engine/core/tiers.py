@@ -23,7 +23,7 @@ CopyId = int
 
 
 class Tier(enum.StrEnum):
-    """Where a block can be, the best place first."""
+    """A place for a block, the fastest first."""
 
     POOL = "pool"
     HOST = "host"
@@ -31,7 +31,7 @@ class Tier(enum.StrEnum):
 
 
 class TierRead(msgspec.Struct, frozen=True):
-    """What a restore took of one tier."""
+    """The part of a restore that one tier served."""
 
     tier: Tier
     num_blocks: int
@@ -56,7 +56,7 @@ TierEvent = Stored | Restored
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one engine's tiers. Counters run from the process's start."""
+    """Statistics of one engine's tiers. Counters run from the process's start."""
 
     blocks: dict[str, int] = {}  # kept now, by tier: host, disk
     hits: int = 0  # blocks that were asked for
@@ -87,7 +87,7 @@ class KVTiers(Protocol):
     min_tokens: int  # a shorter prefix is computed rather than restored
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading blocks of a chain could be restored now."""
+        """Return how many leading blocks of a chain could be restored now."""
         ...
 
     def tier_of(self, block_hash: BlockHash) -> Tier | None:
@@ -117,7 +117,7 @@ class KVTiers(Protocol):
         ...
 
     def poll(self) -> list[TierEvent]:
-        """What happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         ...
 
     def stats(self) -> TierStats: ...

@@ -43,6 +43,7 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._watchers: list[BlockWatcher] = []
+        self.cache_version = 0  # goes up whenever another block is cached, or one no longer is
         self.num_registered = 0  # blocks that became findable, ever; each has its number
         self._news: dict[int, tuple[int, BlockHash]] | None = None  # of those not taken: number, and what they hold
         # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
@@ -61,7 +62,7 @@ class BlockPool:
         return blocks
 
     def fits(self, prefix: Sequence[int], num_blocks: int) -> bool:
-        """Whether a table of `num_blocks` that begins with the cached blocks `prefix` can be had now."""
+        """Return whether a table of `num_blocks` that begins with the cached blocks `prefix` can be had now."""
         free_in_prefix = sum(self._refs[block] == 0 for block in prefix)
         return num_blocks - len(prefix) <= self.num_free - free_in_prefix
 
@@ -104,6 +105,7 @@ class BlockPool:
         if block_hash not in self._block_of and self._hashes[block] is None:
             self._block_of[block_hash] = block
             self._hashes[block] = block_hash
+            self.cache_version += 1
             for watcher in self._watchers:
                 watcher.stored(block_hash)
             if self._news is not None:
@@ -111,7 +113,7 @@ class BlockPool:
             self.num_registered += 1
 
     def keep_news(self) -> None:
-        """From now on, `take_news` knows what becomes findable."""
+        """Record what becomes findable from now on, for `take_news`."""
         if self._news is None:
             self._news = {}
 
@@ -199,6 +201,7 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hashes[block] = None
+            self.cache_version += 1
             for watcher in self._watchers:
                 watcher.evicted(block_hash)
             if self._news is not None:

@@ -32,7 +32,7 @@ class RowPool:
         self._freed.append(row)
 
     def drain_freed(self) -> list[int]:
-        """Those given back since the last call, in order."""
+        """Return the rows given back since the last call, in order."""
         freed, self._freed = self._freed, []
         return freed
 

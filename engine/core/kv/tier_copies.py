@@ -1,4 +1,4 @@
-"""What an engine keeps in its tiers, and the requests that wait for blocks out of them.
+"""Copies of blocks in the tiers, and the requests that wait for blocks out of them.
 
     down     a block is full ── its step is settled ──> stored: the pool lends it, so nobody overwrites it ── Stored
     up       restore ── Restored ──> the request's again, filled as far as it went
@@ -24,8 +24,8 @@ from ..prefix import BlockHash
 from ..requests.request import Request
 from ..tiers import CopyId, KVTiers, Restored, Stored, Tier, TierStats
 from .blocks import BlockPool
-from .paces import Paces
-from .parted import Quarantine
+from .held_blocks import Quarantine
+from .restore_cost import RestoreCost
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class TierCopies:
         self._coming: set[BlockHash] = set()
         self._clock = clock
         self._answers = True  # the tiers do, in time
-        self._paces = Paces()
+        self._restore_cost = RestoreCost()
         self._log: BlockLog | None = None
         self._hits = self._misses = self._restored = self._given_up = 0  # blocks
         if tiers is not None:
@@ -108,14 +108,14 @@ class TierCopies:
     def planned(self, step: int) -> None:
         """Step `step` is on its way."""
         if self._tiers is not None:
-            self._paces.planned(step, self._clock())
+            self._restore_cost.planned(step, self._clock())
 
     def settled(self, step: int, newest_planned: int, num_tokens: int) -> None:
         """Step `step` of so many tokens is over: stores what is full. Steps up to `newest_planned` may still write.
 
         For engines with tiers.
         """
-        self._paces.settled(step, num_tokens, self._clock())
+        self._restore_cost.settled(step, num_tokens, self._clock())
         self._unsettled.append((newest_planned, self._pool.num_registered))
         while self._unsettled and self._unsettled[0][0] <= step:
             _, self._num_written = self._unsettled.popleft()
@@ -143,7 +143,7 @@ class TierCopies:
     # ------------------------------------------------------------------ up
 
     def pays(self, missing: Sequence[BlockHash]) -> bool:
-        """Whether enough of the blocks that a request lacks, in order, can be restored, and sooner than computed."""
+        """Return whether enough of a request's missing blocks can be restored, and sooner than computed."""
         assert self._tiers is not None
         if not self._answers:
             return False
@@ -153,10 +153,10 @@ class TierCopies:
         blocks = self._count(missing[:num_blocks])
         for restore in self._restores.values():  # it would wait for them
             blocks.update(restore.blocks)
-        return self._paces.prefer_restoring(blocks, num_blocks * self._block_size, self._clock())
+        return self._restore_cost.prefer_restoring(blocks, num_blocks * self._block_size, self._clock())
 
     def _count(self, hashes: Sequence[BlockHash]) -> Counter[Tier]:
-        """Of blocks that `find` has found just now."""
+        """Count blocks, which `find` has found just now, by tier."""
         assert self._tiers is not None
         return Counter(tier for block_hash in hashes if (tier := self._tiers.tier_of(block_hash)) is not None)
 
@@ -209,7 +209,7 @@ class TierCopies:
                     self._pool.release(blocks)
                 case Restored():
                     request, hashes, _, since_s = self._restores.pop(event.copy_id)
-                    self._paces.restored(event, since_s, self._clock())
+                    self._restore_cost.restored(event, since_s, self._clock())
                     self._coming.difference_update(hashes)
                     if self.quarantine.release(event.copy_id):
                         continue
@@ -241,7 +241,7 @@ class TierCopies:
         if self._tiers is None:
             return None
         stats, now_s = self._tiers.stats(), self._clock()
-        token_s = self._paces.token_s(now_s)
+        token_s = self._restore_cost.token_s(now_s)
         return msgspec.structs.replace(
             stats,
             hits=self._hits,
@@ -250,6 +250,6 @@ class TierCopies:
             failures={**stats.failures, "slow": self._given_up} if self._given_up else stats.failures,
             min_tokens=self._tiers.min_tokens,
             answers=self._answers,
-            restore_s={tier.value: block_s for tier, block_s in self._paces.blocks_s(now_s).items()},
+            restore_s={tier.value: block_s for tier, block_s in self._restore_cost.blocks_s(now_s).items()},
             compute_s=0.0 if token_s is None else token_s * self._block_size,
         )

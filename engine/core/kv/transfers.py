@@ -27,7 +27,7 @@ from ..messages import KVSource
 from ..requests.request import Request
 from ..stages import Stage
 from .blocks import BlockPool
-from .parted import HeldBlocks, Quarantine
+from .held_blocks import HeldBlocks, Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Transfers:
         return KVSource(offer.ticket, num_tokens)
 
     def withdraw(self, request_id: str, newest: float) -> None:
-        """What the request has on offer of generations up to `newest`."""
+        """Withdraw what the request has on offer of generations up to `newest`."""
         for transfer_id in self.held.offers_of(request_id, newest):
             assert self._connector is not None
             self._connector.withdraw(transfer_id)

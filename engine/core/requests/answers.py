@@ -1,4 +1,4 @@
-"""What an engine says of a request: its tokens as they become known, and how it ended."""
+"""Outputs for a request: its tokens as they become known, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Until when requests are of use to whoever sent them."""
+"""Client deadlines: when a request is of no use any more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Deadlines:
         heapq.heappush(self._heap, (self._clock() + timeout_s, self._num_added, request))
 
     def take_expired(self) -> list[Request]:
-        """Those that are not over although their time is; each once."""
+        """Return the requests whose time is over and that are not; each once."""
         heap = self._heap
         if not heap or heap[0][0] > (now := self._clock()):
             return []

@@ -29,7 +29,7 @@ class FinishRule:
         self.hands_off = self.limit < self._length_limit  # after one token, unless that is a stop token
 
     def reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
-        """Whether the request is over, now that `token_id` has become its token number `num_tokens`."""
+        """Return why the request is over now that `token_id` is its token `num_tokens`; None where it goes on."""
         if num_tokens < self.limit and token_id not in self.stop_token_ids:
             return None
         if token_id in self.stop_token_ids and num_tokens > self._min_length:

@@ -182,8 +182,22 @@ class Request:
         """Tokens that it needs blocks for before it can run."""
         return len(self.token_ids) + self.awaits_token
 
+    def take_blocks(self, block_ids: list[int], capacity: int, *, num_computed: int) -> None:
+        """Own these blocks, which hold `capacity` tokens; the KV of the first `num_computed` is in them already."""
+        self.block_ids, self.capacity, self.num_computed = block_ids, capacity, num_computed
+
+    def loaded(self, num_computed: int) -> None:
+        """Count the KV of the first `num_computed` tokens as there: a transfer or a tier has brought it."""
+        self.num_computed = num_computed
+
+    def advance(self, step: int, num_tokens: int, samples: bool) -> None:
+        """Count the next `num_tokens` as computed by step `step`, which draws one more where it `samples`."""
+        self.num_computed += num_tokens
+        self.num_tokens += samples
+        self.last_step = step
+
     def begin(self, token_id: int) -> None:
-        """What it waited for is known."""
+        """Go on from the first token, which another engine has drawn."""
         self.awaits_token = False
         self.token_ids.append(token_id)
         self.num_tokens = len(self.token_ids)
@@ -208,7 +222,7 @@ class Request:
         self.horizon = min(self.limit, len(self.token_ids) + 1)
 
     def take_mask(self) -> bytes:
-        """For the one step that draws out of it."""
+        """Return the mask for the one step that draws out of it."""
         mask, self.mask = self.mask, None
         assert mask is not None, "a grammar's request was planned without a mask"
         self.drawn_from = mask

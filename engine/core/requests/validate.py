@@ -1,4 +1,4 @@
-"""What an engine refuses at once, and in which words."""
+"""Refusals of messages that an engine can never serve, with their reasons."""
 
 from __future__ import annotations
 

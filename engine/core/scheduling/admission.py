@@ -1,72 +1,188 @@
-"""Who of those that wait may run."""
+"""Admission of waiting requests: KV that someone has is loaded, then the request gets blocks, a row and a first chunk.
+
+waiting ── its KV is at another engine, or in a tier ──> KVLoading ──> ready ──┐
+   └────── nobody has it, or computing is sooner ──────────────────────────────┴─ Admission ──> running
+"""
 
 from __future__ import annotations
 
 from ..kv.fence import Fence
-from ..kv.memory import RequestMemory
-from ..kv.tier_copies import TierCopies
-from ..requests.request import Request
+from ..kv.request_memory import RequestMemory
+from ..kv.tier_copies import Restoration, TierCopies
+from ..kv.transfers import Transfers
+from ..messages import EngineError, ErrorKind
+from ..requests.request import Request, RequestStatus
 from ..stages import Stage
-from .draft import StepDraft
-from .filling import Filling
-from .queue import WaitingQueue
-from .running import RunningRequests
+from .running import RunningRequests, StepDraft
+from .waiting import ReadyQueue, WaitingQueue
+
+
+class KVLoading:
+    """Requests whose blocks are filled from outside: by an engine that has read the prompt, or out of the tiers.
+
+        waiting ── begin ──> WAITING_FOR_KV ── its KV came ──> ready ──> running
+           ^                    │      └──── a transfer failed ──> over
+           └────────────────────┘
+              a restore took too long: what did not come is computed
+
+    Loading needs neither row nor budget, so it runs ahead of the rows, by one batch at most.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        tier_copies: TierCopies,
+        memory: RequestMemory,
+        fence: Fence,
+        waiting: WaitingQueue,
+        batch: int,
+    ) -> None:
+        """`batch`: how many requests can run at once."""
+        self.ready = ReadyQueue()
+        self._transfers = transfers
+        self._tier_copies = tier_copies
+        self._memory = memory
+        self._fence = fence
+        self._waiting = waiting
+        self._batch = batch
+
+    @property
+    def num_coming(self) -> int:
+        return self._transfers.num_pulling + self._tier_copies.num_restoring
+
+    def begin_transfer(self, request: Request) -> bool:
+        """Ask the other engine for the request's KV. False where it has to wait for others first."""
+        if not self._may_run_ahead or not self._memory.reserve(request):
+            return False
+        self._wait_for_kv(request)
+        self._transfers.receive(request)
+        return True
+
+    def is_in_tiers(self, request: Request) -> bool:
+        """Return whether the tiers have enough of the request's prefix to be worth a restore."""
+        if not self._tier_copies.exists or not self._fence.has_passed(request.last_step):
+            return False
+        return self._tier_copies.pays(self._memory.lookup(request).missing)
+
+    def begin_restore(self, request: Request) -> bool:
+        """Ask the tiers for the request's prefix. False where it has to wait for others first.
+
+        One whose blocks are being restored for another request waits to find them in the pool.
+        """
+        missing = self._memory.lookup(request).missing
+        if self._tier_copies.is_coming(missing[0]) or not self._may_run_ahead or not self._memory.reserve(request):
+            return False
+        self._wait_for_kv(request)
+        self._tier_copies.restore(request, missing)
+        return True
+
+    def poll(self) -> list[tuple[Request, EngineError]]:
+        """Make those requests ready whose KV has come. Returns those whose KV is lost."""
+        lost = []
+        for request, failure in self._transfers.poll():
+            if failure is None:
+                self._arrived(request)
+            else:
+                reason = f"the KV blocks of the prompt did not arrive: {failure}"
+                lost.append((request, EngineError(ErrorKind.KV_LOST, reason)))
+        for restoration in self._tier_copies.poll():
+            self._restored(restoration)
+        return lost
+
+    def remove(self, request: Request) -> None:
+        """Give up a request that is over. One that is not being loaded or ready is ignored."""
+        if self._tier_copies.restores(request):
+            self._tier_copies.cancel(request)
+        elif request.status is RequestStatus.WAITING_FOR_KV:
+            self._transfers.cancel(request)
+        elif request.block_ids:
+            self.ready.remove(request)
+
+    @property
+    def _may_run_ahead(self) -> bool:
+        return self.num_coming + len(self.ready) < self._batch
+
+    def _wait_for_kv(self, request: Request) -> None:
+        self._waiting.remove(request)
+        request.move_to(RequestStatus.WAITING_FOR_KV)
+
+    def _arrived(self, request: Request) -> None:
+        assert request.message.kv_source is not None
+        # Prefix hits may reach further than the transfer: those blocks are others' too, and are never written again.
+        self._make_ready(request, max(request.num_computed, request.message.kv_source.num_tokens))
+
+    def _restored(self, restoration: Restoration) -> None:
+        request = restoration.request
+        if request.block_ids:
+            self._make_ready(request, request.num_computed + restoration.num_tokens)
+        else:
+            request.move_to(RequestStatus.WAITING)
+            self._waiting.push(request)
+
+    def _make_ready(self, request: Request, num_computed: int) -> None:
+        request.loaded(num_computed)
+        self._memory.register(request)
+        request.move_to(RequestStatus.WAITING)
+        self.ready.add(request)
 
 
 class Admission:
-    """Those whose blocks are filled come first, then the queue in order: a row and budget for each, and its blocks."""
+    """Decides which waiting requests may start: ready ones first, then the queue in order.
+
+    A request starts when there is a row, budget in this step, and blocks for all of its tokens.
+    """
 
     def __init__(
         self,
         waiting: WaitingQueue,
-        filling: Filling,
+        loading: KVLoading,
         running: RunningRequests,
         memory: RequestMemory,
         fence: Fence,
         tier_copies: TierCopies,
     ) -> None:
-        self.num_prompt_tokens = 0  # of all that were ever admitted with their prompts to read
+        self.num_prompt_tokens = 0  # of all requests that were ever admitted with their prompts to read
         self._waiting = waiting
-        self._filling = filling
+        self._loading = loading
         self._running = running
         self._memory = memory
         self._fence = fence
         self._tier_copies = tier_copies
 
     def make_way(self) -> None:
-        """For the head of the queue, where its priority is higher than that of requests that run."""
+        """Preempt running requests of lower priority where the head of the queue lacks only their blocks."""
         head = self._waiting.peek()
         if head is not None:
             self._running.make_way_for(head)
 
-    def admit_filled(self, draft: StepDraft) -> None:
-        filled = self._filling.filled
-        while filled.head is not None and self._running.has_room and draft.budget:
-            self._start(filled.take(), draft)
+    def admit_ready(self, draft: StepDraft) -> None:
+        ready = self._loading.ready
+        while ready.head is not None and self._running.has_room and draft.budget:
+            self._start(ready.take(), draft)
 
     def admit_waiting(self, draft: StepDraft) -> None:
-        """In order, and nobody overtakes: a request that does not fit yet would starve otherwise."""
+        """Start waiting requests in order. No request overtakes another: one that lacks blocks would starve."""
         while not self._running.lacks_blocks and (request := self._waiting.peek()):
             if request.awaits_transfer:
-                if not self._filling.begin_transfer(request):
+                if not self._loading.begin_transfer(request):
                     return
-            elif self._filling.is_in_tiers(request):
-                if not self._filling.begin_restore(request):
+            elif self._loading.is_in_tiers(request):
+                if not self._loading.begin_restore(request):
                     return
-            elif draft.budget and self._running.has_room and self._can_start(request, draft):
+            elif draft.budget and self._running.has_room and self._reserve(request, draft):
                 self._waiting.remove(request)
                 self._start(request, draft)
             else:
                 return
 
-    def _can_start(self, request: Request, draft: StepDraft) -> bool:
-        """Takes blocks for it.
+    def _reserve(self, request: Request, draft: StepDraft) -> bool:
+        """Reserve the request's blocks. False where it cannot start in this step.
 
         One that was preempted comes back only when all its drawn tokens are known. One that would run a single token is
-        a decode, whose old KV is of earlier steps: where this very step computes some of it, the next one lets it in.
+        a decode, whose old KV must be of earlier steps: it starts in the next one where this step computes some of it.
         """
         known = self._fence.has_passed(request.last_step)
-        if not known or self._memory.has_one_token_behind(draft.shared_blocks, request, draft.budget):
+        if not known or self._memory.is_decode_after(draft.filled_blocks, request, draft.budget):
             return False
         return self._memory.reserve(request)
 

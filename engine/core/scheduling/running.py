@@ -1,44 +1,172 @@
-"""Requests that have a row and blocks: their share of each step, and who gives way when blocks run out.
+"""Running requests, the step that is being planned for them, and the steps that are in flight.
 
     start ──> running ──────────────────> over
                  └─ preempted ──> waiting, with all it has drawn and nothing it has computed
 
-The last in rank gives way, when one before it needs a block or one of higher priority waits.
+When blocks run out, or a request of higher priority waits for them, the last running request in rank is preempted.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from ..kv.fence import Fence, RowPool
-from ..kv.memory import RequestMemory
+from ..kv.request_memory import RequestMemory
 from ..kv.transfers import Transfers
 from ..requests.request import Request, RequestStatus
-from ..step import Chunk
-from .draft import StepDraft
-from .queue import WaitingQueue
+from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
+from .waiting import WaitingQueue
 
 _NO_BLOCKS: list[int] = []  # shared by all chunks that bring none; never written to
 _rank = attrgetter("rank")
 
 
+class StepMismatch(Exception):
+    """A result does not fit the oldest step in flight: the runner broke the contract of `step.py`."""
+
+
+class StepDraft:
+    """A step plan while it is being made: chunks under the token budget. Single tokens lead the plan: its decodes."""
+
+    __slots__ = (
+        "_longer",
+        "_longer_requests",
+        "_row_starts",
+        "budget",
+        "filled_blocks",
+        "singles",
+        "singles_requests",
+        "started",
+        "step",
+    )
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.budget = budget
+        self.filled_blocks: set[int] = set()  # by its chunks; requests that start from now on may find them cached
+        self.started: list[Request] = []
+        self.singles: list[Chunk] = []  # appended to directly by the loop over decodes
+        self.singles_requests: list[Request] = []
+        self._row_starts: list[RowStart] = []
+        self._longer: list[Chunk] = []
+        self._longer_requests: list[Request] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.singles and not self._longer
+
+    def start(self, request: Request) -> None:
+        """Plan the first chunk of a request that has just got its row and blocks."""
+        self.started.append(request)
+        self._row_starts.append(request.row_start())
+        self.add(request)
+
+    def add(self, request: Request) -> None:
+        """Plan as many of the request's next tokens as the budget allows, and count them as computed."""
+        start = request.num_computed
+        num_tokens = min(request.num_tokens - start, self.budget)
+        samples = start + num_tokens == request.num_tokens
+        wants_prompt = not request.may_skip_computed_prefix and start + 1 < request.num_prompt
+        chunk = Chunk(request.row, start, num_tokens, samples, [], wants_prompt)
+        chunks, requests = (
+            (self.singles, self.singles_requests) if num_tokens == 1 else (self._longer, self._longer_requests)
+        )
+        chunks.append(chunk)
+        requests.append(request)
+        self.budget -= num_tokens
+        request.advance(self.step, num_tokens, samples)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self._longer)
+
+    def seal(self, freed_rows: list[int], *, constrained: bool) -> tuple[StepPlan, Sequence[Request]]:
+        """Return the plan, and the request of each of its chunks; nothing can be added afterwards.
+
+        `constrained`: some of the requests may have a grammar.
+        """
+        chunks, requests = self.singles, self.singles_requests
+        chunks += self._longer
+        requests += self._longer_requests
+        masks = _masks(chunks, requests) if constrained else []
+        return StepPlan(self.step, freed_rows, self._row_starts, chunks, masks=masks), requests
+
+
+def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMask]:
+    return [
+        TokenMask(chunk.row, request.take_mask())
+        for chunk, request in zip(chunks, requests, strict=True)
+        if chunk.samples and request.is_constrained
+    ]
+
+
+class _Step(NamedTuple):
+    plan: StepPlan
+    requests: Sequence[Request]  # of each of its chunks
+    num_prompt_tokens: int
+
+
+class StepsInFlight:
+    """Steps that are planned and have no result yet, oldest first: results come in the order of plans."""
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self.num_planned = 0  # ever; also the number of the next step
+        self._max_num_tokens = max_num_tokens
+        self._steps: deque[_Step] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens that these steps compute."""
+        return sum(step.num_prompt_tokens for step in self._steps)
+
+    def draft(self) -> StepDraft:
+        return StepDraft(self.num_planned, self._max_num_tokens)
+
+    def enter(self, draft: StepDraft, freed_rows: list[int], *, constrained: bool) -> StepPlan:
+        """Make the draft a plan that is in flight. `constrained`: some of its requests may have a grammar."""
+        plan, requests = draft.seal(freed_rows, constrained=constrained)
+        self._steps.append(_Step(plan, requests, draft.num_prompt_tokens))
+        self.num_planned += 1
+        return plan
+
+    def take(self, result: StepResult) -> tuple[StepPlan, Sequence[Request]]:
+        """Remove and return the oldest step, whose result this is. Raises `StepMismatch`."""
+        if self._steps:
+            plan, requests, _ = self._steps.popleft()
+            if result.step == plan.step and len(result.chunks) == len(requests):
+                return plan, requests
+            expected = f"step {plan.step} with {len(requests)} chunks"
+        else:
+            expected = "none"
+        raise StepMismatch(f"got a result of step {result.step} with {len(result.chunks)} chunks, expected {expected}")
+
+    def forget(self) -> None:
+        """Drop all steps: no result will come."""
+        self._steps.clear()
+
+
 class RunningRequests:
-    """By rank. Who draws gets one token of each step; who still reads, what is left of the step's budget."""
+    """Running requests by rank. Decoding ones get a token of each step; the others share what is left of its budget."""
 
     def __init__(
         self, rows: RowPool, memory: RequestMemory, fence: Fence, transfers: Transfers, waiting: WaitingQueue
     ) -> None:
         self.num_preemptions = 0
-        self.lacks_blocks = False  # one of them does in this step: nobody new gets any
+        self.lacks_blocks = False  # a running request does in this step, so no waiting one gets any
         self._rows = rows
         self._memory = memory
         self._fence = fence
         self._transfers = transfers
         self._waiting = waiting
         self._by_rank: list[Request] = []
-        self._reading: list[Request] = []  # those of the newest step that may have more of their prompts left
+        self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts left
 
     def __len__(self) -> int:
         return len(self._by_rank)
@@ -48,27 +176,27 @@ class RunningRequests:
 
     @property
     def has_room(self) -> bool:
-        """A row is free."""
+        """Return whether a row is free."""
         return self._rows.num_free > 0
 
     @property
     def num_unread_tokens(self) -> int:
-        """What is left of prompts that are read in several steps."""
+        """Tokens that are left of prompts which are read in several steps."""
         running = (each for each in self._reading if each.status is RequestStatus.RUNNING)
         left = (each.num_tokens - each.num_computed for each in running)
         return sum(count for count in left if count > 1)  # 1: the token that is being drawn
 
     def start(self, request: Request, draft: StepDraft) -> None:
-        """It has its blocks; now it has a row, and its first chunk."""
+        """Give a request that has its blocks a row, and plan its first chunk."""
         request.move_to(RequestStatus.RUNNING)
         request.row = self._rows.take()
         insort(self._by_rank, request, key=_rank)
         draft.start(request)
         self._reading.append(request)
-        draft.shared_blocks.update(self._memory.register(request))
+        draft.filled_blocks.update(self._memory.register(request))
 
     def remove(self, request: Request) -> None:
-        """One of these."""
+        """Remove a request that runs."""
         self._by_rank.remove(request)
 
     def remove_ended(self) -> None:
@@ -78,7 +206,7 @@ class RunningRequests:
     # -------------------------------------------------------------------------------- shares of a step
 
     def decode(self, draft: StepDraft) -> list[Request]:
-        """One token for each request that has one left to compute. Returns the others, which have more.
+        """Plan one token for each request that has one left to compute. Returns the others, which have more.
 
         The budget suffices, since it is never less than the number of rows.
         """
@@ -100,6 +228,7 @@ class RunningRequests:
                     continue
             chunks.append(Chunk(request.row, start, 1, True, new_blocks))
             requests.append(request)
+            # As `request.advance(step, 1, samples=True)`, whose call would be a tenth of planning a large batch.
             request.num_computed = end
             request.num_tokens = end + 1
             request.last_step = step
@@ -108,19 +237,19 @@ class RunningRequests:
         return prefills
 
     def read_on(self, prefills: list[Request], draft: StepDraft) -> None:
-        """As much of their prompts as the budget allows, in order."""
+        """Plan as much of their prompts as the budget allows, in order."""
         for request in prefills:
             if not draft.budget:
                 return
             draft.add(request)
-            draft.shared_blocks.update(self._memory.register(request))
+            draft.filled_blocks.update(self._memory.register(request))
 
     # -------------------------------------------------------------------------------- who gives way
 
     def make_way_for(self, head: Request) -> None:
-        """Where only blocks are missing for the head of the queue, requests of lower priority give up theirs.
+        """Preempt requests of lower priority where the head of the queue lacks only their blocks.
 
-        None does in vain: held or arriving KV may keep so much that the head would not fit, and everyone would wait.
+        None is preempted in vain: held or arriving KV may keep so much that the head would not fit all the same.
         """
         if self._fence.closed or not (self.has_room or head.awaits_transfer):
             return
@@ -133,11 +262,11 @@ class RunningRequests:
             self.preempt(lower.pop())
 
     def _gives_way(self, request: Request) -> bool:
-        """Its blocks would be free soon after it was preempted; what is on offer waits for its reader."""
+        """Return whether its blocks would be free soon after a preemption; blocks on offer wait for their reader."""
         return request.has_unplanned_tokens and not self._transfers.grows(request)
 
     def _grow(self, request: Request, draft: StepDraft) -> list[int]:
-        """One more block; none where the request has to sit this step out."""
+        """Return one more block; none where the request has to sit this step out."""
         while not (new_blocks := self._memory.grow(request)):
             self.lacks_blocks = True
             if self._fence.closed or self._transfers.any_asked_back:  # blocks are on their way back
@@ -146,7 +275,7 @@ class RunningRequests:
             if last is not None and last is not request:
                 self.preempt(last)
                 continue
-            # Nobody before it needs its blocks, so it keeps them while others run. Alone, it must not block the queue.
+            # No request before it needs its blocks, so it keeps them while others run.
             nothing_in_flight = self._fence.has_passed(draft.step - 1)
             if draft.is_empty and nothing_in_flight:
                 self.preempt(request)
@@ -155,7 +284,7 @@ class RunningRequests:
         return new_blocks
 
     def _last_in_rank(self) -> Request | None:
-        """The next to be preempted. Requests whose last token is on the way give their blocks back anyway."""
+        """Return the next to be preempted. One whose last token is on the way gives its blocks back anyway."""
         return next((request for request in reversed(self._by_rank) if request.has_unplanned_tokens), None)
 
     def preempt(self, request: Request) -> None:

@@ -1,22 +1,22 @@
-"""Which tokens of which requests run in the next step.
+"""The scheduler: decides which tokens of which requests run in the next step.
 
 One rule: computed catches up with target. Every step hands out at most `max_num_batched_tokens` tokens to at most
-`max_num_seqs` requests: first to those that run, then to those that wait, by priority and arrival. Chunked prefill,
-prefix hits, resuming after preemption and going on after a hand-off are this one rule with other starting points.
+`max_num_seqs` requests: first to running ones, then to waiting ones, by priority and arrival. Chunked prefill, prefix
+hits, resuming after preemption and going on after a hand-off are this one rule with other starting points.
 
-The books are kept as if every planned step had already run, so the next one can be planned while results are on their
-way. What a stop or an abort makes superfluous is dropped when its result comes; `fence.py` keeps the memory until then.
+The accounts are kept as if every planned step had already run, so the next one can be planned while results are on
+their way. What a stop or an abort makes superfluous is dropped when its result comes; `kv/fence.py` keeps the memory
+until then.
 
-    live        every request that is not over: how it comes, how it ends
-    admission   who of those that wait may run
-    filling     whose blocks come from another engine or a tier
-    running     who gets tokens of the step, who gives way when blocks run out
-    in_flight   the steps whose results are to come
+    request_table   every request that is not over: how it comes, how it ends
+    waiting         the queue, the ready queue, the backlog of prompt tokens
+    admission       which waiting requests may start; KV that transfers and tiers load for them
+    running         running requests and their shares of a step; preemption; steps in flight
 
-Who holds blocks, and what brings them back:
+Blocks are owned by one of these, and come back with its event:
 
     running            the end, or preemption: the last in rank gives way when one before it needs a block
-    filled             they are let in before anyone who needs new blocks
+    ready              they start before any request that needs new blocks
     held, quarantined  the connector's events
     lent               the tiers' events
     fenced             the next settled step
@@ -33,23 +33,20 @@ from ..connector import KVConnector
 from ..grammar import GrammarSource
 from ..kv.blocks import BlockPool, BlockPoolCorrupted
 from ..kv.fence import Fence, RowPool
-from ..kv.memory import RequestMemory
+from ..kv.request_memory import RequestMemory
 from ..kv.tier_copies import TierCopies
 from ..kv.transfers import Transfers
 from ..messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from ..requests.answers import first_or_last_token, last_words, next_token, on_offer
 from ..requests.constraints import Constraints
-from ..requests.exclusions import nothing_drawn
 from ..requests.request import Request, RequestStatus
+from ..requests.sampling_errors import nothing_drawn
 from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 from ..tiers import KVTiers
-from .admission import Admission
-from .filling import Filling
-from .in_flight import StepMismatch, StepsInFlight
-from .live import LiveRequests
-from .queue import WaitingQueue
-from .running import RunningRequests
-from .unread import UnreadPrompts
+from .admission import Admission, KVLoading
+from .request_table import RequestTable
+from .running import RunningRequests, StepMismatch, StepsInFlight
+from .waiting import PromptBacklog, WaitingQueue
 
 
 class Scheduler:
@@ -71,17 +68,17 @@ class Scheduler:
         self.transfers = Transfers(connector, self.pool, block_size)
         self.tier_copies = TierCopies(tiers, self.pool, block_size, clock)
         self.constraints = Constraints(grammars)
-        self.unread = UnreadPrompts(self.memory, self.pool, block_size)
-        self.waiting = WaitingQueue(self.unread)
-        self.filling = Filling(
+        self.backlog = PromptBacklog(self.memory, self.pool, block_size)
+        self.waiting = WaitingQueue(self.backlog)
+        self.loading = KVLoading(
             self.transfers, self.tier_copies, self.memory, self.fence, self.waiting, config.max_num_seqs
         )
         self.running = RunningRequests(self.rows, self.memory, self.fence, self.transfers, self.waiting)
-        self.admission = Admission(self.waiting, self.filling, self.running, self.memory, self.fence, self.tier_copies)
-        self.requests = LiveRequests(
+        self.admission = Admission(self.waiting, self.loading, self.running, self.memory, self.fence, self.tier_copies)
+        self.requests = RequestTable(
             config,
             self.waiting,
-            self.filling,
+            self.loading,
             self.running,
             self.constraints,
             self.transfers,
@@ -95,7 +92,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- from outside
 
     def add(self, message: EngineRequest, came_s: float | None = None) -> None:
-        """Queues a request. One that can never be served is answered with an ERROR output.
+        """Queue a request. One that can never be served is answered with an ERROR output.
 
         `came_s`: when it came to this process, by the clock; without it, now.
         """
@@ -103,30 +100,30 @@ class Scheduler:
         self.requests.add(message, came_s)
 
     def abort(self, request_id: str, generation: int | None = None) -> None:
-        """Ends a request wherever it is, and withdraws what it has on offer. Unknown ids are ignored.
+        """End a request wherever it is, and withdraw its offers. Unknown ids are ignored.
 
-        `generation`: what came, or was put on offer, under a newer one lives on.
+        With a `generation`, a request or an offer of a newer one lives on.
         """
         self._stuck = False
         self.requests.abort(request_id, math.inf if generation is None else generation)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
-        """The first token of a request that awaits it. Where it is over or does not, nothing happens."""
+        """Give a request the first token that it awaits. One that is over, or awaits none, ignores it."""
         if self.requests.begin(request_id, generation, token_id):
             self._stuck = False
 
     def poll_transfers(self) -> None:
-        """Lets requests go on whose KV came, and answers those whose KV did not."""
-        for request, error in self.filling.poll():
+        """Let requests go on whose KV has come, and answer those whose KV is lost."""
+        for request, error in self.loading.poll():
             self.requests.end_lost(request, error)
 
     def fail(self, message: str) -> None:
-        """Answers every live request with an INTERNAL error. Steps in flight are forgotten."""
+        """Answer every live request with an INTERNAL error, and forget the steps in flight."""
         self.requests.fail(EngineError(ErrorKind.INTERNAL, message))
         self.steps.forget()
 
     def take_outputs(self) -> list[EngineOutput]:
-        """What no result brings: refusals, aborts, lost KV; in order, before what the next result brings."""
+        """Return outputs that no result brings: refusals, aborts, lost KV; in order."""
         return self.requests.take_outputs()
 
     def has_work(self) -> bool:
@@ -135,13 +132,13 @@ class Scheduler:
     # -------------------------------------------------------------------------------- planning
 
     def plan_step(self) -> StepPlan | None:
-        """The next step, entered in the books as done; None where nothing can run now."""
+        """Return the next step, which counts as computed from now on; None where nothing can run."""
         self.requests.end_expired()
         self.requests.take_masks()
         draft = self.steps.draft()
         self.admission.make_way()
         prefills = self.running.decode(draft)
-        self.admission.admit_filled(draft)
+        self.admission.admit_ready(draft)
         self.running.read_on(prefills, draft)
         self.admission.admit_waiting(draft)
         self._offer_early(draft.started)
@@ -154,7 +151,7 @@ class Scheduler:
         return plan
 
     def _offer_early(self, started: Sequence[Request]) -> None:
-        """Where a prompt takes several steps, its reader may begin before the last."""
+        """Put prompts on offer that take several steps: their readers may begin before the last one."""
         for request in started:
             if request.finish_rule.hands_off and request.num_computed < len(request.token_ids):
                 source = self.transfers.offer_early(request)
@@ -162,7 +159,7 @@ class Scheduler:
                     self.requests.outputs.append(on_offer(request, source))
 
     def _rest(self) -> None:
-        """Nothing runs: results, masks, or what happens outside bring the next step."""
+        """Wait for results, masks or something outside: nothing can run."""
         self._stuck = not self.steps and not self.constraints.is_busy
         if not self.steps and self.constraints.is_busy:
             self.constraints.pause()
@@ -170,7 +167,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- results
 
     def settle(self, result: StepResult) -> list[EngineOutput]:
-        """Takes in the result of the oldest step in flight. Returns what it brought, after outputs that needed no step.
+        """Take in the result of the oldest step in flight. Returns its outputs, after those that needed no step.
 
         Where it raises, the outputs so far are not lost: `take_outputs` has them.
         """
@@ -197,7 +194,7 @@ class Scheduler:
         return self.take_outputs()
 
     def _accept(self, request: Request, drawn: ChunkResult) -> EngineOutput:
-        """A token becomes known."""
+        """Append a drawn token to its request, and return the output for it."""
         token_id = drawn.token_id
         if token_id is None:
             raise StepMismatch(f"no token was drawn for request {request.request_id}")
@@ -219,7 +216,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- watching
 
     def check_idle(self) -> None:
-        """Where nothing is left to do, nothing may be left over. Raises `BlockPoolCorrupted`."""
+        """Raise `BlockPoolCorrupted` where no request is left and some block or row is not free."""
         if self.requests or self.steps or self.tier_copies.any_lent:  # what is lent may be held, too
             return
         held, quarantined = self.transfers.held.num_blocks, self._num_quarantined
@@ -241,9 +238,9 @@ class Scheduler:
         grammars = self.constraints.stats()
         return EngineStats(
             num_requests_running=len(self.running),
-            num_requests_waiting=len(self.waiting) + len(self.filling.filled) + self.constraints.num_opening,
-            num_requests_waiting_for_kv=self.filling.num_coming,
-            num_waiting_tokens=self.unread.num_tokens + self.steps.num_prompt_tokens + self.running.num_unread_tokens,
+            num_requests_waiting=len(self.waiting) + len(self.loading.ready) + self.constraints.num_opening,
+            num_requests_waiting_for_kv=self.loading.num_coming,
+            num_waiting_tokens=self.backlog.num_tokens + self.steps.num_prompt_tokens + self.running.num_unread_tokens,
             num_blocks=self.pool.num_blocks,
             num_blocks_free=self.pool.num_free,
             num_blocks_held=self.transfers.held.num_blocks,

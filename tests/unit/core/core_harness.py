@@ -239,14 +239,14 @@ def check_places(scheduler: Scheduler) -> None:
             RequestStatus.WAITING_FOR_KV: request in pulling,
             RequestStatus.PREEMPTED: request in scheduler.waiting._members,
             RequestStatus.WAITING_FOR_GRAMMAR: request in scheduler.constraints._tasks,
-            RequestStatus.WAITING: request in scheduler.waiting._members or request in scheduler.filling.filled,
+            RequestStatus.WAITING: request in scheduler.waiting._members or request in scheduler.loading.ready,
         }
         assert places[request.status], f"{request.request_id} is {request.status}"
         assert 0 <= request.num_computed < request.num_tokens + request.awaits_token
         assert request.num_tokens <= request.limit
         assert len(request.token_ids) <= request.num_tokens
         assert request.num_computed <= request.capacity
-    filled = len(scheduler.filling.filled)
+    filled = len(scheduler.loading.ready)
     queued = len(scheduler.waiting) + filled + scheduler.constraints.num_opening
     count = len(scheduler.running) + len(pulling) + queued
     assert count == len(scheduler.requests), "somebody is in two places, or over and still somewhere"
@@ -254,10 +254,10 @@ def check_places(scheduler: Scheduler) -> None:
 
 def check_unread(scheduler: Scheduler) -> None:
     """What is counted of the queue step by step is what one finds there."""
-    counted, size = scheduler.unread._waiting, scheduler.config.block_size
+    counted, size = scheduler.backlog._waiting, scheduler.config.block_size
     queue = [each for each in scheduler.waiting._members if not each.awaits_transfer]
     assert set(queue) == set(counted)
     assert all(blocks * size + behind == each.num_tokens for each, (blocks, behind) in counted.items())
     names = {name for each, (blocks, _) in counted.items() for name in each.block_hashes[:blocks]}
     missing = sum(not scheduler.pool.has(name) for name in names)
-    assert scheduler.unread.num_tokens == missing * size + sum(behind for _, behind in counted.values())
+    assert scheduler.backlog.num_tokens == missing * size + sum(behind for _, behind in counted.values())

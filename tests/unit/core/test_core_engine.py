@@ -14,7 +14,7 @@ from core_harness import Harness, config, request
 import baton.engine.core
 from baton.engine.core.engine import EngineCore, EngineFailed
 from baton.engine.core.messages import ErrorKind, FinishReason
-from baton.engine.core.scheduling.in_flight import StepMismatch
+from baton.engine.core.scheduling.running import StepMismatch
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.stages import Stage
 from baton.engine.core.step import ChunkResult, StepResult

@@ -8,7 +8,7 @@ from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduling.queue import SPARE_ENTRIES
+from baton.engine.core.scheduling.waiting import SPARE_ENTRIES
 from baton.engine.core.step import StepPlan
 
 

@@ -300,7 +300,7 @@ class TestDecodeSide:
             engine.connector.complete(transfer_id)
             engine.step()
         engine.begin("early")
-        assert len(engine.scheduler.filling.filled) == 3
+        assert len(engine.scheduler.loading.ready) == 3
         order: list[str] = []
         while len(order) < 3:  # rows come free one by one
             engine.step()

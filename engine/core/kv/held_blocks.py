@@ -44,7 +44,7 @@ class HeldBlocks:
         return True
 
     def offers_of(self, request_id: str, newest: float) -> list[TransferId]:
-        """Of generations up to `newest`."""
+        """Return the request's offers of generations up to `newest`."""
         return [
             transfer
             for transfer, held in self._offers.items()

@@ -1,43 +1,83 @@
-"""Which blocks a request has, and what they hold."""
+"""The blocks of requests: reserved, grown, and registered in the prefix cache when they are full."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..prefix import BlockHash, extend_block_hashes
 from ..requests.request import Request
 from .blocks import BlockPool
 
 
+class PrefixLookup(NamedTuple):
+    """The cached prefix of one request."""
+
+    hashes: Sequence[BlockHash]  # of all full blocks that it need not compute where they are cached
+    blocks: Sequence[int]  # that hold the first of them
+
+    @property
+    def missing(self) -> Sequence[BlockHash]:
+        """The hashes of full blocks behind the prefix hits."""
+        return self.hashes[len(self.blocks) :]
+
+
+class _Known(NamedTuple):
+    """A lookup that holds as long as the request has as many full blocks and the pool's cache is the same."""
+
+    request: Request
+    version: int
+    prefix: PrefixLookup
+
+
 class RequestMemory:
-    """Reserves, grows and registers the blocks of requests. Knows nothing of who is served when."""
+    """Reserves, grows and registers the blocks of requests. Knows nothing of the order in which they are served."""
 
     def __init__(self, pool: BlockPool, block_size: int, enable_prefix_caching: bool) -> None:
         self._pool = pool
         self._block_size = block_size
         self._caching = enable_prefix_caching
+        self._known: _Known | None = None  # the newest lookup
+
+    def lookup(self, request: Request) -> PrefixLookup:
+        """Find the request's longest cached prefix.
+
+        The head of the queue is asked about several times a step, and in each step while it does not fit. It is looked
+        up again only when the cache or its tokens have changed.
+        """
+        hashes = self.skippable_hashes(request)
+        known = self._known
+        if (
+            known is not None
+            and known.request is request
+            and known.version == self._pool.cache_version
+            and len(known.prefix.hashes) == len(hashes)
+        ):
+            return known.prefix
+        prefix = PrefixLookup(hashes, self._pool.find_prefix(hashes))
+        self._known = _Known(request, self._pool.cache_version, prefix)
+        return prefix
 
     def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Whether it could be given its blocks now, or once those of the requests `without` are back."""
-        prefix = self._cached_prefix(request)
+        """Return whether it could be given its blocks now, or once those of the requests `without` are back."""
+        prefix = self.lookup(request).blocks
         given_back = Counter(block for other in without for block in other.block_ids)
         num_freed = sum(self._pool.references(block) == count for block, count in given_back.items())
         num_freed -= sum(self._pool.references(block) == given_back[block] for block in prefix if block in given_back)
         return self._pool.fits(prefix, self._blocks_for(request.num_to_hold) - num_freed)
 
     def reserve(self, request: Request) -> bool:
-        """Gives a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
+        """Give a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
 
         All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
         """
-        prefix = self._cached_prefix(request)
+        prefix = self.lookup(request).blocks
         num_blocks = self._blocks_for(request.num_to_hold)
         if not self._pool.fits(prefix, num_blocks):
             return False
-        request.block_ids = self._pool.take(prefix, num_blocks)
-        request.capacity = num_blocks * self._block_size
-        request.num_computed = len(prefix) * self._block_size
+        blocks = self._pool.take(prefix, num_blocks)
+        request.take_blocks(blocks, num_blocks * self._block_size, num_computed=len(prefix) * self._block_size)
         if self._caching:
             self._set_registered(request, len(prefix))
             if not request.stages.has_started and request.may_skip_computed_prefix:
@@ -45,7 +85,7 @@ class RequestMemory:
         return True
 
     def grow(self, request: Request) -> list[int]:
-        """One more block, if there is one."""
+        """Return one more block for the request, if there is one."""
         if not self._pool.num_free:
             return []
         new = self._pool.allocate(1, after=request.block_ids[-1])
@@ -54,10 +94,10 @@ class RequestMemory:
         return new
 
     def register(self, request: Request) -> Sequence[int]:
-        """Makes those blocks findable that are full of known tokens. Returns those of them that were not before.
+        """Register the blocks in the prefix cache that are full of known tokens. Returns those that were not before.
 
-        They may be still to be written by a step that is planned. Readers come in a later step, or in the same with
-        more than a token: for those every layer writes the KV of all chunks before it reads any.
+        A planned step may still have to write them. Readers come in a later step, or in the same one with more than a
+        token: for those every layer writes the KV of all chunks before it reads any.
         """
         if not self._caching:
             return ()
@@ -69,33 +109,25 @@ class RequestMemory:
         self._set_registered(request, num_full)
         return request.block_ids[new.start : new.stop]
 
-    def has_one_token_behind(self, blocks: set[int], request: Request, budget: int) -> bool:
-        """Whether it would run a single token next, after a prefix that is in `blocks` in part."""
+    def is_decode_after(self, blocks: set[int], request: Request, budget: int) -> bool:
+        """Return whether it would run a single token next, after a prefix of which some lies in `blocks`."""
         num_known = len(request.token_ids) - 1
         if not blocks or (budget > 1 and num_known % self._block_size):
             return False
-        prefix = self._cached_prefix(request)
+        prefix = self.lookup(request).blocks
         may_be_one = budget == 1 or len(prefix) * self._block_size == num_known
         return may_be_one and not blocks.isdisjoint(prefix)
 
-    def missing(self, request: Request) -> list[BlockHash]:
-        """The names of the full blocks behind its prefix hits that it could skip if they were there."""
-        findable = self.findable(request)
-        return findable[len(self._pool.find_prefix(findable)) :]
+    def skippable_hashes(self, request: Request) -> Sequence[BlockHash]:
+        """Return the hashes of the full blocks that it need not compute where they are cached.
 
-    def findable(self, request: Request) -> list[BlockHash]:
-        """The names of the full blocks that it need not compute where they are cached.
-
-        Never everything: the last token has to be computed for the next to be drawn.
+        Never of all its tokens: the last one has to be computed for the next to be drawn.
         """
         if not self._caching or not request.may_skip_computed_prefix:
-            return []
+            return ()
         num_blocks = (len(request.token_ids) - 1) // self._block_size
         self._hash_blocks(request, num_blocks)
         return request.block_hashes[:num_blocks]
-
-    def _cached_prefix(self, request: Request) -> list[int]:
-        return self._pool.find_prefix(self.findable(request))
 
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
         if len(request.block_hashes) < num_blocks:

@@ -1,10 +1,10 @@
-"""All requests that are not over: how each comes, and every way in which one ends.
+"""The table of live requests: how each comes and how each ends.
 
     add ──> its grammar is opened, or it waits           a message that can never be served is answered at once
     end ──> out of wherever it is ──> leave ──> answered
                   a result's last token ─^
 
-What is said of them without a result collects in `outputs`, in order.
+Outputs that no result brings collect in `outputs`, in order.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..requests.finish import FinishRule
 from ..requests.request import STATUS_AFTER, Request, RequestStatus
 from ..requests.validate import refusal
 from ..stages import Stages
-from .filling import Filling
-from .queue import WaitingQueue
+from .admission import KVLoading
 from .running import RunningRequests
+from .waiting import WaitingQueue
 
 
-class LiveRequests(Mapping[str, Request]):
-    """By id. A request is in exactly one of the places given here, or with its grammar."""
+class RequestTable(Mapping[str, Request]):
+    """Requests by id. Each is in exactly one of the queues given here, or waits for its grammar."""
 
     def __init__(
         self,
         config: EngineCoreConfig,
         waiting: WaitingQueue,
-        filling: Filling,
+        loading: KVLoading,
         running: RunningRequests,
         constraints: Constraints,
         transfers: Transfers,
@@ -46,7 +46,7 @@ class LiveRequests(Mapping[str, Request]):
         self._clock = clock
         self._config = config
         self._waiting = waiting
-        self._filling = filling
+        self._loading = loading
         self._running = running
         self._constraints = constraints
         self._transfers = transfers
@@ -70,9 +70,7 @@ class LiveRequests(Mapping[str, Request]):
     # -------------------------------------------------------------------------------- beginnings
 
     def add(self, message: EngineRequest, came_s: float | None = None) -> None:
-        """Takes in a request; `came_s` as in `Scheduler.add`. One that can never be served is answered with an ERROR
-        output.
-        """
+        """Take in a request; `came_s` as in `Scheduler.add`. One that can never be served gets an ERROR output."""
         live = self._by_id.get(message.request_id)
         error = self._refusal(message, live)
         if error is not None:
@@ -94,14 +92,14 @@ class LiveRequests(Mapping[str, Request]):
             self._waiting.push(request)
 
     def _refusal(self, message: EngineRequest, live: Request | None) -> EngineError | None:
-        """`live` has its id."""
+        """Return why a message is refused, or None. `live` is the request that has its id now."""
         if live is not None and message.generation <= live.generation:
             return EngineError(ErrorKind.INVALID, f"request id {message.request_id!r} is in use by a live request")
         can_transfer, can_constrain = self._transfers.exist, self._constraints.can_open
         return refusal(message, self._config, can_transfer=can_transfer, can_constrain=can_constrain)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> bool:
-        """The first token of a request that awaits it. False where it is over or does not: nothing happens."""
+        """Give a request the first token that it awaits. False where it is over or awaits none."""
         request = self._by_id.get(request_id)
         if request is None or request.generation != generation or not request.awaits_token:
             return False
@@ -111,11 +109,11 @@ class LiveRequests(Mapping[str, Request]):
             self.end(request, FinishReason.ERROR, EngineError(ErrorKind.INVALID, reason))
             return True
         request.begin(token_id)
-        self._filling.filled.token_known(request)
+        self._loading.ready.token_known(request)
         return True
 
     def take_masks(self) -> None:
-        """Requests whose grammars let them draw wait for a row, or go on; those whose grammars failed are over."""
+        """Let requests wait for a row, or go on, whose masks have come; end those whose grammars failed."""
         for request, error in self._constraints.collect():
             if error is not None:
                 self.end(request, FinishReason.ERROR, error)
@@ -128,7 +126,7 @@ class LiveRequests(Mapping[str, Request]):
     # -------------------------------------------------------------------------------- ends
 
     def abort(self, request_id: str, newest: float) -> None:
-        """As `Scheduler.abort`, of generations up to `newest`."""
+        """End a request and withdraw its offers, of generations up to `newest`."""
         self._transfers.withdraw(request_id, newest)
         request = self._by_id.get(request_id)
         if request is not None and request.generation <= newest:
@@ -140,26 +138,26 @@ class LiveRequests(Mapping[str, Request]):
             self.end(request, FinishReason.ERROR, EngineError(ErrorKind.TIMED_OUT, message))
 
     def end(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
-        """Ends and answers a request that no result ends."""
+        """End and answer a request that no result ends."""
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         else:
-            self._filling.remove(request)
+            self._loading.remove(request)
         self.leave(request, reason)
         self.outputs.append(last_words(request.message, reason, error, request.stages.ages()))
 
     def end_lost(self, request: Request, error: EngineError) -> None:
-        """Ends and answers a request whose KV is lost: it is nowhere already."""
+        """End and answer a request whose KV is lost: it is in no queue any more."""
         self.leave(request, FinishReason.ERROR)
         self.outputs.append(last_words(request.message, FinishReason.ERROR, error, request.stages.ages()))
 
     def fail(self, error: EngineError) -> None:
-        """Answers all of them. Their memory is not given back."""
+        """Answer all requests. Their memory is not given back."""
         self.outputs += [last_words(request.message, FinishReason.ERROR, error) for request in self.values()]
         self._by_id.clear()
 
     def leave(self, request: Request, reason: FinishReason) -> KVSource | None:
-        """The request is over. Its memory goes to its reader or behind the fence."""
+        """Remove a request that is over. Its memory goes to its reader, or is freed behind the fence."""
         source = None
         if reason is FinishReason.HANDOFF:
             source = self._transfers.offer(request)

@@ -27,7 +27,7 @@ def nothing_drawn(request: Request) -> EngineError:
 
 
 def _candidates(request: Request) -> Iterable[int] | None:
-    """What a list in the request limits the token to; None where there is none."""
+    """Return the tokens that a list in the request limits the draw to; None where there is no list."""
     if request.is_constrained:
         mask = request.drawn_from
         return (token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> token_id % 8 & 1)

@@ -1,4 +1,4 @@
-"""Whether a prefix is there sooner out of the tiers than computed, by what both took lately."""
+"""The cost of restoring a prefix out of the tiers, beside that of computing it, by what both took lately."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..tiers import Restored, Tier
 
 KEPT = 0.8  # of what earlier pieces count for, with each further piece
 FORGOTTEN_S = 30.0  # a pace that was measured longer ago is none
-PACE_TOKENS = 128  # steps of fewer say nothing about what a prompt takes
+MIN_MEASURED_TOKENS = 128  # steps of fewer say nothing about what a prompt takes
 
 
-class Pace:
-    """Of work of one kind, of which one piece begins when the one before is over, however early it was asked for."""
+class Rate:
+    """The time per unit of work, whose pieces run one after the other, however early they were asked for."""
 
     def __init__(self) -> None:
         self._seconds = self._units = 0.0
@@ -39,24 +39,24 @@ class Pace:
         return self._units > 0 and now_s - self._measured_s <= FORGOTTEN_S
 
 
-class Paces:
-    """Of computing a token, and of restoring a block of each tier. Times are those of one clock of the caller's."""
+class RestoreCost:
+    """Measured times of computing a token and of restoring a block of each tier, by one clock of the caller's."""
 
     def __init__(self) -> None:
         self._planned_s: dict[int, float] = {}  # of steps in flight
-        self._computing = Pace()
-        self._restoring: dict[Tier, Pace] = {Tier.HOST: Pace(), Tier.DISK: Pace()}
+        self._computing = Rate()
+        self._restoring: dict[Tier, Rate] = {Tier.HOST: Rate(), Tier.DISK: Rate()}
         self._restored_until_s = 0.0
 
     def planned(self, step: int, now_s: float) -> None:
         self._planned_s[step] = now_s
 
     def settled(self, step: int, num_tokens: int, now_s: float) -> None:
-        num_measured = num_tokens if num_tokens >= PACE_TOKENS else 0
+        num_measured = num_tokens if num_tokens >= MIN_MEASURED_TOKENS else 0
         self._computing.note(self._planned_s.pop(step), now_s, num_measured)
 
     def restored(self, restored: Restored, since_s: float, now_s: float) -> None:
-        """What a restore took, waiting included, belongs to the tiers in the proportion of what their copies took."""
+        """Note a restore. Its time, waiting included, is divided among the tiers in the proportion of their copies."""
         took_s = now_s - max(since_s, self._restored_until_s)
         self._restored_until_s = now_s
         copies_s = sum(read.seconds for read in restored.reads)
@@ -83,5 +83,5 @@ class Paces:
 
     def blocks_s(self, now_s: float) -> dict[Tier, float]:
         """To restore one of each tier, of which something was measured lately."""
-        paces = {tier: pace.per_unit_s(now_s) for tier, pace in self._restoring.items()}
-        return {tier: block_s for tier, block_s in paces.items() if block_s is not None}
+        rates = {tier: rate.per_unit_s(now_s) for tier, rate in self._restoring.items()}
+        return {tier: block_s for tier, block_s in rates.items() if block_s is not None}
