@@ -21,7 +21,7 @@ from forking import FORKING
 from baton.engine.parallel import Member, ParallelGroups
 from baton.engine.parallel.collectives import connect_groups
 from baton.engine.parallel.groups import ExpertSpread
-from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 TIMEOUT_S = {"cpu": 60.0, "cuda": 110.0}  # of one function, on a machine that others use as well
 GROUP_TIMEOUT_S = 20.0
@@ -123,7 +123,7 @@ def groups_of(
     device = device_of(member)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    meeting = Meeting(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
+    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
     groups = connect_groups(member, meeting, device, spread, timeout_s=GROUP_TIMEOUT_S, peer_memory=peer_memory)
     yield groups
     groups.widest.agree([0])  # who is done first must not leave while others still talk

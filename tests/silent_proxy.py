@@ -23,7 +23,7 @@ class SilentProxy:
         self._loop = asyncio.new_event_loop()
         self._speaks = asyncio.Event()
         self._pumps: set[asyncio.Task[None]] = set()
-        self._links: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # to who connected, to the target
+        self._mesh: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # to who connected, to the target
         self._left_open: list[asyncio.StreamWriter] = []
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self.address = ""
@@ -39,10 +39,10 @@ class SilentProxy:
         self._loop.call_soon_threadsafe(self._cut)
 
     def _cut(self) -> None:
-        for near, far in self._links:
+        for near, far in self._mesh:
             self._left_open.append(far)
             near.transport.abort()
-        self._links.clear()
+        self._mesh.clear()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -72,7 +72,7 @@ class SilentProxy:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._speaks.wait()
         there, back = await asyncio.open_connection(self._host, self._port)
-        self._links.append((writer, back))
+        self._mesh.append((writer, back))
         for source, sink in ((reader, back), (there, writer)):
             pump = self._loop.create_task(self._pump(source, sink))
             self._pumps.add(pump)

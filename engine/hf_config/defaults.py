@@ -1,4 +1,4 @@
-"""What `transformers` assumes where a config.json leaves a key out, and architectures disagree or a null says no."""
+"""Defaults of `transformers` for keys that a config.json leaves out, where architectures disagree or a null says no."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a model's folder. All of it is found before the first weight is read."""
+"""Errors of a model's folder. All of them are found before the first weight is read."""
 
 from __future__ import annotations
 

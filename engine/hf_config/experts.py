@@ -1,4 +1,4 @@
-"""Which layers are mixtures of experts and how tokens are routed, as a checkpoint describes it."""
+"""Mixtures of experts as a checkpoint describes them: which layers, and how tokens are routed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of sampling and of the end: generation_config.json, and config.json behind it."""
+"""Sampling defaults and stop tokens of a checkpoint: generation_config.json, and config.json behind it."""
 
 from __future__ import annotations
 

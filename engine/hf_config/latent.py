@@ -20,7 +20,7 @@ class LatentShape:
 
     @property
     def head_dim(self) -> int:
-        """Of a query, and of a key that is spelt out."""
+        """The width of a query, and of a key that is multiplied out of its latent."""
         return self.nope_dim + self.rope_dim
 
 

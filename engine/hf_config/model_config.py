@@ -1,4 +1,4 @@
-"""What a model is, read from its folder: config.json, generation_config.json and the headers of its weights.
+"""The model's configuration, read from its folder: config.json, generation_config.json and the headers of its weights.
 
 Imports neither torch nor transformers: a model's context length or end tokens are there in milliseconds.
 """
@@ -51,7 +51,7 @@ _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """What one token keeps in one layer."""
+    """The shape of what one token keeps in one layer's cache."""
 
     num_kv_heads: int
     num_planes: int  # 2: a key and a value; 1: a latent
@@ -99,7 +99,7 @@ class ModelConfig:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the whole model's KV blocks."""
+        """The layout of the whole model's KV blocks."""
         cache = self.cache
         return KVLayout(
             model=self.identity,
@@ -112,7 +112,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions of a head are rotated."""
+        """The number of dimensions of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @classmethod
@@ -261,7 +261,7 @@ def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: 
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say: a dataclass by its kind and fields."""
+    """Return a value as JSON can hold it: a dataclass by its kind and fields."""
     return (
         {"kind": type(value).__name__, **asdict(value)}
         if is_dataclass(value) and not isinstance(value, type)

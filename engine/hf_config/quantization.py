@@ -1,4 +1,4 @@
-"""What config.json says of weights in 8 bits.
+"""Weights in 8 bits, as config.json describes them.
 
     quant_method "fp8"                 DeepSeek-V3, Qwen3-FP8: a scale a block of 128 x 128, or of the whole weight
     quant_method "compressed-tensors"  what llm-compressor writes: a scale a row, a block, or of the whole weight
@@ -40,12 +40,12 @@ class Quantization:
         return ("*.input_scale", "*.activation_scale")
 
     def covers(self, layer: str) -> bool:
-        """Whether the linear layer of this name is quantized. What a checkpoint holds goes before this."""
+        """Return whether the linear layer of this name is quantized. The checkpoint's own tensors go before this."""
         return not any(_is_named(layer, pattern) for pattern in (*self.ignored, "lm_head", _EXPERTS_GATES))
 
 
 class _Fp8(msgspec.Struct):
-    """What a config says of weights in "fp8", as far as it is read."""
+    """The keys of a config about weights in "fp8" that are read."""
 
     fmt: str | None = None
     weight_block_size: list[int] | None = None

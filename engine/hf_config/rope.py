@@ -71,7 +71,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
 
 
 def reachable_positions(rope: Rope, max_positions: int) -> int:
-    """How many positions the model serves: YaRN checkpoints may state `max_position_embeddings` before the scaling."""
+    """Return how many positions the model serves: YaRN checkpoints may state them before scaling."""
     if isinstance(rope, YarnRope):
         return max(max_positions, int(rope.original_max_positions * rope.factor))
     return max_positions

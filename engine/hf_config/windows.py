@@ -1,4 +1,4 @@
-"""Which layers see only the newest keys, as a checkpoint describes it."""
+"""Sliding windows as a checkpoint describes them: which layers see only the newest keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which keys say of an architecture where its `sliding_window` counts. Others may be there and mean nothing."""
+    """The keys that tell an architecture's layers with a `sliding_window`. Others may be there and mean nothing."""
 
     switched: bool = False  # nowhere, unless `use_sliding_window`
     listed: bool = False  # where `layer_types` names the layer's kind, if that is given
@@ -32,7 +32,7 @@ _RULES = {
 
 
 def read_layer_windows(architecture: str, keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """Of each layer: how many keys a query sees, itself included; None: all. Raises `ModelError`."""
+    """Return for each layer how many keys a query sees, itself included; None: all. Raises `ModelError`."""
     rule = _RULES.get(architecture)
     if rule is None or keys.values.get("sliding_window") is None:
         return (None,) * num_layers

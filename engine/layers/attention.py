@@ -22,7 +22,7 @@ from .rows import rows_at
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer of one step reads beside the hidden states."""
+    """Inputs of one step that every layer reads beside the hidden states."""
 
     batch: AttentionBatch
     kv: Tensor  # [num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim], see `core.layout`
@@ -31,7 +31,7 @@ class LayerContext:
 
 
 class SelfAttention(Layer, abc.ABC):
-    """What mixes the tokens of a sequence in a decoder layer."""
+    """The part of a decoder layer that mixes the tokens of a sequence."""
 
     window: int | None = None  # keys that a query sees, itself included; None: all before it
     num_heads: int  # of queries, on this rank

@@ -27,7 +27,7 @@ from baton.engine.parallel.groups import Group, ParallelGroups
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of one dimension of a checkpoint's tensor."""
+    """One rank's share of one dimension of a checkpoint's tensor."""
 
     start: int
     size: int
@@ -70,11 +70,11 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is held."""
+        """The shape of the rank's share."""
         return tuple(share.size for share in self.shares)
 
     def keep(self, dimension: int, share: Share) -> None:
-        """Of this dimension only the share is held. Comes before `allocate`."""
+        """Hold only this share of the dimension. Comes before `allocate`."""
         before = self.shares[dimension].size
         assert share.whole == before, f"a share of {share.whole}, where there are {before}"
         shares = list(self.shares)
@@ -94,12 +94,12 @@ class Parameter:
         self._data = None
 
     def slot(self, name: str, start: int = 0, rows: Share | None = None) -> Slot:
-        """Where the checkpoint tensor `name` goes, of which `rows` lie here from row `start` on; None: all rows."""
+        """Add the place of checkpoint tensor `name`, whose `rows` lie here from row `start` on; None: all rows."""
         return Slot(name, self, start, rows)
 
 
 class Slot:
-    """Where one checkpoint tensor goes: `rows` of it to rows of a parameter, from `start` on, every `step`-th.
+    """The place of one checkpoint tensor: `rows` of it go to rows of a parameter, from `start` on, every `step`-th.
 
     With `item`, rows of that item of a stack [items, rows, ...]. A slot whose share is empty is for a tensor that lies
     on other ranks: the checkpoint must have it, and nobody reads it here.
@@ -136,12 +136,12 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
+        """The shape of the checkpoint's tensor."""
         return tuple(share.whole for share in self.shares)
 
     @property
     def share_shape(self) -> tuple[int, ...]:
-        """Of what goes here."""
+        """The shape of the part that goes here."""
         return tuple(share.size for share in self.shares)
 
     @property
@@ -155,15 +155,15 @@ class Slot:
 
     @property
     def takes_8_bits(self) -> bool:
-        """Whether what goes here is bits that are nothing without their scales."""
+        """Whether the values are 8-bit codes that mean nothing without their scales."""
         return self.parameter.dtype is not None and self.parameter.dtype.itemsize == 1
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Whether a checkpoint tensor of this shape can go here."""
+        """Return whether a checkpoint tensor of this shape can go here."""
         return shape == self.shape
 
     def index(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """What of a checkpoint tensor of this accepted shape goes here; () where all of it does."""
+        """Return the index of the part of a checkpoint tensor that goes here; () where all of it does."""
         if self.share_shape == self.shape:
             return ()
         return tuple(share.slice for share in self.shares)
@@ -213,7 +213,7 @@ class Layer:
             yield from child.slots(join(path, name))
 
     def divide(self, groups: ParallelGroups) -> None:
-        """From now on, and before `allocate`, this layer is its rank's share of it. By default its children are."""
+        """Make this layer its rank's share of it, before `allocate`. By default its children are divided."""
         for _, child in self.children():
             child.divide(groups)
 

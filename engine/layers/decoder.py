@@ -98,7 +98,7 @@ class CausalLM(Layer):
 
     @property
     def num_heads(self) -> int:
-        """Of queries, on this rank."""
+        """The number of query heads on this rank."""
         return self.model.layers[0].self_attn.num_heads
 
     @property
@@ -128,7 +128,7 @@ class CausalLM(Layer):
         self._cos_sin = cos_sin_table(self.config.rope, self.config.rotary_dim, self.config.max_model_len, device)
 
     def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
-        """What the layers' attention shares in a step, worked out once before the first of them."""
+        """Return what the layers' attention shares in a step, worked out once before the first of them."""
         return prepare(batch, kv, num_heads=self.num_heads)
 
     @contextmanager

@@ -17,7 +17,7 @@ _ALIGNMENT = 16  # rows of the vocabulary: products like widths that are a multi
 
 
 class Vocabulary:
-    """Which rows of the vocabulary are this rank's: all have equal room, which the last ranks need not fill."""
+    """This rank's rows of the vocabulary: all ranks have equal room, which the last ones need not fill."""
 
     def __init__(self, size: int, group: Group = ALONE) -> None:
         self.size = size

@@ -28,7 +28,7 @@ from .stack import Held, StackSlot
 
 
 class Router(Layer):
-    """Which experts each token goes to, and how much the output of each counts."""
+    """Chooses the experts of each token and the weight of each expert's output."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         self.weight = Parameter(config.num_experts, hidden_size)
@@ -48,7 +48,7 @@ class Router(Layer):
         )
 
     def __call__(self, hidden: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Of hidden [T, hidden_size], expert ids [T, top_k] int32 and their weights [T, top_k] float32.
+        """Return expert ids [T, top_k] int32 and their weights [T, top_k] float32 for hidden [T, hidden_size].
 
         Tokens whose slot (`slots` int64 [T]) is -1 are padding: their expert is -1.
         """
@@ -76,7 +76,7 @@ class Experts(Layer):
         self._weights: ExpertWeights | None = None
 
     def keep_width(self, share: Share) -> None:
-        """Of every expert only this stretch is computed here: what it gives is summed over the ranks by the caller."""
+        """Compute only this stretch of every expert's width; the caller sums the outputs over the ranks."""
         self.gate_up.keep(1, share.times(2))
         self.down.keep(2, share)
         if self.gate_up_bias is not None:
@@ -96,12 +96,12 @@ class Experts(Layer):
         return [join(path, f"{expert}.{name}") for expert in range(self.held.whole) for name in self._names]
 
     def can_take(self, form: Fp8Format) -> bool:
-        """Whether there are kernels for it, and no block belongs to two ranks."""
+        """Return whether there are kernels for it, and no block belongs to two ranks."""
         borders = (self.width.start, self.width.end, self.width.whole, self.down.shape[1])
         return self.stored == "each" and form.in_blocks and all(border % BLOCK == 0 for border in borders)
 
     def take_format(self, form: Fp8Format) -> None:
-        """From now on, and before `allocate`, the weights are in 8 bits."""
+        """Keep the weights in 8 bits, from before `allocate` on."""
         self.gate_up.dtype = self.down.dtype = torch.float8_e4m3fn
         num_experts, deep, wide = self.held.whole, self.down.shape[1] // BLOCK, self.width.whole // BLOCK
         self.gate_up_scale = Parameter(num_experts, 2 * wide, deep, typical=1.0, dtype=torch.float32)
@@ -114,7 +114,7 @@ class Experts(Layer):
         self._scale_name = form.scale_name
 
     def __call__(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None) -> Tensor:
-        """What the experts of each token give, added to `add_to` in place where there is one.
+        """Return the output of each token's experts, added to `add_to` in place where there is one.
 
         hidden [T, hidden_size], expert_ids and weights [T, top_k] -> [T, hidden_size].
         """
@@ -160,7 +160,7 @@ class Experts(Layer):
     def _slots_of_matrices(
         self, path: str, suffix: str, gate_up: Parameter, down: Parameter, width: Share
     ) -> Iterator[Slot]:
-        """Of every expert's gate, up and down matrix, or of their scales. `width` is the share of a gate's rows."""
+        """Return the slots of every expert's matrices, or of their scales. `width`: the share of a gate's rows."""
         places = {expert: place for place, expert in enumerate(self.held.items)}
         gate_name, up_name, down_name = self._names
         depth = gate_up.shape[2]

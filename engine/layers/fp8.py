@@ -82,7 +82,7 @@ class _RowScalesSlot(Slot):
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """What the weight of a linear layer, or of experts, is made of instead of a plain matrix."""
+    """The format of a weight of a linear layer or of experts that is 8-bit codes and scales, not a plain matrix."""
 
     quantization: Quantization
 
@@ -95,7 +95,7 @@ class Fp8Format:
         return self.quantization.in_blocks
 
     def parameters(self, rows: Share, columns: Share) -> tuple[Parameter, Parameter]:
-        """Of the share of a weight [N, K] and of its scales."""
+        """Return the parameters for a share of a weight [N, K] and its scales."""
         scales = BlockScales(rows, columns) if self.quantization.in_blocks else RowScales(rows)
         weight = Parameter(rows.whole, columns.whole, dtype=E4M3)
         weight.keep(0, rows)
@@ -103,11 +103,11 @@ class Fp8Format:
         return weight, scales
 
     def fits(self, depth: int, parts: list[int]) -> bool:
-        """Whether layers of these numbers of rows can share a weight: no block may belong to two of them."""
+        """Return whether layers of these numbers of rows can share a weight: no block belongs to two of them."""
         return not self.quantization.in_blocks or all(size % BLOCK == 0 for size in (depth, *parts[:-1]))
 
     def divides(self, columns: Share, parts: list[Share]) -> bool:
-        """Whether no block belongs to two ranks."""
+        """Return whether no block belongs to two ranks."""
         borders = [border for share in (columns, *parts) for border in (share.start, share.end) if border < share.whole]
         return not self.quantization.in_blocks or all(border % BLOCK == 0 for border in borders)
 

@@ -33,12 +33,12 @@ class Linear(Layer):
 
     @property
     def out_features(self) -> int:
-        """Of this rank."""
+        """The number on this rank."""
         return self.weight.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Of this rank."""
+        """The number on this rank."""
         return self.weight.shape[1]
 
     def parts_at(self, path: str) -> dict[str, Share]:
@@ -61,7 +61,7 @@ class Linear(Layer):
         self._sum = group if summed else ALONE
 
     def take_format(self, form: Fp8Format) -> None:
-        """From now on, and before `allocate`, the weight is one in 8 bits."""
+        """Keep the weight in 8 bits, from before `allocate` on."""
         self.weight, scale = form.parameters(*self.weight.shares)
         self._scale = (form.scale_name, scale)
 
@@ -119,7 +119,7 @@ class MergedLinear(Linear):
         self.parts = {name: Share.all(rows) for name, rows in parts.items()}
 
     def keep_parts(self, shares: Mapping[str, Share]) -> None:
-        """Of the named parts, only these outputs are computed here; of the others all."""
+        """Compute only these outputs of the named parts here; of the others all."""
         self.parts.update(shares)
         size = sum(share.size for share in self.parts.values())
         self.keep_rows(Share(0, size, self.weight.shape[0]))

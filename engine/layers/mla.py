@@ -28,7 +28,7 @@ LATENT_NORM_EPS = 1e-6  # whatever the config says of the other norms
 
 
 class KeyValueUp(Layer):
-    """From latents to keys and values of every head: attention itself multiplies with it, from either side."""
+    """The projection from latents to keys and values of every head. Attention multiplies with it, from either side."""
 
     def __init__(self, num_heads: int, shape: LatentShape) -> None:
         self.weight = Parameter(num_heads * (shape.nope_dim + shape.value_dim), shape.rank)
@@ -110,7 +110,7 @@ class LatentAttention(SelfAttention):
 
 
 def score_scale(shape: LatentShape, rope: Rope) -> float:
-    """What scores are multiplied with: YaRN's temperature goes into it where the config names `mscale_all_dim`."""
+    """Return the factor of scores: YaRN's temperature is part of it where the config names `mscale_all_dim`."""
     scale = shape.head_dim**-0.5
     if isinstance(rope, YarnRope) and rope.mscale_all_dim:
         scale *= (0.1 * rope.mscale_all_dim * math.log(max(rope.factor, 1.0)) + 1.0) ** 2

@@ -18,7 +18,7 @@ CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level 
 
 
 class FeedForward(Layer, abc.ABC):
-    """What follows attention in a decoder layer."""
+    """The part of a decoder layer behind attention."""
 
     @abc.abstractmethod
     def __call__(

@@ -34,7 +34,7 @@ class MoE(FeedForward):
         self._group: Group = ALONE  # over which results are summed
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Of the shared experts every rank has a stretch of the width; of the others as well, unless they are spread.
+        """Give every rank a stretch of the shared experts' width, and of the others' unless those are spread.
 
         Then it has some of them whole.
         """

@@ -29,7 +29,7 @@ class ResidualStream:
 
     @property
     def target(self) -> Tensor | None:
-        """What the next layer adds its result to; None where it gives that alone."""
+        """Return the tensor to which the next layer adds its result; None where it returns the result alone."""
         return self._sum if self._in_place else None
 
     def read(self, norm: RMSNorm) -> tuple[Tensor, RowNorm | None]:
@@ -44,7 +44,7 @@ class ResidualStream:
         return normed
 
     def take(self, result: Tensor) -> None:
-        """What a layer gave that had `target` to add to."""
+        """Take the result of a layer that had `target` to add to."""
         if self._in_place:
             self._sum = result
         else:

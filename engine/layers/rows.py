@@ -1,4 +1,4 @@
-"""Which tokens a layer is given. A mixture of experts has to know: its experts may serve those of other ranks, too."""
+"""The rows of hidden states that a layer is given. Mixtures must know: experts may serve other ranks' rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.kernels.embedding import embedding
 
 @dataclass(frozen=True)
 class RankRows:
-    """How many rows of hidden states each data-parallel rank has in a step that all run together, in rank order."""
+    """The number of rows that each data-parallel rank has in a step that all run together, in rank order."""
 
     tokens: tuple[int, ...]
     wanted: tuple[int, ...]  # behind the attention of the last layer

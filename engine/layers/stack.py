@@ -10,7 +10,7 @@ from .base import Parameter, Share, Slot
 
 
 class Held:
-    """Which items of a stack of `whole` are here, in the order of their places."""
+    """The items of a stack of `whole` that are here, in the order of their places."""
 
     def __init__(self, items: Sequence[int], whole: int) -> None:
         assert len(set(items)) == len(items), "an item lies in one place of a rank"
@@ -21,7 +21,7 @@ class Held:
 
 
 class StackSlot(Slot):
-    """Where the items that are held of a stack in the checkpoint go."""
+    """The place of those items of a checkpoint's stack that are held."""
 
     __slots__ = ("_held",)
 

@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.chat` are given beside prompts."""
+"""Arguments of `LLM.generate` and `LLM.chat` beside prompts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def require_tools(tools: Any) -> None:
 
 
 def template_variables(given: Any) -> Mapping[str, Any]:
-    """What `chat_template_kwargs` hold."""
+    """Return the template variables in `chat_template_kwargs`."""
     name = "chat_template_kwargs"
     if given is None:
         return {}

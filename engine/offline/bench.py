@@ -1,4 +1,4 @@
-"""How fast an engine is without a server. Keys of the results are those of `vllm bench`, so that one script reads both.
+"""Measurements of an engine without a server. Keys of the results are those of `vllm bench`, so one script reads both.
 
 Each function builds its engine from the model and `engine_args` (those of `EngineConfig`) and returns plain data.
 """
@@ -88,7 +88,7 @@ def startup(
     num_iters_warm: int = 3,
     engine_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """From the first import to an engine that is ready, in seconds, each time in a new process.
+    """Measure the seconds from the first import to an engine that is ready, each time in a new process.
 
     Cold starts find no compiled kernels. `warm_startup_phases` are the mean seconds of each phase of the warm ones.
     Raises `StartupFailed`.

@@ -91,7 +91,7 @@ class LLM:
         return self._prompts.tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's authors suggest (generation_config.json), else the defaults of `SamplingParams`."""
+        """Return the checkpoint's own defaults (generation_config.json), else those of `SamplingParams`."""
         generation = self.engine.model_config.generation
         suggested: dict[str, Any] = {
             "temperature": generation.temperature,

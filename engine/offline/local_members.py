@@ -32,7 +32,7 @@ _FAILED = 1
 
 
 class _Order(msgspec.Struct):
-    """What a member is told at its start, as one line of JSON."""
+    """The order that a member gets at its start, as one line of JSON."""
 
     config: EngineConfig
     rank: int

@@ -1,4 +1,4 @@
-"""What `LLM` answers. Names are vLLM's, so that scripts written for one run on the other."""
+"""Outputs of `LLM`. Names are vLLM's, so that scripts written for one run on the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely one token was at one position."""
+    """The log probability and rank of one token at one position."""
 
     logprob: float  # natural logarithm, before temperature and penalties
     rank: int  # among the whole vocabulary, 1 is the most likely

@@ -147,7 +147,7 @@ class _Load:
 
 
 class _DeviceMemory:
-    """Of the whole device, as its driver counts it. A CPU has no limit of its own."""
+    """Used memory of the whole device, as its driver counts it. A CPU has no limit of its own."""
 
     def __init__(self, device: str, utilization: float) -> None:
         self._device = device

@@ -50,7 +50,7 @@ class RequestDesk:
         self._decode = msgspec.msgpack.Decoder(list[EngineOutput]).decode
 
     def wait_ready(self, num_ranks: int, check: Callable[[], None]) -> None:
-        """Until that many other ranks serve; nobody finds the desk afterwards. `check` raises where one never will."""
+        """Wait until that many other ranks serve; none can register afterwards. `check` raises where one never will."""
         ready: set[bytes] = set()
         while len(ready) < num_ranks:
             check()
@@ -68,7 +68,7 @@ class RequestDesk:
             self._socket.send_multipart([str(rank).encode(), self._encode(message)], zmq.NOBLOCK)
 
     def receive(self, *, wait: bool) -> list[EngineOutput]:
-        """What has arrived; with `wait`, not before something has, the bell has rung, or a while has gone by."""
+        """Return the messages that have arrived; with `wait`, wait for one, for the bell, or for a while."""
         outputs: list[EngineOutput] = []
         if wait:
             zmq.select([self._socket, self._bell], [], [], _POLL_MS / 1000)
@@ -87,7 +87,7 @@ class RequestDesk:
 
 
 class OfflineCore(Protocol):
-    """What `LLM` needs of an `EngineCore`."""
+    """The part of an `EngineCore` that `LLM` needs."""
 
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -129,7 +129,7 @@ class SpreadCore:
         return self._core.has_work() or bool(self._ranks)
 
     def step(self) -> list[EngineOutput]:
-        """What the ranks have brought, waited for where rank 0 has nothing to do.
+        """Return the outputs of the ranks, waited for where rank 0 has nothing to do.
 
         Raises what rank 0's step and `check` raise.
         """

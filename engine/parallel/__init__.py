@@ -1,22 +1,22 @@
 """Several devices for one model. Groups are values: layers and engines are given theirs, and no module keeps any.
 
-groups        what members of a group do together; which groups there are
+groups        collective operations of a group; the groups that there are
 member        a process's place in its group
-division      whether a model can be divided as the arguments ask
-rendezvous    where the members of a group find each other
-membership    a member's ties to its group, from its start to its end
+division      checks that a model can be divided as the arguments ask
+rendezvous    members find each other there
+rank_group    one member's connections to its group, from start to end
 collectives   groups over torch.distributed: gloo on CPUs, NCCL on GPUs
-symmetric     sums over the memory of peers, on GPUs of one machine
+symmetric     all-reduces over peers' memory, on GPUs of one machine
 plans         steps on their way from the rank that schedules to those that follow
-waves         how a data-parallel rank that gets work wakes the others
-links         sockets over which some members talk, and hear that another has gone
-addresses     where those sockets are
-watch         how a member knows that another lives
-placement     which experts lie on which rank
+dp_wake       a data-parallel rank that gets work wakes the others
+mesh          sockets over which some members talk, and notice that another has gone
+addresses     addresses of those sockets
+watch         liveness of members
+placement     the ranks on which experts lie
 dispatch      tokens on their way to the experts' ranks, and back
-balance       moves experts to where their tokens are shared out evenly
-errors        what can go wrong between members
-measure_plans what a plan takes from rank to rank: a command
+balance       moves experts so that tokens are shared out evenly
+errors        failures between members
+measure_plans measures what a plan takes from rank to rank: a command
 
 `groups`, `member` and `division` load no torch.
 """

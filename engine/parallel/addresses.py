@@ -1,4 +1,4 @@
-"""Where sockets between members are: Unix sockets of this user within a machine, TCP between machines."""
+"""Addresses of sockets between members: Unix sockets of this user within a machine, TCP between machines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONNECT_MS = 10_000  # to a machine, and as long for its word that it is a memb
 
 
 class Addresses:
-    """Of the sockets that one end binds."""
+    """The addresses of the sockets that one end binds."""
 
     def __init__(self, member: Member) -> None:
         self._member = member

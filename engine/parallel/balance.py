@@ -40,13 +40,13 @@ class ExpertBalancer:
         self._moves = moves
 
     def forget(self) -> None:
-        """What has been counted so far was no request's."""
+        """Forget the counts so far: they are of no request."""
         for layer in self._layers:
             layer.table.loads.zero_()
 
     @torch.inference_mode()
     def review(self) -> None:
-        """Of what has been counted since the last time. Every rank of the group calls it before the same step."""
+        """Review the counts since the last time. Every rank of the group calls it before the same step."""
         loads = self._take_loads()
         before = [layer.placement.imbalance(counts) for layer, counts in zip(self._layers, loads, strict=True)]
         num_moves = self.last.num_moves
@@ -65,7 +65,7 @@ class ExpertBalancer:
         return counts
 
     def _move(self, layer: SpreadExperts, target: ExpertPlacement) -> int:
-        """How many experts the group has copied."""
+        """Copy experts to their new places. Returns how many the group has copied."""
         ep, slots = self._groups.ep, target.slots
         moves = layer.placement.moves_to(target)
         going = [move for move in moves if move.source // slots == ep.rank]
@@ -109,7 +109,7 @@ class ReviewingRunner:
 
 
 def spread_experts(layer: Layer) -> list[SpreadExperts]:
-    """Of all layers that have experts on other ranks."""
+    """Balance the experts of all layers that have some on other ranks."""
     from ..layers.base import layers_of
     from ..layers.moe import MoE
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions  # `torch.distributed` f
 from .errors import CollectiveFailed, GroupFailed
 from .groups import ALL_ALONE, ALONE, ExpertSpread, Group, ParallelGroups
 from .member import Member
-from .rendezvous import Meeting
+from .rendezvous import RendezvousClient
 from .symmetric import with_peer_memory
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class TorchGroup(Group):
     """gloo and NCCL both reduce every element at one place and hand the result round, so all ranks get equal bits."""
 
     def __init__(self, tensors: Any, integers: Any) -> None:
-        """Of process groups: `tensors` carries what lies on the members' devices, `integers` what they agree on."""
+        """Use two process groups: `tensors` carries device tensors, `integers` what the members agree on."""
         self.rank = tensors.rank()
         self.size = tensors.size()
         self._tensors = tensors
@@ -103,7 +103,7 @@ def _in_order(options: Any) -> Any:
 
 def connect_groups(
     member: Member,
-    meeting: Meeting | None,
+    rendezvous: RendezvousClient | None,
     device: torch.device,
     spread: ExpertSpread | None = None,
     *,
@@ -116,22 +116,22 @@ def connect_groups(
     tensors waiting for `timeout_s` has failed, unless that is inside a captured step: there it is waited for. GPUs of
     one machine use each other's memory, if `peer_memory`. Raises `GroupFailed`.
     """
-    if meeting is None:
+    if rendezvous is None:
         return ALL_ALONE
 
-    connector = _Connector(member, meeting, device, timeout_s)
+    connector = _Connector(member, rendezvous, device, timeout_s)
 
     def group(name: str, ranks: Sequence[int], *, through_memory: bool = peer_memory) -> Group:
         if len(ranks) == 1:
             return ALONE
         connected = connector.connect(name, ranks)
         is_served = through_memory and device.type == "cuda"
-        return with_peer_memory(name, connected, meeting, device) if is_served else connected
+        return with_peer_memory(name, connected, rendezvous, device) if is_served else connected
 
-    meeting.put(f"here/{member.rank}", member.host)
+    rendezvous.put(f"here/{member.rank}", member.host)
     everyone = list(range(member.world_size))
     for rank in member.tp_ranks if spread is None else everyone:
-        meeting.get(f"here/{rank}")
+        rendezvous.get(f"here/{rank}")
     tp = group(f"tp/{member.dp_rank}", member.tp_ranks)
     if spread is None:
         return ParallelGroups(tp)
@@ -150,9 +150,9 @@ class _Connector:
     All of them use one device of gloo's: each has a thread, which wakes eighty times a second even where nothing comes.
     """
 
-    def __init__(self, member: Member, meeting: Meeting, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, member: Member, rendezvous: RendezvousClient, device: torch.device, timeout_s: float) -> None:
         self._member = member
-        self._meeting = meeting
+        self._meeting = rendezvous
         self._device = device
         self._timeout_s = timeout_s
         try:

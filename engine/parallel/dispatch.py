@@ -32,7 +32,7 @@ from .symmetric import SymmetricGroup
 
 @dataclass(frozen=True)
 class Trip:
-    """How tokens came that were sent one by one, for the way back."""
+    """The routes of tokens that were sent one by one, for the way back."""
 
     sent: list[int]  # to each rank
     received: list[int]
@@ -170,7 +170,7 @@ class AllToAll(ExpertDispatch):
 
 
 def _parts(goes: Tensor, most: int) -> Tensor:
-    """Of goes [n, ranks], the rows of each token among all that are sent, by rank and then by token: [n, most].
+    """Return the rows of each token among all that are sent, by rank and then by token: [n, most], for goes [n, ranks].
 
     Filled up with the row behind the last.
     """

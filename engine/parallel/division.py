@@ -1,4 +1,4 @@
-"""Whether a model can be divided as the arguments ask: known from its config alone, before anything starts."""
+"""Checks that a model can be divided as the arguments ask, by its config alone, before anything starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check_blocks(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def _divided_rows_and_columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
-    """What of a weight is divided: its name, its size, a rank's share."""
+    """Yield the dimensions of weights that are divided: name, size, a rank's share."""
     heads = model.num_heads
     if model.latent is None:
         kv_heads = model.num_kv_heads

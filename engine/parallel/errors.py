@@ -1,4 +1,4 @@
-"""What can go wrong between the members of a group."""
+"""Errors between the members of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the members of a group do together, and which groups a member belongs to.
+"""Collective operations of a group, and the groups that a member belongs to.
 
 Results have equal bits on every rank: all of them draw the same tokens without being told which.
 """
@@ -58,7 +58,7 @@ class Group(abc.ABC):
         """Before ready: whatever collectives of that type will launch, whatever their size, is compiled."""
 
     def sketch(self, rank: int) -> Group:
-        """What looks like this group to its `rank` and waits for nobody: results have their shapes and mean nothing."""
+        """Return a stub of this group for its `rank`, which waits for no rank: results have shapes and no meaning."""
         return _Sketched(rank, self.size)
 
 
@@ -121,7 +121,7 @@ def _sketched(group: Group, rank: int | None = None) -> Group:
 
 @dataclass(frozen=True)
 class ExpertSpread:
-    """How whole experts are spread over all ranks of a group."""
+    """The spread of whole experts over all ranks of a group."""
 
     num_redundant: int = 0  # copies of experts, beyond the model's
     backend: str = ALL2ALL_BACKENDS[0]

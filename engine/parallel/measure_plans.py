@@ -20,7 +20,7 @@ from ..core.step import Chunk, StepPlan
 from .groups import ALL_ALONE
 from .member import Member
 from .plans import PlanReceiver, PlanSender
-from .rendezvous import Meeting, Rendezvous
+from .rendezvous import Rendezvous, RendezvousClient
 
 BLOCK_TOKENS = 16  # a request takes a new block every so many steps
 CONTEXT_TOKENS = 1000
@@ -71,10 +71,10 @@ def _member(rank: int, rendezvous: str) -> Member:
     return Member(rank=rank, tensor_parallel_size=2, rendezvous=rendezvous, start_timeout_s=START_TIMEOUT_S)
 
 
-def _joined(member: Member) -> tuple[Member, Meeting]:
-    meeting = Meeting(member.rendezvous, member.rank, timeout_s=START_TIMEOUT_S)
-    meeting.put(f"here/{member.rank}", member.host)
-    return member, meeting
+def _joined(member: Member) -> tuple[Member, RendezvousClient]:
+    rendezvous = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_TIMEOUT_S)
+    rendezvous.put(f"here/{member.rank}", member.host)
+    return member, rendezvous
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which experts lie on which rank, and where they had better lie, given how many tokens went to each.
+"""Placement of experts on ranks, and a better one, given how many tokens went to each.
 
     physical expert   0 1 2 | 3 4 5 | 6 7 8          rank r has `slots` of them, from r * slots on
     logical expert    0 1 2 | 3 4 5 | 6 7 0          busy ones have replicas; tokens take turns
@@ -24,7 +24,7 @@ class ExpertMove:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Of each rank, the logical experts that it holds, in the order of its places; none twice."""
+    """The logical experts that each rank holds, in the order of its places; none twice."""
 
     held: tuple[tuple[int, ...], ...]
 
@@ -59,7 +59,7 @@ class ExpertPlacement:
         return range(rank * self.slots, (rank + 1) * self.slots)
 
     def replicas(self) -> list[list[int]]:
-        """Of each logical expert its physical ones."""
+        """The physical experts of each logical one."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for place, expert in enumerate(expert for rank in self.held for expert in rank):
             found[expert].append(place)
@@ -86,7 +86,7 @@ class ExpertPlacement:
         return ExpertPlacement(tuple(self._in_old_places(bins)))
 
     def _count_replicas(self, loads: Sequence[int]) -> list[int]:
-        """Of each expert. Their sum is the number of places."""
+        """Return the number of replicas of each expert. Their sum is the number of places."""
         counts = [1] * self.num_experts
         heap = [(-float(load), expert) for expert, load in enumerate(loads)]
         heapq.heapify(heap)
@@ -133,7 +133,7 @@ class ExpertPlacement:
         return held
 
     def moves_to(self, target: ExpertPlacement) -> list[ExpertMove]:
-        """What has to be copied where, in the order of the targets; from ranks that have it, in turns."""
+        """Return the copies that lead to another placement, by target; sources take turns."""
         replicas = self.replicas()
         moves = []
         for rank, (old, new) in enumerate(zip(self.held, target.held, strict=True)):

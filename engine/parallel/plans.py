@@ -1,8 +1,8 @@
 """Steps on their way from the rank that schedules to those that follow.
 
     EngineCore ──StepPlan──> LeadingRunner ─┬─> its own runner
-                                            ├──Links──> follow_plans: another rank's runner
-                                            └──Links──> ...
+                                            ├──Mesh──> follow_plans: another rank's runner
+                                            └──Mesh──> ...
 
 A plan is sent as it is: it carries differences only. Nothing comes back. Sampled tokens are equal on all ranks, and a
 rank that does not keep up is waited for in the next step's first collective.
@@ -18,9 +18,9 @@ import msgspec
 from ..core.step import PendingStep, Runner, StepPlan, StepResult
 from .errors import GroupFailed
 from .groups import ParallelGroups
-from .links import Links
 from .member import Member
-from .rendezvous import Meeting
+from .mesh import Mesh
+from .rendezvous import RendezvousClient
 
 _NAME = "plans"
 
@@ -28,41 +28,41 @@ _NAME = "plans"
 class PlanSender:
     """The scheduling rank's end."""
 
-    def __init__(self, member: Member, meeting: Meeting, groups: ParallelGroups) -> None:
+    def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
         """Returns when all followers are connected. Raises `GroupFailed`."""
-        self._links = Links(_NAME, member, meeting, groups, member.tp_ranks[1:], grace_s=0.0)
+        self._mesh = Mesh(_NAME, member, rendezvous, groups, member.tp_ranks[1:], grace_s=0.0)
         self._encode = msgspec.msgpack.Encoder().encode
 
     @property
     def loss(self) -> str | None:
         """The follower that has gone."""
-        return self._links.loss
+        return self._mesh.loss
 
     def send(self, plan: StepPlan) -> None:
         """Returns at once. Raises `GroupFailed` where a follower has gone."""
-        self._links.send(self._encode(plan))
+        self._mesh.send(self._encode(plan))
 
     def check(self) -> None:
         """Raises `GroupFailed` where a follower has gone."""
-        self._links.check()
+        self._mesh.check()
 
     def close(self, *, well: bool = True) -> None:
         """Tells the followers that there are no more plans, or, where it does not end well, nothing: they see it."""
-        self._links.close(well=well)
+        self._mesh.close(well=well)
 
 
 class PlanReceiver:
     """A follower's end."""
 
-    def __init__(self, member: Member, meeting: Meeting, groups: ParallelGroups) -> None:
+    def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
         """Raises `GroupFailed` where nobody sends plans."""
         self._leader = member.tp_ranks[0]
-        self._links = Links(_NAME, member, meeting, groups, [self._leader])
+        self._mesh = Mesh(_NAME, member, rendezvous, groups, [self._leader])
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
 
     def receive(self) -> StepPlan | None:
         """The next plan, waited for at no cost; None: there are no more. Raises `GroupFailed`: the leader has gone."""
-        message = self._links.receive()
+        message = self._mesh.receive()
         if message is None:
             return None
         try:
@@ -72,7 +72,7 @@ class PlanReceiver:
 
     def close(self) -> None:
         """Before the leader ends, that is a loss to it."""
-        self._links.close(well=False)
+        self._mesh.close(well=False)
 
 
 class LeadingRunner:

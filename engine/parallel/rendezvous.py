@@ -1,4 +1,4 @@
-"""Where the members of a group find each other, and read why one of them could not come.
+"""The rendezvous of a group: members find each other there, and read why one of them could not come.
 
 Addresses are exchanged under names; a failure is written down for the others, who see it while they wait. What is kept
 here is neither encrypted nor guarded: it belongs on a network that the cluster has to itself, as do the collectives.
@@ -39,7 +39,7 @@ class Rendezvous:
         _write_failure(self._store, rank, reason)
 
 
-class Meeting:
+class RendezvousClient:
     """A member's connection to its group's rendezvous. Raises `GroupFailed` where nobody answers there.
 
     `store` is for torch's groups: a connection of their own, so that what they wait for there holds up nobody here.
@@ -71,7 +71,7 @@ class Meeting:
         self._ask(lambda: self._store.set(name, value))
 
     def get(self, name: str) -> str:
-        """What someone puts there, waited for. Raises `GroupFailed` where a member fails meanwhile, or none does."""
+        """Wait for a value that a member puts there. Raises `GroupFailed` where a member fails, or none puts it."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             self.check()
@@ -82,7 +82,7 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def accompany(self, work: Callable[[], T]) -> T:
-        """What `work` gives, which waits for other members inside of torch: given up where one of them fails.
+        """Run `work`, which waits for other members inside of torch, and give it up where one of them fails.
 
         It runs on another thread. Raises `GroupFailed`, and what it raises.
         """
@@ -96,7 +96,7 @@ class Meeting:
         self._ask(lambda: _write_failure(self._store, self.rank, reason))
 
     def failure(self, patience_s: float | None = None) -> str | None:
-        """Which member failed first, and why; None: none that is known of. `patience_s`: by default `ANSWER_S`."""
+        """Return which member failed first, and why; None: none is known of. `patience_s`: by default `ANSWER_S`."""
         return self._ask(lambda: self._read(_FAILURE), patience_s)
 
     def check(self) -> None:
@@ -131,12 +131,12 @@ def _begun(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             given.set_exception(error)
 
-    threading.Thread(target=run, name="baton-meeting", daemon=True).start()
+    threading.Thread(target=run, name="baton-rendezvous", daemon=True).start()
     return given
 
 
 def _soon(work: Callable[[], T], patience_s: float) -> T:
-    """What `work` gives. Raises what it raises, and `TimeoutError`."""
+    """Return what `work` returns. Raises what it raises, and `TimeoutError`."""
     return _begun(work).result(patience_s)
 
 

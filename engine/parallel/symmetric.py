@@ -12,7 +12,7 @@ from baton.kernels import p2p
 from baton.kernels.p2p import Op, PeerAccessError, PeerMemory
 
 from .groups import Group
-from .rendezvous import Meeting
+from .rendezvous import RendezvousClient
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SymmetricGroup(Group):
         self._group.wait_closed(timeout_s)
 
 
-def with_peer_memory(name: str, group: Group, meeting: Meeting, device: torch.device) -> Group:
+def with_peer_memory(name: str, group: Group, rendezvous: RendezvousClient, device: torch.device) -> Group:
     """`group` over its members' memory; or as it was, where they cannot reach that, said in one line of log.
 
     All members call it. Raises `GroupFailed` where one of them does not.
@@ -72,8 +72,8 @@ def with_peer_memory(name: str, group: Group, meeting: Meeting, device: torch.de
     def exchange(words: str) -> list[str]:
         nonlocal exchanges
         exchanges += 1
-        meeting.put(f"{name}/memory/{exchanges}/{group.rank}", words)
-        return [meeting.get(f"{name}/memory/{exchanges}/{rank}") for rank in range(group.size)]
+        rendezvous.put(f"{name}/memory/{exchanges}/{group.rank}", words)
+        return [rendezvous.get(f"{name}/memory/{exchanges}/{rank}") for rank in range(group.size)]
 
     try:
         memory = PeerMemory.share(group.rank, group.size, device, exchange)

@@ -1,4 +1,4 @@
-"""How a rank knows that another lives: by a socket that it has connected to it, and between machines by heartbeats."""
+"""Liveness of other ranks: by a socket that is connected to each, and between machines by heartbeats."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ..core.messages import ExpertReview
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..parallel.balance import ExpertBalancer, ReviewingRunner
-from ..parallel.membership import Membership
+from ..parallel.rank_group import RankGroup
 from .device import DeviceContext, DeviceStartup
 from .kv_cache import region_of
 from .phases import Phases
@@ -28,7 +28,7 @@ _CLOSE_S = 5.0
 class LoadedMember:
     """A rank whose weights are loaded and whose KV blocks are allocated."""
 
-    membership: Membership
+    membership: RankGroup
     model_config: ModelConfig
     core_config: EngineCoreConfig
     region: KVRegion
@@ -47,7 +47,7 @@ class LoadedMember:
 def load_member(
     config: EngineConfig,
     model_config: ModelConfig,
-    membership: Membership,
+    membership: RankGroup,
     context: DeviceContext,
     compiler: Compiler | None,
     phases: Phases,

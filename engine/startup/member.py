@@ -33,12 +33,12 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
     with _kernel_compiler(config, member, phases) as compiler:
         with phases("imports"):
             # Here rather than at the top: torch loads with it, and a process that only names `Engine` needs no torch.
-            from ..parallel.membership import Membership
+            from ..parallel.rank_group import RankGroup
             from .device import DeviceContext, device_for
             from .load import load_member
 
             device = device_for(config, member)
-        membership = Membership(
+        membership = RankGroup(
             member,
             config.expert_spread,
             timeout_s=config.distributed_timeout_seconds,

@@ -53,7 +53,7 @@ class GrammarCache:
                 self._num_bytes -= oldest.memory_size_bytes
 
     def knows(self, key: bytes) -> bool:
-        """Whether `get` has an answer, be it a refusal."""
+        """Return whether `get` has an answer, be it a refusal."""
         with self._lock:
             return key in self._compiled or time.monotonic() < self._refused.get(key, ("", 0.0))[1]
 

@@ -93,7 +93,7 @@ class GrammarCompiler:
             process.wait()
 
     def close(self) -> None:
-        """What is being compiled is given up, and nothing is any more."""
+        """Give up what is being compiled, and compile nothing any more."""
         self._closed = True
         self.rest()
 

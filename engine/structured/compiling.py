@@ -68,7 +68,7 @@ def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """What is allocated from now on."""
+    """Limit the memory that is allocated from now on."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which is what the limit counts
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -131,7 +131,7 @@ def choice_grammar(choices: list[str]) -> str:
 
 @contextmanager
 def overhearing() -> Iterator[list[str]]:
-    """What xgrammar warns of on standard error within, in a list that is filled at the end."""
+    """Collect what xgrammar warns of on standard error, in a list that is filled at the end."""
     warnings: list[str] = []
     before = os.dup(2)
     with tempfile.TemporaryFile() as heard:

@@ -14,7 +14,7 @@ _LENGTH_BYTES = 8
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Whose tokens grammars are made of."""
+    """The vocabulary whose tokens grammars are made of."""
 
     tokenizer: str  # folder
     vocab_size: int  # of the model's output layer
@@ -22,7 +22,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one grammar may cost its compiler."""
+    """Limits of what one grammar may cost its compiler."""
 
     compile_s: int = 30
     memory_bytes: int = 2 << 30  # beyond what the process takes before its first grammar

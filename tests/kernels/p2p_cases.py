@@ -17,7 +17,7 @@ from member_pool import device_of
 from torch import Tensor
 
 from baton.engine.parallel import Member
-from baton.engine.parallel.rendezvous import Meeting
+from baton.engine.parallel.rendezvous import RendezvousClient
 from baton.kernels.p2p import Op, PeerMemory, reference
 from baton.kernels.p2p.options import OF_TOKENS, Method
 from baton.kernels.p2p.peer_memory import EMPTY, total_bytes
@@ -107,7 +107,7 @@ def make_files(folder: Path, ranks: int) -> list[Path]:
 
 
 def exchange_of(member: Member, name: str) -> Callable[[str], list[str]]:
-    meeting = Meeting(member.rendezvous, member.rank, timeout_s=TIMEOUT_S)
+    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=TIMEOUT_S)
     numbers = itertools.count()
 
     def exchange(words: str) -> list[str]:

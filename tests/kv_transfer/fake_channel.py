@@ -82,41 +82,41 @@ class FakeChannel:
         self.address = address
         self.closed = False
         self._network = network
-        self._links: dict[int, str] = {}
+        self._mesh: dict[int, str] = {}
         self._inbox: list[tuple[Route, bytes]] = []
         self._broken: list[Route] = []
 
     def connect(self, address: str) -> Route:
         number = self._network.number()
-        self._links[number] = address
+        self._mesh[number] = address
         return number
 
     def disconnect(self, route: Route) -> None:
         if isinstance(route, int):
-            self._links.pop(route, None)
+            self._mesh.pop(route, None)
 
     def send(self, route: Route, data: bytes) -> bool:
         if isinstance(route, int):
             # The other end knows the connection by our address and the link's number, and answers by that.
-            self._network.carry(self, self._links[route], f"{route} {self.address}".encode(), data)
+            self._network.carry(self, self._mesh[route], f"{route} {self.address}".encode(), data)
         else:
             number, address = route.decode().split(" ", 1)
             self._network.carry(self, address, int(number), data)
         return True
 
     def receive(self) -> list[tuple[Route, bytes]]:
-        arrived = [(route, data) for route, data in self._inbox if isinstance(route, bytes) or route in self._links]
+        arrived = [(route, data) for route, data in self._inbox if isinstance(route, bytes) or route in self._mesh]
         self._inbox.clear()
         return arrived
 
     def lost(self) -> list[Route]:
-        broken: list[Route] = [route for route in self._broken if route in self._links]
+        broken: list[Route] = [route for route in self._broken if route in self._mesh]
         self._broken.clear()
         return broken
 
     def break_all(self) -> None:
         """Every connection that it opened breaks, and is there again at once."""
-        self._broken += self._links
+        self._broken += self._mesh
 
     def break_link(self, number: int) -> None:
         """The same to one."""

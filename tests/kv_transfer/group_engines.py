@@ -18,7 +18,7 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.tiers import TierStats
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel.member import Member
-from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.copies.group_copies import follow_connector
@@ -53,7 +53,7 @@ class _Leader:
         if member.tensor_parallel_size > 1:
             crew = CrewSocket(member.tensor_parallel_size, member.host, job.key)
             copies, ranks = (RankSocket(member.tensor_parallel_size, member.host, job.key) for _ in range(2))
-            meeting = Meeting(member.rendezvous, member.rank, timeout_s=START_S)
+            meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
             for what, socket in ((_CREW, crew), (_COPIES, copies), (_TIERS, ranks)):
                 meeting.put(what, socket.address)
 
@@ -143,7 +143,7 @@ def _lead(pipe: multiprocessing.connection.Connection, *arguments: Any) -> None:
 
 def _follow(job: Job, member: Member) -> None:
     def connect(region: KVRegion) -> list[object]:
-        meeting = Meeting(member.rendezvous, member.rank, timeout_s=START_S)
+        meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
         reader = follow_connector(
             region,
             rank=member.tp_rank,

@@ -250,7 +250,7 @@ Ranks.TestCase.settings = settings(
 TestRanks = Ranks.TestCase
 
 
-class Meeting:
+class RendezvousClient:
     """The agreement of ranks that are threads. A rank that leaves ends it for all."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -291,7 +291,7 @@ class GroupRunner(FakeRunner):
 class Replica(threading.Thread):
     """A rank as its server drives it: steps while there is work, sleeps otherwise."""
 
-    def __init__(self, rank: int, group: list[Replica], meeting: Meeting, depth: int) -> None:
+    def __init__(self, rank: int, group: list[Replica], meeting: RendezvousClient, depth: int) -> None:
         super().__init__(daemon=True)
         engine_config = config(depth=depth, max_num_batched_tokens=16)
         self.runner = GroupRunner(engine_config)
@@ -361,7 +361,7 @@ def until_idle(group: list[Replica]) -> None:
 
 
 def start_group(num_ranks: int, depth: int) -> list[Replica]:
-    meeting = Meeting(num_ranks)
+    meeting = RendezvousClient(num_ranks)
     group: list[Replica] = [None] * num_ranks  # type: ignore[list-item]
     for rank in range(num_ranks):
         group[rank] = Replica(rank, group, meeting, depth)

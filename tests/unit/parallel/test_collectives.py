@@ -15,7 +15,7 @@ from baton.engine.parallel import ALONE, Group, Member, ParallelGroups
 from baton.engine.parallel.collectives import TorchGroup, connect_groups
 from baton.engine.parallel.errors import CollectiveFailed
 from baton.engine.parallel.groups import ExpertSpread
-from baton.engine.parallel.rendezvous import Meeting
+from baton.engine.parallel.rendezvous import RendezvousClient
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 3, 64, 1001, 65536)
@@ -171,7 +171,7 @@ def test_one_thread_listens_for_all_groups_of_a_member(pool: MemberPool) -> None
 
 
 def test_a_member_whose_address_is_nobodys_says_so() -> None:
-    member, meeting = Member(tensor_parallel_size=2, host="192.0.2.7"), cast(Meeting, Strangers())
+    member, meeting = Member(tensor_parallel_size=2, host="192.0.2.7"), cast(RendezvousClient, Strangers())
     with pytest.raises(CollectiveFailed, match=r"192\.0\.2\.7"):
         connect_groups(member, meeting, torch.device("cpu"))
 

@@ -19,10 +19,10 @@ from thread_groups import Closing, run_threads
 from baton.engine import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
-from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups, links
+from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups, mesh
 from baton.engine.parallel.addresses import connect
 from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
-from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 START = RowStart(
     row=3,
@@ -73,7 +73,7 @@ def ends(
     groups = [Closing() for _ in members]
 
     def make(member: Member, group: Group) -> Any:
-        meeting = Meeting(member.rendezvous, member.rank, timeout_s=30)
+        meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
         meeting.put(f"here/{member.rank}", member.host)
         return (PlanSender if member.rank == 0 else PlanReceiver)(member, meeting, ParallelGroups(group))
 
@@ -140,7 +140,7 @@ def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
 
 def test_what_is_no_plan_is_told_by_name() -> None:
     with ends() as (sender, (receiver,), _):
-        sender._links.send(b"nonsense")
+        sender._mesh.send(b"nonsense")
         with pytest.raises(GroupFailed, match="rank 0 sent what is no plan"):
             receiver.receive()
 
@@ -164,7 +164,7 @@ def test_nothing_comes_behind_the_gap_where_a_connection_has_broken(monkeypatch:
             found[member.rank] = proxies.enter_context(SilentProxy(address))
             connect(socket, found[member.rank].address, member)
 
-        monkeypatch.setattr(links, "connect", connect_by_way)
+        monkeypatch.setattr(mesh, "connect", connect_by_way)
         with ends(follower=FAR) as (sender, (receiver,), groups):
             sender.send(PLANS[0])
             assert receiver.receive() == PLANS[0]
@@ -189,7 +189,7 @@ def test_a_follower_without_the_clusters_key_gets_none() -> None:
 def test_a_follower_that_finds_nobody_at_the_address_says_where_and_waits_no_longer(address: str) -> None:
     rendezvous = Rendezvous()
     member = Member(rank=1, tensor_parallel_size=2, rendezvous=rendezvous.address, start_timeout_s=600.0)
-    meeting = Meeting(member.rendezvous, member.rank, timeout_s=30)
+    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
     meeting.put("here/0", member.host)
     meeting.put("plans/0", f"word {address}")
     with pytest.raises(GroupFailed, match=f"rank 0 did not connect: no member of this group answers at {address}"):
@@ -200,7 +200,7 @@ def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rendezvous = Rendezvous()
     member = Member(tensor_parallel_size=3, rendezvous=rendezvous.address)
-    meeting = Meeting(member.rendezvous, member.rank, timeout_s=30)
+    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
     meeting.put("here/1", member.host)
     threading.Timer(0.2, lambda: rendezvous.fail(2, "it does not fit")).start()
     with pytest.raises(GroupFailed, match="it does not fit"):
@@ -219,7 +219,7 @@ def test_a_unix_socket_is_for_its_user_only_and_its_path_is_gone_once_all_are_co
         modes.append(stat.S_IMODE(Path(address.removeprefix("ipc://")).parent.stat().st_mode))
         connect(socket, address, member)
 
-    monkeypatch.setattr(links, "connect", connect_and_look)
+    monkeypatch.setattr(mesh, "connect", connect_and_look)
     with ends(3) as (sender, receivers, _):
         assert modes == [0o700] * 4  # each way between the leader and a follower
         assert list(tmp_path.iterdir()) == []
@@ -235,7 +235,7 @@ def test_a_start_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, monke
         contexts.append(socket.context)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(links, "connect", interrupt)
+    monkeypatch.setattr(mesh, "connect", interrupt)
     with pytest.raises(KeyboardInterrupt), ends():
         pass
     assert contexts

@@ -19,8 +19,8 @@ from baton.engine.core.step import StepPlan
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import GroupFailed, Member, rendezvous
 from baton.engine.parallel.collectives import connect_groups
-from baton.engine.parallel.membership import Membership
-from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.engine.parallel.rank_group import RankGroup
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 SOON_S = 30.0
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
         yield proxy
 
 
-def meeting_by(link: SilentProxy, rank: int = 0) -> Meeting:
-    return Meeting(link.address.removeprefix("tcp://"), rank, timeout_s=600.0)
+def meeting_by(link: SilentProxy, rank: int = 0) -> RendezvousClient:
+    return RendezvousClient(link.address.removeprefix("tcp://"), rank, timeout_s=600.0)
 
 
 def test_a_rendezvous_that_takes_a_hello_and_never_answers_is_an_error(link: SilentProxy) -> None:
@@ -68,7 +68,7 @@ def test_a_member_whose_link_is_lost_among_torchs_questions_gives_up(link: Silen
 
 def test_a_member_that_fails_while_others_connect_to_it_ends_their_waiting() -> None:
     place = Rendezvous()
-    meetings = [Meeting(place.address, rank, timeout_s=600.0) for rank in range(2)]
+    meetings = [RendezvousClient(place.address, rank, timeout_s=600.0) for rank in range(2)]
     meetings[1].put("here/1", "127.0.0.1")
     threading.Timer(0.5, lambda: meetings[1].fail("its device is gone")).start()
     with pytest.raises(GroupFailed, match="rank 1 failed: its device is gone"):
@@ -78,12 +78,12 @@ def test_a_member_that_fails_while_others_connect_to_it_ends_their_waiting() -> 
 @pytest.mark.parametrize("address", ["", "here", "::1:29500", "[::1]", ":80", "host:port"])
 def test_an_address_that_is_none_is_told(address: str) -> None:
     with pytest.raises(GroupFailed, match="is no host:port"):
-        Meeting(address, 0, timeout_s=1.0)
+        RendezvousClient(address, 0, timeout_s=1.0)
 
 
 def test_a_rendezvous_that_is_not_there_is_told() -> None:
     with pytest.raises(GroupFailed, match=r"rank 3 finds no rendezvous at 127\.0\.0\.1:1: "):
-        Meeting("127.0.0.1:1", 3, timeout_s=1.0)
+        RendezvousClient("127.0.0.1:1", 3, timeout_s=1.0)
 
 
 class Pair:
@@ -94,7 +94,7 @@ class Pair:
         self._place = Rendezvous(host)
         common: dict[str, Any] = {"rendezvous": self._place.address, "start_timeout_s": SOON_S, **SECURE}
         members = [Member(rank=rank, tensor_parallel_size=2, host=host, **common) for rank in range(2)]
-        self.ends = [Membership(member, timeout_s=SOON_S) for member in members]
+        self.ends = [RankGroup(member, timeout_s=SOON_S) for member in members]
         run_threads([functools.partial(end.join, CPU) for end in self.ends], lambda: None)
         self.ports = ports_of_this_process() - before
 
@@ -106,7 +106,7 @@ class Pair:
         leader._sender.send(StepPlan(7, [], [], []))
         assert follower._receiver.receive() == StepPlan(7, [], [], [])
 
-        def add(end: Membership) -> list[float]:
+        def add(end: RankGroup) -> list[float]:
             time.sleep(late_s if end is follower else 0.0)
             return list(end.groups.tp.all_reduce(torch.tensor([1.0, 2.0])))
 
@@ -140,7 +140,7 @@ def test_strangers_at_a_rendezvous_keep_no_member_from_it() -> None:
     place = Rendezvous()
     port = int(place.address.rpartition(":")[2])
     strangers = [say(("127.0.0.1", port), what) for what in GARBAGE.values()]
-    first, second = (Meeting(place.address, rank, timeout_s=SOON_S) for rank in range(2))
+    first, second = (RendezvousClient(place.address, rank, timeout_s=SOON_S) for rank in range(2))
     first.put("address", "10.0.0.1")
     for stranger in strangers:
         stranger.close()
@@ -151,5 +151,5 @@ def test_strangers_at_a_rendezvous_keep_no_member_from_it() -> None:
 def test_a_rendezvous_has_an_ipv6_address_in_brackets() -> None:
     place = Rendezvous("::1")
     assert place.address.startswith("[::1]:")
-    Meeting(place.address, 0, timeout_s=SOON_S).put("address", "fd00::1")
-    assert Meeting(place.address, 1, timeout_s=SOON_S).get("address") == "fd00::1"
+    RendezvousClient(place.address, 0, timeout_s=SOON_S).put("address", "fd00::1")
+    assert RendezvousClient(place.address, 1, timeout_s=SOON_S).get("address") == "fd00::1"

@@ -11,7 +11,7 @@ from member_pool import GROUP_TIMEOUT_S, MemberPool
 
 from baton.engine.parallel import Group, Member, ParallelGroups, collectives, symmetric
 from baton.engine.parallel.groups import ExpertSpread
-from baton.engine.parallel.rendezvous import Meeting
+from baton.engine.parallel.rendezvous import RendezvousClient
 from baton.engine.parallel.symmetric import SymmetricGroup, with_peer_memory
 from baton.kernels.p2p import Op, PeerAccessError, PeerMemory
 
@@ -104,7 +104,7 @@ def share_over_rendezvous(member: Member) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric.PeerMemory, "share", share)
-        meeting = Meeting(member.rendezvous, member.rank, timeout_s=GROUP_TIMEOUT_S)
+        meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=GROUP_TIMEOUT_S)
         group = type("Ranked", (Recorder,), {"rank": member.rank})()
         return told, with_peer_memory("tp/0", group, meeting, CPU) is group
 

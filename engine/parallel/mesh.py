@@ -5,7 +5,7 @@
 
 A rank takes another one for gone where a connection ends that it has made itself, and closes the groups, which ends
 whatever collective waits there. Who else comes to its own port, such as a health check or a scanner, is nobody's loss;
-and what is said there without the word that ranks give each other at their meeting is dropped.
+and what is said there without the word that ranks give each other at their rendezvous is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .addresses import Addresses, connect
 from .errors import GroupFailed
 from .groups import ParallelGroups
 from .member import Member
-from .rendezvous import Meeting
+from .rendezvous import RendezvousClient
 from .watch import Watch, inproc_pair
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ _MAX_BYTES = 1 << 30  # of a message: a stranger may announce any number
 _REASON_S = 2.0  # for the rendezvous to say why a rank has gone: it may have gone with it
 
 
-class Links:
+class Mesh:
     """One rank's end. One thread sends and closes it, one may receive."""
 
     def __init__(
         self,
         name: str,
         member: Member,
-        meeting: Meeting,
+        rendezvous: RendezvousClient,
         groups: ParallelGroups,
         others: Sequence[int],
         *,
@@ -52,7 +52,7 @@ class Links:
 
         `grace_s`: none where the others never end by themselves. Raises `GroupFailed`.
         """
-        self._name, self._meeting, self._groups, self._grace_s = name, meeting, groups, grace_s
+        self._name, self._meeting, self._groups, self._grace_s = name, rendezvous, groups, grace_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._addresses = Addresses(member)
         self._word = secrets.token_hex(8).encode()

@@ -11,18 +11,18 @@ import torch
 from ..core.lockstep import Lockstep
 from ..core.step import Runner
 from .collectives import connect_groups
+from .dp_wake import DPWake, WatchedRunner
 from .errors import CollectiveFailed, GroupFailed
 from .groups import ALL_ALONE, ExpertSpread, ParallelGroups
 from .member import Member
 from .plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
-from .rendezvous import Meeting
-from .waves import WatchedRunner, Waves
+from .rendezvous import RendezvousClient
 
 _PATIENCE_S = 2.0  # for the reason of a failure to arrive, behind the failure
 
 
-class Membership:
-    """Of one member, from its start to its end. A member by itself has no ties, and all of this does nothing."""
+class RankGroup:
+    """One member's connections to its group, from start to end. For a member by itself all of this does nothing."""
 
     def __init__(
         self, member: Member, spread: ExpertSpread | None = None, *, timeout_s: float, peer_memory: bool = True
@@ -36,48 +36,48 @@ class Membership:
         self._peer_memory = peer_memory
         self._spread = spread
         self.groups: ParallelGroups = ALL_ALONE
-        self.meeting: Meeting | None = None
-        self._waves: Waves | None = None
+        self.rendezvous: RendezvousClient | None = None
+        self._dp_wake: DPWake | None = None
         self._sender: PlanSender | None = None
         self._receiver: PlanReceiver | None = None
         if member.tensor_parallel_size > 1 or (spread is not None and member.data_parallel_size > 1):
-            self.meeting = Meeting(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
+            self.rendezvous = RendezvousClient(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
 
     def join(self, device: torch.device) -> None:
         """Returns when all members are there, and connected. Raises `GroupFailed`."""
-        if self.meeting is None:
+        if self.rendezvous is None:
             return
         self.groups = connect_groups(
             self._member,
-            self.meeting,
+            self.rendezvous,
             device,
             self._spread,
             timeout_s=self._timeout_s,
             peer_memory=self._peer_memory,
         )
         if self._member.tp_rank == 0 and self.groups.dp.size > 1:
-            self._waves = Waves(self._member, self.meeting, self.groups)
+            self._dp_wake = DPWake(self._member, self.rendezvous, self.groups)
         if self._member.tp_rank > 0:
-            self._receiver = PlanReceiver(self._member, self.meeting, self.groups)
+            self._receiver = PlanReceiver(self._member, self.rendezvous, self.groups)
         elif self._member.tensor_parallel_size > 1:
-            self._sender = PlanSender(self._member, self.meeting, self.groups)
+            self._sender = PlanSender(self._member, self.rendezvous, self.groups)
 
     def lockstep(self, *, review_experts_every: int) -> Lockstep | None:
-        """How this rank, which schedules, steps together with the others; None where experts are not spread."""
-        dp, waves = self.groups.dp, self._waves
+        """Return the lockstep of this rank, which schedules, with the others; None where experts are not spread."""
+        dp, dp_wake = self.groups.dp, self._dp_wake
         if self.groups.spread is None:
             return None
-        wake_others = _wake_nobody if waves is None else waves.wake_others
+        wake_others = _wake_nobody if dp_wake is None else dp_wake.wake_others
         lockstep = Lockstep(dp.rank, dp.size, dp.agree, wake_others, review_experts_every=review_experts_every)
-        if waves is not None:
-            waves.listen(lockstep.on_wake)
+        if dp_wake is not None:
+            dp_wake.listen(lockstep.on_wake)
         return lockstep
 
     def leading(self, runner: Runner) -> Runner:
         """`runner`, and with it those of the ranks that follow; without results once a rank of the group has gone."""
         if self._sender is not None:
             runner = LeadingRunner(runner, self._sender)
-        return runner if self._waves is None else WatchedRunner(runner, self._waves)
+        return runner if self._dp_wake is None else WatchedRunner(runner, self._dp_wake)
 
     def follow(self, runner: Runner, *, depth: int) -> None:
         """Runs the steps of the rank that schedules until it ends. Raises `GroupFailed` where it does not end well."""
@@ -86,7 +86,7 @@ class Membership:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What fails within, Ctrl-C too, the other members hear of; where one of them failed first, that is raised."""
+        """Tell the other members of a failure within, Ctrl-C too; where one of them failed first, raise that."""
         try:
             yield
         except BaseException as error:
@@ -105,23 +105,23 @@ class Membership:
             self._sender.close(well=well)
         if self._receiver is not None:
             self._receiver.close()
-        if self._waves is not None:
-            self._waves.close(well=well)
+        if self._dp_wake is not None:
+            self._dp_wake.close(well=well)
         self.groups.close()
-        self._sender = self._receiver = self._waves = None
+        self._sender = self._receiver = self._dp_wake = None
 
     def _tell(self, error: BaseException) -> str | None:
-        """What failed elsewhere and made this fail; None where this came first."""
-        if self.meeting is None:
+        """Return the failure elsewhere that caused this one; None where this came first."""
+        if self.rendezvous is None:
             return None
         try:
             if isinstance(error, CollectiveFailed):
                 deadline = time.monotonic() + _PATIENCE_S
-                while self.meeting.failure() is None and time.monotonic() < deadline:
+                while self.rendezvous.failure() is None and time.monotonic() < deadline:
                     time.sleep(0.02)
-            failure = self.meeting.failure()
+            failure = self.rendezvous.failure()
             if failure is None:
-                self.meeting.fail(str(error) or repr(error))
+                self.rendezvous.fail(str(error) or repr(error))
         except GroupFailed as lost:  # the rendezvous has gone, and its owner with it
             return str(lost)
         return failure

@@ -17,9 +17,9 @@ from thread_groups import Closing, run_threads
 from baton.engine.core.step import Runner, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups
-from baton.engine.parallel.membership import Membership
-from baton.engine.parallel.rendezvous import Meeting, Rendezvous
-from baton.engine.parallel.waves import Waves
+from baton.engine.parallel.dp_wake import DPWake
+from baton.engine.parallel.rank_group import RankGroup
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 SOON_S = 20.0
 KEY = ClusterKey.generate()
@@ -33,12 +33,12 @@ class End:
     def __init__(self, rank: int, rendezvous: str, member: dict[str, Any]) -> None:
         self.group = Closing()
         self.heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.meeting = Meeting(rendezvous, rank, timeout_s=SOON_S)
+        self.rendezvous = RendezvousClient(rendezvous, rank, timeout_s=SOON_S)
         self._member = Member(rank=rank, rendezvous=rendezvous, start_timeout_s=SOON_S, **member)
 
     def connect(self) -> None:
-        self.meeting.put(f"here/{self._member.rank}", self._member.host)
-        self.waves = Waves(self._member, self.meeting, ParallelGroups(dp=self.group))
+        self.rendezvous.put(f"here/{self._member.rank}", self._member.host)
+        self.waves = DPWake(self._member, self.rendezvous, ParallelGroups(dp=self.group))
         self.waves.listen(self.heard.put)
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
 
 
 def go_without_a_word(end: End) -> None:
-    end.waves._links.close(well=False, receiver=end.waves._thread)
+    end.waves._mesh.close(well=False, receiver=end.waves._thread)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -115,9 +115,9 @@ class Device:
 
 def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
     def runner(end: End, closed: threading.Event) -> Runner:
-        membership = Membership(Member(), timeout_s=SOON_S)
-        membership._waves = end.waves
-        return membership.leading(Device(closed))
+        rank_group = RankGroup(Member(), timeout_s=SOON_S)
+        rank_group._dp_wake = end.waves
+        return rank_group.leading(Device(closed))
 
     with ends(2) as (first, second):
         done = threading.Event()
@@ -132,16 +132,16 @@ def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
 def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
     """The others may wait for it in a collective."""
     with ends(2) as (first, second):
-        membership = Membership(Member(), timeout_s=SOON_S)
-        membership._waves = second.waves
-        with pytest.raises(ValueError, match="it does not fit"), membership.telling():
+        rank_group = RankGroup(Member(), timeout_s=SOON_S)
+        rank_group._dp_wake = second.waves
+        with pytest.raises(ValueError, match="it does not fit"), rank_group.telling():
             raise ValueError("it does not fit")
         assert first.group.closed.wait(SOON_S)
 
 
 def test_what_is_no_wave_is_dropped() -> None:
     with ends(2) as (first, second):
-        first.waves._links.send(b"nonsense and more")
+        first.waves._mesh.send(b"nonsense and more")
         first.waves.wake_others(5)
         assert second.heard.get(timeout=SOON_S) == 5
 
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rendezvous = Rendezvous()
     end = End(0, rendezvous.address, {"data_parallel_size": 2})
-    end.meeting.put("here/1", "127.0.0.1")
+    end.rendezvous.put("here/1", "127.0.0.1")
     threading.Timer(0.2, lambda: rendezvous.fail(1, "it does not fit")).start()
     with pytest.raises(GroupFailed, match="it does not fit"):
         end.connect()

@@ -1,4 +1,4 @@
-"""Links between ranks carry what ranks say, whoever else comes to their ports, over IPv4 and IPv6."""
+"""Mesh between ranks carry what ranks say, whoever else comes to their ports, over IPv4 and IPv6."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from thread_groups import Closing, run_threads
 
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.endpoints import split_endpoint
-from baton.engine.parallel import GroupFailed, Member, ParallelGroups, links
+from baton.engine.parallel import GroupFailed, Member, ParallelGroups, mesh
 from baton.engine.parallel.addresses import connect
-from baton.engine.parallel.links import Links
-from baton.engine.parallel.membership import Membership
-from baton.engine.parallel.rendezvous import Meeting, Rendezvous
+from baton.engine.parallel.mesh import Mesh
+from baton.engine.parallel.rank_group import RankGroup
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 SOON_S = 30.0
 KEY = ClusterKey.generate()
@@ -36,7 +36,7 @@ BEFORE_OR_AFTER = pytest.mark.parametrize("when", ["before", "after"])
 class Ends:
     """The links of some ranks on different machines, as far as they can tell."""
 
-    def __init__(self, found: list[Links], groups: list[Closing]) -> None:
+    def __init__(self, found: list[Mesh], groups: list[Closing]) -> None:
         self.links, self.groups = found, groups
 
     def ports(self) -> list[tuple[str, int]]:
@@ -61,15 +61,15 @@ def ends(size: int = 2, hosts: list[str] | None = None, **member: Any) -> Iterat
     hosts = hosts or [f"127.0.0.{1 + rank}" for rank in range(size)]
     rendezvous = Rendezvous(hosts[0])
     groups = [Closing() for _ in hosts]
-    made: list[Links] = []
+    made: list[Mesh] = []
 
-    def make(rank: int) -> Links:
+    def make(rank: int) -> Mesh:
         sizes = {"tensor_parallel_size": size, "rendezvous": rendezvous.address, "start_timeout_s": SOON_S}
         own = Member(rank=rank, host=hosts[rank], **{**sizes, **member})
-        meeting = Meeting(own.rendezvous, rank, timeout_s=SOON_S)
+        meeting = RendezvousClient(own.rendezvous, rank, timeout_s=SOON_S)
         meeting.put(f"here/{rank}", own.host)
         others = [other for other in range(size) if other != rank]
-        made.append(end := Links("talk", own, meeting, ParallelGroups(groups[rank]), others))
+        made.append(end := Mesh("talk", own, meeting, ParallelGroups(groups[rank]), others))
         return end
 
     works = [functools.partial(make, rank) for rank in range(size)]
@@ -99,7 +99,7 @@ def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
         connect(end, address, own)
 
     if when == "before":
-        monkeypatch.setattr(links, "connect", connect_late)
+        monkeypatch.setattr(mesh, "connect", connect_late)
     with ends(**member) as found:
         found.talk()
         if when == "after":
@@ -134,11 +134,11 @@ def test_a_group_with_another_key_is_refused_at_once() -> None:
     other = ClusterKey.generate()
     rendezvous = Rendezvous()
 
-    def make(rank: int, key: ClusterKey) -> Links:
-        meeting = Meeting(rendezvous.address, rank, timeout_s=SOON_S)
+    def make(rank: int, key: ClusterKey) -> Mesh:
+        meeting = RendezvousClient(rendezvous.address, rank, timeout_s=SOON_S)
         meeting.put(f"here/{rank}", host := f"127.0.0.{1 + rank}")
         own = Member(rank=rank, host=host, secure_server=key.secure_server, secure_client=key.secure_client)
-        return Links("talk", own, meeting, ParallelGroups(), [1 - rank])  # patience: that of a start
+        return Mesh("talk", own, meeting, ParallelGroups(), [1 - rank])  # patience: that of a start
 
     works = [functools.partial(make, rank, key) for rank, key in enumerate((KEY, other))]
     with pytest.raises(GroupFailed, match="all need the same cluster key"):
@@ -157,7 +157,7 @@ def test_a_rank_whose_greeting_is_never_answered_says_so(
             way = proxies.enter_context(OneWay(address)).address if own.rank == 1 else address
             connect(end, way, own)
 
-        monkeypatch.setattr(links, "connect", connect_by_way)
+        monkeypatch.setattr(mesh, "connect", connect_by_way)
         said = r"rank 0 did not connect: no member of this group answers at tcp://"
         with pytest.raises(GroupFailed, match=said), ends(start_timeout_s=600.0, **member):
             pass
@@ -167,7 +167,7 @@ class OneWay(SilentProxy):
     """Carries on what is said, and no answer back."""
 
     async def _pump(self, source: Any, sink: Any) -> None:
-        if any(sink is near for near, _ in self._links):
+        if any(sink is near for near, _ in self._mesh):
             while await source.read(2**16):
                 pass
         else:
@@ -198,11 +198,11 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
 
     def join(rank: int) -> None:
         own = Member(rank=rank, tensor_parallel_size=2, rendezvous=place.address, host=f"127.0.0.{1 + rank}")
-        end = Membership(own, timeout_s=SOON_S)
+        end = RankGroup(own, timeout_s=SOON_S)
         with end.telling():
             end.join(torch.device("cpu"))
 
-    monkeypatch.setattr(links, "connect", fail_late)
+    monkeypatch.setattr(mesh, "connect", fail_late)
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(join, rank).exception for rank in range(2))
     assert repr(second()) == repr(error)
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
 
 def test_a_rank_that_cannot_listen_at_its_address_says_so() -> None:
     rendezvous = Rendezvous()
-    meeting = Meeting(rendezvous.address, 0, timeout_s=SOON_S)
+    meeting = RendezvousClient(rendezvous.address, 0, timeout_s=SOON_S)
     meeting.put("here/1", "127.0.0.1")
     with pytest.raises(GroupFailed, match=r"rank 0 cannot listen at 192\.0\.2\.7"):
-        Links("talk", Member(host="192.0.2.7"), meeting, ParallelGroups(), [1])
+        Mesh("talk", Member(host="192.0.2.7"), meeting, ParallelGroups(), [1])
