@@ -69,14 +69,20 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
-def field_name(place: Iterable[str | int]) -> str | None:
-    """Keys and indices from the top, as `param` tells them: `messages[0].content`. None is the whole."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".") or None
+def shown(text: str) -> str:
+    """Return as much of a client's text as an answer repeats: an answer must not be as large as what a client sends."""
+    return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
 
 
 def excerpt(text: str) -> str:
-    """The text in quotes, cut where it is long: an answer must not be as large as what a client sends."""
-    return repr(text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}...")
+    """The same in quotes."""
+    return repr(shown(text))
+
+
+def field_name(place: Iterable[str | int]) -> str | None:
+    """Keys and indices from the top, as `param` tells them: `messages[0].content`. None is the whole."""
+    names = (f"[{part}]" if isinstance(part, int) else f".{shown(part)}" for part in place)
+    return "".join(names).lstrip(".") or None
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:

@@ -138,13 +138,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     n: int = 1
     temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # 0 keeps the likeliest token; tokens of equal probability stay together
     top_k: int = 0  # 0 and -1 mean all
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output, as in the CTRL paper (arXiv:1909.05858)
     presence_penalty: float = 0.0  # over output only, as OpenAI defines it
     frequency_penalty: float = 0.0
-    seed: int | None = None
+    seed: int | None = None  # -1 is none, as in vLLM; other negative ones stand for themselves plus 2**SEED_BITS
     max_tokens: int | None = 16  # None: up to the model's length
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -182,15 +182,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             self._require(name, math.isfinite(getattr(self, name)), "must be a finite number")
         self._require("temperature", 0.0 <= self.temperature <= 100.0, "must be from 0 to 100")
-        self._require("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1")
+        self._require("top_p", 0.0 <= self.top_p <= 1.0, "must be from 0 to 1")
         self._require("top_k", -1 <= self.top_k <= MAX_TOP_K, f"must be -1 or 0 (all) or a count up to {MAX_TOP_K}")
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "must be from 0 to 1")
         self._require("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100")
         self._require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be from -2 to 2")
         self._require("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be from -2 to 2")
-        self._require(
-            "seed", self.seed is None or 0 <= self.seed < 2**SEED_BITS, f"must be from 0 to 2**{SEED_BITS} - 1"
-        )
+        seeds = f"must be from -2**{SEED_BITS} to 2**{SEED_BITS} - 1"
+        self._require("seed", self.seed is None or 0 <= self.seed < 2**SEED_BITS, seeds)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             self._require(name, count is None or 0 <= count <= MAX_LOGPROBS, f"must be from 0 to {MAX_LOGPROBS}")
@@ -219,6 +218,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if isinstance(value, str):  # a string is a sequence, too: each of its characters would count
                 msgspec.structs.force_setattr(self, name, [value])
+        if self.seed is not None and -(2**SEED_BITS) <= self.seed < 0:
+            msgspec.structs.force_setattr(self, "seed", None if self.seed == -1 else self.seed % 2**SEED_BITS)
 
     @staticmethod
     def _require(field: str, condition: bool, message: str) -> None:

@@ -48,7 +48,7 @@ inline float weighted_quantile(std::vector<Weighted>& tokens, double goal) {
         double greater = 0, equal = 0;
         for (auto t = begin; t != middle; t++) greater += t->weight;
         for (auto t = middle; t != below; t++) equal += t->weight;
-        if (above + greater >= goal) {
+        if (middle != begin && above + greater >= goal) {  // a goal of 0 is reached with the greatest logit
             end = middle;
         } else {
             answer = pivot;

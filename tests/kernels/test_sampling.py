@@ -92,7 +92,9 @@ def kept_by_sorting(logits: Tensor, temperature: float, top_k: int, top_p: float
     nucleus = [
         token
         for token in kept
-        if top_p >= 1 or sum(weight[other] for other in kept if logits[other] > logits[token]) < top_p * total
+        if top_p >= 1
+        or logits[token] == logits[order[0]]
+        or sum(weight[other] for other in kept if logits[other] > logits[token]) < top_p * total
     ]
     return set(nucleus)
 
@@ -107,6 +109,7 @@ def kept_by_sorting(logits: Tensor, temperature: float, top_k: int, top_p: float
         {"top_k": 1000},
         {"top_p": 0.6},
         {"top_p": 0.01},
+        {"top_p": 0.0},
         {"min_p": 0.3},
         {"min_p": 1.0},
         {"top_k": 9, "top_p": 0.7, "min_p": 0.05},
@@ -240,7 +243,7 @@ def test_logits_stay_as_they_are(sample: Sample) -> None:
 FEATURES: list[dict[str, Any]] = [
     {},
     {"top_k": torch.arange(17) * 5 - 1},
-    {"top_p": torch.linspace(0.01, 1, 17)},
+    {"top_p": torch.linspace(0, 1, 17)},
     {"min_p": torch.linspace(0, 0.4, 17)},
     {"top_k": torch.arange(17) * 9, "top_p": torch.linspace(0.05, 1, 17), "min_p": torch.linspace(0.01, 0, 17)},
 ]

@@ -32,7 +32,7 @@ TEMPERATURES = torch.tensor([0.0, 1e-6, 1e-4, 0.2, 0.7, 1.0, 1.4, 3.0, 80.0])
 TRUNCATIONS: dict[str, dict[str, Tensor]] = {
     "plain": {},
     "top-k": {"top_k": torch.tensor([-1, 3, 1, 0, 7, 200, 25, 60, 2])},
-    "top-p": {"top_p": torch.tensor([0.5, 0.9, 1.0, 0.01, 0.7, 0.95, 0.3, 0.99, 0.6])},
+    "top-p": {"top_p": torch.tensor([0.5, 0.9, 1.0, 0.01, 0.7, 0.95, 0.3, 0.99, 0.0])},
     "min-p": {"min_p": torch.tensor([0.2, 0.0, 0.5, 0.1, 1.0, 0.05, 0.01, 0.3, 0.9])},
 }
 TRUNCATIONS["all"] = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
+from ..errors import excerpt
 from .json_faults import first_fault
-from .strict import Kept, Strict
+from .kinds import tag, tag_of, word_or
+from .strict import FieldError, Integer, Kept, Strict, described
 
 MAX_TOOLS = 128  # OpenAI's limit
 
@@ -45,7 +48,7 @@ class ToolCall(Kept):
     id: str = Field(min_length=1, max_length=128)
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # among its answer's calls, as streams count them
+    index: Integer | None = None  # among its answer's calls, as streams count them
 
     def for_template(self) -> dict[str, Any]:
         """Chat templates take arguments as an object."""
@@ -54,12 +57,10 @@ class ToolCall(Kept):
 
 
 def _text_parts(value: Any) -> Any:
-    if value is None:
-        return []
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
+        raise ValueError(f"must be a string or a list of text parts, not {described(value)}")
     return value
 
 
@@ -79,10 +80,16 @@ class ChatMessage(Kept):
     parsed: Any = None  # what the official client read in `content`, and sends along
 
     @model_validator(mode="after")
-    def _is_answer_where_it_says_so(self) -> Self:
+    def _has_what_its_role_has(self) -> Self:
         for field in ("tool_calls", "parsed"):
             if getattr(self, field) and self.role != "assistant":
-                raise ValueError(f"has {field!r}, which only messages of the role 'assistant' have")
+                raise FieldError((field,), "is only for messages of the role 'assistant'")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise FieldError(("tool_call_id",), "is required: the id of the call that this message answers")
+        says_something = self.tool_calls or self.reasoning_content is not None
+        if "content" not in self.model_fields_set and not (self.role == "assistant" and says_something):
+            unless = ", unless it has 'tool_calls'" if self.role == "assistant" else ""
+            raise FieldError(("content",), f"is required in a message of the role {self.role!r}{unless}")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -96,6 +103,18 @@ class ChatMessage(Kept):
         optional = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None}
         optional["reasoning_content"] = self.reasoning_content
         return message | {key: value for key, value in optional.items() if value is not None}
+
+
+def answered_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Check that each message of a tool answers a call of a message before it."""
+    made: set[str] = set()
+    for index, message in enumerate(messages):
+        made |= {call.id for call in message.tool_calls or ()}
+        asked = message.tool_call_id
+        if message.role == "tool" and asked is not None and asked not in made:
+            reason = f"is {excerpt(asked)}, which is the id of no call in 'tool_calls' of a message before this one"
+            raise FieldError((index, "tool_call_id"), reason)
+    return messages
 
 
 class Function(Strict):
@@ -136,4 +155,27 @@ class ThisTool(Strict):
     function: _FunctionsName
 
 
-ToolChoice = Literal["none", "auto", "required"] | ThisTool
+class _AllowedFunctions(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[ThisTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(Strict):
+    """Some of `tools`: only these may be called, or one of them must be. The model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedFunctions
+
+    @classmethod
+    def of(cls, mode: str, names: Sequence[str]) -> AllowedTools:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return cls.model_validate({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], tag("word")]
+    | Annotated[ThisTool, tag("function")]
+    | Annotated[AllowedTools, tag("allowed_tools")],
+    Discriminator(tag_of),
+    word_or(("function", "allowed_tools")),
+]

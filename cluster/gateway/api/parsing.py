@@ -6,15 +6,14 @@ refused as unknown.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
-from ..errors import ApiError, bad_request, field_name
+from ..errors import bad_request
 from .strict import Strict
+from .validation_errors import first_error
 
 # Field -> values that ask for nothing, so that clients that spell out defaults are served.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -70,9 +69,6 @@ RENAMED = {
     "structural_tag": "structured_outputs.structural_tag",
 }
 
-JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
-SHOWN_CHARS = 64  # of what a client gave
-
 RequestT = TypeVar("RequestT", bound=Strict)
 
 
@@ -82,7 +78,7 @@ def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:
     try:
         return kind.model_validate(asked)
     except ValidationError as error:
-        raise _first_error(kind, error) from None
+        raise first_error(kind, error, asked) from None
 
 
 def _asks_for_nothing(kind: type[BaseModel], key: str, value: Any, data: dict[str, Any]) -> bool:
@@ -98,42 +94,6 @@ def _asks_for_nothing(kind: type[BaseModel], key: str, value: Any, data: dict[st
     raise bad_request(key, f"{key!r} is not supported by this server. Leave it out.", "unsupported_parameter")
 
 
-def is_tag(part: int | str) -> bool:
-    """It tells the members of a union apart, and is no field."""
-    return isinstance(part, str) and part.startswith("<")
-
-
 def is_among(value: Any, others: Sequence[Any]) -> bool:
     """As JSON: `true` is not 1."""
     return any(value == other and type(value) is type(other) for other in others)
-
-
-def _first_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    path = field_name(part for part in first["loc"] if not is_tag(part))
-    match first["type"]:
-        case "extra_forbidden":
-            return bad_request(path, _unknown(kind, first["loc"]), "unknown_parameter")
-        case "missing":
-            return bad_request(path, f"{path!r} is required.", "missing_required_parameter")
-        case "value_error":
-            return bad_request(path, f"{path!r} {first['ctx']['error']}.")
-        case "literal_error" | "none_required":
-            return bad_request(path, f"{path!r} must be {_allowed(first)}.")
-    return bad_request(path, f"{path!r}: {first['msg'][0].lower()}{first['msg'][1:]}.")
-
-
-def _allowed(error: ErrorDetails) -> str:
-    """What a value must be that is one of few, and what it is: in JSON's words."""
-    allowed = error.get("ctx", {}).get("expected", "None")
-    for ours, name in JSON_WORDS.items():
-        allowed = allowed.replace(ours, name)
-    given = error["input"]
-    return allowed if not isinstance(given, str) else f"{allowed}, not {given[:SHOWN_CHARS]!r}"
-
-
-def _unknown(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    name = str(location[-1])
-    nearest = difflib.get_close_matches(name, kind.model_fields, n=1) if len(location) == 1 else []
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"Unrecognized request argument: {name!r}.{hint}"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from baton.cluster.counted import counted
-from baton.engine.core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams, StructuredOutputsParams
+from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.text import TextError, bad_word_token_ids
 
 from ..dispatch.router import findable_names
@@ -30,7 +30,7 @@ MAX_PROMPT_LOGPROBS = 2**18  # of all choices: an engine's message is decoded in
 COPIED = [  # from the request into `SamplingParams`, under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output"),
+    *("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output", "seed"),
 ]
 RENDER_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
@@ -210,7 +210,6 @@ class Preparer:
         if request.stream_options is not None and not request.stream:
             raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
         said = {name: value for name in COPIED if (value := getattr(request, name)) is not None}
-        said |= {"seed": _seed(request.seed)}
         values: dict[str, Any] = {**self._model.generation_defaults, **said, **computed, "structured_outputs": shape}
         if request.bad_words:
             values["bad_words_token_ids"] = bad_word_token_ids(self._model.tokenizer, request.bad_words)
@@ -273,13 +272,6 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[
             "Ask for fewer of them, or send the prompts in several requests."
         )
         raise bad_request("prompt", message, "too_many_logprobs")
-
-
-def _seed(asked: int | None) -> int | None:
-    """OpenAI's seeds may be negative; -1 is nobody's choice, as in vLLM. Those out of range stay as they are."""
-    if asked is None or asked == -1:
-        return None
-    return asked % 2**SEED_BITS if -(2**SEED_BITS) <= asked < 0 else asked
 
 
 def _separate(prompt: Prompt) -> list[str | list[int]]:

@@ -1,7 +1,7 @@
 """The requests of OpenAI's completions and chat endpoints, with vLLM's extras: what works is a field here.
 
-What is none is refused (parsing.py). Types are strict: `"1"` and `true` are not numbers. Ranges are `SamplingParams`'
-business.
+What is none is refused (parsing.py). Types are strict: `"1"` and `true` are not numbers, and 16.0 is an integer, as it
+is in JSON. Ranges are `SamplingParams`' business.
 
 Accepted without effect, because nobody's answer depends on it: `user`, `metadata`, `safety_identifier`,
 `prompt_cache_key`, `service_tier` (`auto`, `default`), `store` (`false`).
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from baton.engine.core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
 
+from ..errors import excerpt
 from .efforts import Effort
-from .messages import ChatMessage, Tool, ToolChoice, Tools
-from .strict import Strict
+from .messages import ChatMessage, Tool, ToolChoice, Tools, answered_calls
+from .strict import FieldError, Integer, Strict, described
 
 # Of one request: what it asks for must not keep the gateway or an engine's step from everyone else.
 MAX_STOP_CHARS = 1024
@@ -55,6 +56,13 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _object_or_text(value: Any) -> Any:
+    """A union would name its members in its errors."""
+    if not isinstance(value, str | dict):
+        raise ValueError(f"must be an object, or one as a string, not {described(value)}")
+    return value
+
+
 def _token_keys(value: Any) -> Any:
     """JSON's keys are strings: `{"50256": -100}`."""
     if not isinstance(value, dict):
@@ -63,7 +71,7 @@ def _token_keys(value: Any) -> Any:
         raise ValueError(f"must have at most {MAX_LOGIT_BIAS} tokens")
     for key in value:
         if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise ValueError(f"must have token ids as keys, not {key!r}")
+            raise ValueError(f"must have token ids as keys, not {excerpt(key)}")
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -90,14 +98,14 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("must have 'json_schema' where its type is 'json_schema', and only there")
+            raise FieldError(("json_schema",), "must be there where the type is 'json_schema', and only there")
         return self
 
 
 class StructuredOutputs(Strict):
     """vLLM's way to say what an answer must be. `StructuredOutputsParams` says what goes together."""
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_: Annotated[str | dict[str, Any], PlainValidator(_object_or_text)] | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, fail_fast=True)
     grammar: str | None = None
@@ -114,13 +122,13 @@ class SamplingRequest(Strict):
     model: str
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
+    seed: Integer | None = None
+    min_tokens: Integer | None = None
     ignore_eos: bool = False
     stop: Annotated[FewStrings | None, BeforeValidator(_one_or_many)] = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS, fail_fast=True)
@@ -131,7 +139,7 @@ class SamplingRequest(Strict):
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
-    priority: int = Field(0, ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)  # lower is served sooner; see `KeyRights`
+    priority: Integer = Field(0, ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)  # lower is served sooner; see `KeyRights`
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     baton_timeline: bool = False  # ours: see `timeline.py`
     user: str | None = None
@@ -145,9 +153,9 @@ class SamplingRequest(Strict):
 class GenerationRequest(SamplingRequest):
     """What completions and chat share."""
 
-    n: int | None = None
-    max_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    n: Integer | None = None
+    max_tokens: Integer | None = None
+    prompt_logprobs: Integer | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
 
@@ -157,14 +165,14 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[Prompt, PlainValidator(_check_prompt)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     add_special_tokens: bool = True
 
 
 class ChatInput(Strict):
     """How messages become a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    messages: Annotated[list[ChatMessage], AfterValidator(answered_calls)] = Field(min_length=1, fail_fast=True)
     tools: Tools = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -181,9 +189,9 @@ class ChatInput(Strict):
 class ChatRequest(ChatInput, GenerationRequest):
     """`POST /v1/chat/completions`"""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tool_choice: ToolChoice | None = None  # None: auto
     parallel_tool_calls: bool | None = None
 

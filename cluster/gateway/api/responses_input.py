@@ -9,9 +9,10 @@ function_call_output                          ──> a message of a tool
 from __future__ import annotations
 
 from ..errors import bad_request
-from .messages import CalledFunction, ChatMessage, TextPart, ThisTool, ToolCall, ToolChoice
+from .messages import AllowedTools, CalledFunction, ChatMessage, TextPart, ThisTool, ToolCall, ToolChoice
 from .protocol import ChatRequest, ResponseFormat, SamplingRequest, StreamOptions
 from .responses_request import (
+    AllowedFunctions,
     FunctionCallItem,
     FunctionOutputItem,
     InputText,
@@ -68,9 +69,12 @@ def _stream_options(asked: ResponsesRequest) -> StreamOptions | None:
 
 def _tool_choice(asked: ResponsesRequest) -> ToolChoice:
     chosen = asked.tool_choice
-    if not isinstance(chosen, ThisFunction):
-        return chosen
-    return ThisTool.model_validate({"type": "function", "function": {"name": chosen.name}})
+    match chosen:
+        case ThisFunction():
+            return ThisTool.model_validate({"type": "function", "function": {"name": chosen.name}})
+        case AllowedFunctions():
+            return AllowedTools.of(chosen.mode, [each.name for each in chosen.tools])
+    return chosen
 
 
 def _response_format(wanted: TextFormat | SchemaFormat) -> ResponseFormat:

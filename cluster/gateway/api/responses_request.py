@@ -8,18 +8,18 @@ Sampling's fields are those of the other endpoints. What asks for nothing is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
 
 from ..errors import bad_request
 from .efforts import Effort
 from .job import AskedResponse
+from .kinds import kind, only, tag, tag_of, word_or
 from .messages import MAX_TOOLS, CalledFunction, Function, Tool, named_once
 from .parsing import is_among, parse_request
 from .protocol import JsonSchemaFormat, SamplingRequest
-from .strict import Kept, Strict, without_nulls
+from .strict import Integer, Kept, Strict, without_nulls
 
 LOGPROBS = "message.output_text.logprobs"
 KEEPS_NOTHING = "This server keeps no answers"
@@ -55,30 +55,9 @@ RENAMED = {
 Status = Literal["in_progress", "completed", "incomplete"]  # of an item that is sent back
 
 
-def _kind(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else None
-
-
 def _item_kind(value: Any) -> Any:
     """A message may leave its type out."""
-    return "message" if isinstance(value, dict) and "type" not in value and "role" in value else _kind(value)
-
-
-def _only(kinds: Sequence[str], kind_of: Callable[[Any], Any], advice: str) -> BeforeValidator:
-    """Refuses an object of another type by name. What is null asks for nothing, whatever it is."""
-
-    def check(value: Any) -> Any:
-        if kind_of(value) not in kinds:
-            allowed = " or ".join(map(repr, kinds))
-            raise ValueError(f"is of type {kind_of(value)!r}: this server takes {allowed}{advice}")
-        return without_nulls(value)
-
-    return BeforeValidator(check)
-
-
-def _tag(name: str) -> Tag:
-    """Of a member of a union: clients know no such level, so errors do not show it."""
-    return Tag(f"<{name}>")
+    return "message" if kind(value) is None and isinstance(value, dict) and "role" in value else kind(value)
 
 
 def _text_part(value: Any) -> Any:
@@ -114,9 +93,9 @@ class ThoughtText(Kept):
 
 
 Part = Annotated[
-    Annotated[InputText, _tag("input_text")] | Annotated[OutputText, _tag("output_text")],
-    Discriminator(lambda value: f"<{_kind(value)}>"),
-    _only(("input_text", "output_text"), _kind, ""),
+    Annotated[InputText, tag("input_text")] | Annotated[OutputText, tag("output_text")],
+    Discriminator(lambda value: f"<{kind(value)}>"),
+    only(("input_text", "output_text")),
 ]
 Parts = Annotated[list[Part], BeforeValidator(_text_part)]
 
@@ -164,15 +143,15 @@ class FunctionOutputItem(Strict):
 
 
 Item = Annotated[
-    Annotated[MessageItem, _tag("message")]
-    | Annotated[ReasoningItem, _tag("reasoning")]
-    | Annotated[FunctionCallItem, _tag("function_call")]
-    | Annotated[FunctionOutputItem, _tag("function_call_output")],
+    Annotated[MessageItem, tag("message")]
+    | Annotated[ReasoningItem, tag("reasoning")]
+    | Annotated[FunctionCallItem, tag("function_call")]
+    | Annotated[FunctionOutputItem, tag("function_call_output")],
     Discriminator(lambda value: f"<{_item_kind(value)}>"),
-    _only(
+    only(
         ("message", "reasoning", "function_call", "function_call_output"),
+        f". {KEEPS_NOTHING}: send each item whole",
         _item_kind,
-        ", and keeps none: send each whole",
     ),
 ]
 
@@ -207,9 +186,12 @@ class ThisFunction(Strict):
     name: str
 
 
-FunctionChoice = Annotated[
-    ThisFunction, _only(("function",), _kind, ". To let the model choose among some, give no other 'tools'")
-]
+class AllowedFunctions(Strict):
+    """Some of `tools`: only these may be called, or one of them must be. The model is told of all."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ThisFunction] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class TextFormat(Strict):
@@ -224,9 +206,9 @@ class TextConfig(Strict):
     """What the answer must be."""
 
     format: Annotated[
-        Annotated[TextFormat, _tag("text")] | Annotated[SchemaFormat, _tag("json_schema")],
-        Discriminator(lambda value: "<json_schema>" if _kind(value) == "json_schema" else "<text>"),
-        _only(("text", "json_object", "json_schema"), _kind, ""),
+        Annotated[TextFormat, tag("text")] | Annotated[SchemaFormat, tag("json_schema")],
+        Discriminator(lambda value: "<json_schema>" if kind(value) == "json_schema" else "<text>"),
+        only(("text", "json_object", "json_schema")),
     ] = TextFormat(type="text")
     verbosity: Literal["medium"] | None = None
 
@@ -252,21 +234,24 @@ class ResponsesRequest(SamplingRequest):
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_user_message)]
     instructions: str | None = None
     tools: Annotated[
-        list[Annotated[FunctionTool, _only(("function",), _kind, ", which its client runs")]],
+        list[Annotated[FunctionTool, only(("function",), ". This server runs no tools: clients run functions")]],
         Field(max_length=MAX_TOOLS),
         AfterValidator(_named_once),
     ] = []
     tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], _tag("word")] | Annotated[FunctionChoice, _tag("function")],
-        Discriminator(lambda value: "<function>" if isinstance(value, dict) else "<word>"),
+        Annotated[Literal["none", "auto", "required"], tag("word")]
+        | Annotated[ThisFunction, tag("function")]
+        | Annotated[AllowedFunctions, tag("allowed_tools")],
+        Discriminator(tag_of),
+        word_or(("function", "allowed_tools")),
     ] = "auto"
     parallel_tool_calls: bool | None = None
     text: Annotated[TextConfig, BeforeValidator(without_nulls)] = TextConfig()
     reasoning: Annotated[Reasoning, BeforeValidator(without_nulls)] = Reasoning()
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = Field(None, gt=0)  # of tools that a server runs: there are none
-    top_logprobs: int | None = None
+    max_output_tokens: Integer | None = None
+    max_tool_calls: Integer | None = Field(None, gt=0)  # of tools that a server runs: there are none
+    top_logprobs: Integer | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -287,7 +272,7 @@ class ResponsesRequest(SamplingRequest):
             reasoning={"effort": self.reasoning.effort, "summary": self.reasoning.summary},
             safety_identifier=self.safety_identifier,
             text={"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
-            tool_choice=chosen.model_dump() if isinstance(chosen, ThisFunction) else chosen,
+            tool_choice=chosen if isinstance(chosen, str) else chosen.model_dump(),
             tools=[tool.told() for tool in self.tools],
             top_logprobs=self.top_logprobs or 0,
             user=self.user,

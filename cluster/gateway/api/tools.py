@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from baton.engine.text import CallFormat, Grammar, GrammaticalFormat, Reading, Signature, Thoughts
 
-from ..errors import bad_request
-from .messages import Function, ThisTool
+from ..errors import bad_request, excerpt
+from .messages import AllowedTools, Function, ThisTool, ToolChoice
 from .protocol import ChatRequest
 
 NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -23,10 +23,11 @@ class CallRules:
     functions: tuple[Function, ...]  # that may be called
     must_call: bool
     at_most_one: bool
+    tells_of_others: bool = False  # the model knows functions that it may not call
 
     def grammar(self, words: Grammar | None) -> Grammar | None:
         """What the answer must fit: calls alone where one must come; where its words must fit something, calls or such
-        words; any text with calls where some function is strict.
+        words; any text with calls where some function is strict, or may not be called.
 
         None where the model is free.
         """
@@ -39,7 +40,7 @@ class CallRules:
         if words is not None:
             calls = form.calls(functions, at_most_one=self.at_most_one)
             return {"type": "or", "elements": [calls, form.answer(words)]}
-        if any(function.strict for function in self.functions):
+        if self.tells_of_others or any(function.strict for function in self.functions):
             return form.words_and_calls(functions, at_most_one=self.at_most_one)
         return None
 
@@ -78,22 +79,42 @@ def call_rules(request: ChatRequest, form: CallFormat | None, *, is_told: bool) 
     if not isinstance(form, GrammaticalFormat):
         _check_free(request, form)
     chosen = request.tool_choice
-    name = chosen.function.name if isinstance(chosen, ThisTool) else None
-    functions = (tool.function for tool in request.usable_tools)
+    names = _chosen_names(chosen)
+    functions = tuple(tool.function for tool in request.usable_tools)
+    callable_ones = tuple(function for function in functions if not names or function.name in names)
+    is_one = isinstance(chosen, ThisTool)
     return CallRules(
         form,
-        tuple(function for function in functions if name in (None, function.name)),
-        must_call=name is not None or chosen == "required",
-        at_most_one=form.takes_one or name is not None or request.parallel_tool_calls is False,
+        callable_ones,
+        must_call=is_one or _mode(chosen) == "required",
+        at_most_one=form.takes_one or is_one or request.parallel_tool_calls is False,
+        tells_of_others=len(callable_ones) < len(functions),
     )
+
+
+def _mode(chosen: ToolChoice | None) -> str | None:
+    return (
+        chosen.allowed_tools.mode if isinstance(chosen, AllowedTools) else chosen if isinstance(chosen, str) else None
+    )
+
+
+def _chosen_names(chosen: ToolChoice | None) -> list[str]:
+    """Return the functions that `tool_choice` names; none where all may be called."""
+    match chosen:
+        case ThisTool():
+            return [chosen.function.name]
+        case AllowedTools():
+            return [tool.function.name for tool in chosen.allowed_tools.tools]
+    return []
 
 
 def _check_choice(request: ChatRequest) -> None:
     chosen, names = request.tool_choice, [tool.function.name for tool in request.tools or ()]
     if chosen == "required" and not names:
         raise bad_request("tool_choice", "'tool_choice' is 'required', so 'tools' must name a function.")
-    if isinstance(chosen, ThisTool) and chosen.function.name not in names:
-        raise bad_request("tool_choice", f"'tool_choice' names {chosen.function.name!r}, which is none of 'tools'.")
+    for name in _chosen_names(chosen):
+        if name not in names:
+            raise bad_request("tool_choice", f"'tool_choice' names {excerpt(name)}, which is none of 'tools'.")
 
 
 def _check_free(request: ChatRequest, form: CallFormat) -> None:

@@ -44,13 +44,13 @@ async def check_alive(service: Service) -> None:
 
 SAMPLING: list[tuple[str, Any]] = [
     *[("temperature", value) for value in (-0.1, 101, "1", True, [], {})],
-    *[("top_p", value) for value in (0, 1.1, -1, "0.5", False)],
+    *[("top_p", value) for value in (-0.1, 1.1, -1, "0.5", False)],
     *[("top_k", value) for value in (-2, 1.5, "3", True)],
     *[("min_p", value) for value in (-0.1, 1.1)],
     *[("repetition_penalty", value) for value in (0, -1, 101)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, "0")],
     *[("frequency_penalty", value) for value in (-2.1, 2.1)],
-    *[("n", value) for value in (0, -1, 129, HUGE, 1.0, "1", True)],
+    *[("n", value) for value in (0, -1, 129, HUGE, 1.5, 0.0, 1e30, "1", True)],
     *[("seed", value) for value in (-(2**63) - 1, 2**63, HUGE, 1.5, "1")],
     *[("min_tokens", value) for value in (-1, 17, HUGE)],
     *[("stop", value) for value in (3, "", ["a", ""], [1], ["x"] * 65, {})],
@@ -224,7 +224,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": "x", "mood": "good"}], "messages[0].mood"),
     ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
-    ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0]"),
+    ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
     ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]}], ARGUMENTS),
     ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]}], ARGUMENTS),
     ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[" * 10000}}]}], ARGUMENTS),
@@ -236,7 +236,7 @@ FEW_VALUES = [
     ({"service_tier": "flex"}, "'service_tier' must be 'auto' or 'default', not 'flex'."),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be 'text', not 'image_url'."),
     ({"messages": [{"role": "assistant", "refusal": "no"}]}, "must be null, not 'no'."),
-    ({"response_format": {"type": "xml" * 100}}, "not '" + ("xml" * 100)[:64] + "'."),
+    ({"response_format": {"type": "xml" * 100}}, "not '" + ("xml" * 100)[:100] + "...'."),
 ]
 
 

@@ -73,10 +73,11 @@ async def test_logprobs_come_with_bytes_and_as_many_alternatives_as_asked(servic
 
 
 async def test_content_may_come_in_parts_and_roles_reach_the_template(service: Service) -> None:
+    made = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": "three", "refusal": None, "annotations": []},
+        {"role": "assistant", "content": "three", "refusal": None, "annotations": [], "tool_calls": [made]},
         {"role": "tool", "content": "four", "tool_call_id": "call_1"},
     ]
     response = await service.http.post("/tokenize", json={"messages": messages})

@@ -106,12 +106,17 @@ def content(part: Any) -> dict[str, Any]:
     return {"input": [ITEM, {"role": "user", "content": [part]}]}
 
 
+SOME = {"type": "allowed_tools", "mode": "auto"}
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no input": ({"input": None}, "input", "required"),
     "an empty input": ({"input": []}, "input", "at least 1"),
     "an input that is none": ({"input": 3}, "input", "list"),
-    "an item that is none": ({"input": [ITEM, 3]}, "input[1]", "'message'"),
-    "an item that is kept": ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "send each whole"),
+    "an item that is none": ({"input": [ITEM, 3]}, "input[1]", "object"),
+    "an item that is kept": (
+        {"input": [{"type": "item_reference"}]},
+        "input[0].type",
+        "send each item whole",
+    ),
     "an item of a tool": ({"input": [{"type": "web_search_call"}]}, "input[0]", "'web_search_call'"),
     "a role": ({"input": [{**ITEM, "role": "tool"}]}, "input[0].role", "'user'"),
     "an image": (content({"type": "input_image", "image_url": "x"}), "input[1].content[0]", "'input_image'"),
@@ -135,7 +140,12 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a chat's tool": ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools[0].name", "required"),
     "a tool that is given twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "cut"),
     "a choice": ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "'auto'"),
-    "a choice among some": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'allowed_tools'"),
+    "a choice among some": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode", "required"),
+    "a choice among others": (
+        {"tools": TOOLS, "tool_choice": {**SOME, "tools": [{"type": "function", "name": "a"}]}},
+        "tool_choice",
+        "'a'",
+    ),
     "a choice of none": ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice", "'a'"),
     "a format": ({"text": {"format": {"type": "xml"}}}, "text.format", "'xml'"),
     "no schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "required"),

@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a call that is null": ({"tool_calls": [None]}, "tool_calls[0]"),
     "a function that is null": ({"tool_calls": [{**CALL, "function": None}]}, "tool_calls[0].function"),
     "a role that is null": ({"role": None}, "role"),
-    "a user's, parsed": ({"role": "user", "parsed": {"size": 1}}, ""),
+    "a user's, parsed": ({"role": "user", "parsed": {"size": 1}}, "parsed"),
     "a refusal": ({"refusal": "no"}, "refusal"),
 }
 
@@ -122,4 +122,4 @@ async def test_what_is_wrong_stays_refused_by_name(service: Service, fields: dic
     body = {"model": "tiny", "messages": [USER, said]}
     response = await service.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == ".".join(["messages[1]", *filter(None, [param])])
+    assert response.json()["error"]["param"] == f"messages[1].{param}"

@@ -99,7 +99,11 @@ async def test_an_answer_goes_on_elsewhere_within_its_grammar(
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "type": ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    "no schema": (
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "json_schema",
+    ),
     "a schema that is none": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integr"}}}},
         None,

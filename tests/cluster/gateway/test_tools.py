@@ -185,6 +185,35 @@ async def test_a_call_that_must_come_does_and_its_arguments_fit(
         assert len(calls) == 1 or asked["tool_choice"] == "required"
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_the_tools_that_a_model_knows_only_the_allowed_ones_are_called(
+    tools: Service, mode: str, endpoint: str
+) -> None:
+    """By a model that begins to write a call, and then would write anything; it is told of both functions."""
+    script(tools, "<tool_call>", end=False)
+    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": allowed(mode, "fold"), "parallel_tool_calls": False}
+    if endpoint == "responses":
+        functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "fold"}]}
+        asked |= {"tools": functions, "tool_choice": choice, "input": "hello"}
+    for seed in range(3):
+        if endpoint == "responses":
+            body = {"model": "tiny", "seed": seed, "max_output_tokens": 150, **asked}
+            answer = (await tools.http.post("/v1/responses", json=body)).json()
+            assert answer["tool_choice"] == asked["tool_choice"]
+            (name,) = [item["name"] for item in answer["output"] if item["type"] == "function_call"]
+        else:
+            (choice,) = (await tools.chat("hello", seed=seed, max_tokens=150, **asked)).json()["choices"]
+            (name,) = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
+        assert name == "fold"
+
+
 async def test_a_function_without_parameters_is_called_without_arguments(tools: Service) -> None:
     asked = {"tools": [PAINT], "tool_choice": PAINT, "max_tokens": 100}
     (choice,) = (await tools.chat("hello", **asked)).json()["choices"]
@@ -288,6 +317,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "melt"}}},
         "tool_choice",
     ),
+    "one that is not there among the allowed": (
+        {"tools": TOOLS, "tool_choice": allowed("auto", "cut", "melt")},
+        "tool_choice",
+    ),
+    "no mode": (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [tool("cut")]}}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    "none allowed": ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
     "none to choose from": ({"tool_choice": "required"}, "tool_choice"),
     "spaces in a format as well": (
         {"tools": TOOLS, "structured_outputs": {"json": {}, "disable_any_whitespace": True}},

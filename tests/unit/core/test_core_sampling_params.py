@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton.engine.core.sampling import MAX_TOP_K, InvalidSamplingParams, SamplingParams
+from baton.engine.core.sampling import MAX_TOP_K, InvalidSamplingParams, SamplingParams, as_decoded
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
@@ -42,3 +42,25 @@ def test_values_that_are_no_setting_are_refused_by_name(field: str, value: float
     with pytest.raises(InvalidSamplingParams) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [(None, None), (-1, None), (0, 0), (7, 7), (-5, 2**63 - 5), (-(2**63), 0), (2**63 - 1, 2**63 - 1)],
+)
+def test_a_negative_seed_stands_for_another_one_and_minus_one_for_none(given: int | None, meant: int | None) -> None:
+    """The same for scripts and for requests over HTTP."""
+    assert SamplingParams(seed=given).seed == meant
+    assert as_decoded(SamplingParams(seed=given)).seed == meant
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 10**30])
+def test_a_seed_has_63_bits(seed: int) -> None:
+    with pytest.raises(InvalidSamplingParams, match="seed: must be from"):
+        SamplingParams(seed=seed)
+
+
+def test_a_nucleus_may_be_of_nothing() -> None:
+    assert SamplingParams(top_p=0).top_p == 0
+    with pytest.raises(InvalidSamplingParams, match="top_p: must be from 0 to 1"):
+        SamplingParams(top_p=-0.1)

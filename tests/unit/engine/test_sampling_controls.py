@@ -86,7 +86,7 @@ def test_penalties_make_the_output_repeat_itself_less(llm: LLM, penalty: str) ->
 
 def test_top_k_of_one_min_p_of_one_and_a_tiny_top_p_are_all_greedy(llm: LLM) -> None:
     greedy = complete(llm, ignore_eos=True).token_ids
-    for control in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+    for control in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}, {"top_p": 0.0}):
         assert complete(llm, temperature=1.5, seed=1, ignore_eos=True, **control).token_ids == greedy
     assert complete(llm, temperature=1.5, seed=1, ignore_eos=True).token_ids != greedy
 
