@@ -281,6 +281,37 @@ async def test_chat_fields_that_contradict_each_other_are_refused(service: Servi
     check_refused(await service.chat("hello", **fields), 400, param)
 
 
+BIG_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a":[%s1]}' % ("[]," * 20_000)}}
+TOO_MANY: list[tuple[dict[str, Any], str | None, str | None]] = [
+    ({"metadata": {f"k{number}": "" for number in range(17)}}, "metadata", None),
+    ({"metadata": {"k" * 65: ""}}, "metadata", None),
+    ({"metadata": {"k": "v" * 513}}, "metadata", None),
+    ({"chat_template_kwargs": {"k": "v" * 2**17}}, "chat_template_kwargs", None),
+    ({"chat_template_kwargs": {"k": [1] * 2**16}}, "chat_template_kwargs", None),
+    ({f"k{number}": 1 for number in range(300)}, None, "too_many_values"),
+    ({"chat_template_kwargs": {f"k{number}": 1 for number in range(8193)}}, None, "too_many_values"),
+    ({"k" * 4097: 1}, None, "too_many_values"),
+    ({"u": [[]] * 33_000}, None, "too_many_values"),
+    ({"messages": [{"role": "assistant", "tool_calls": [BIG_CALL]}]}, ARGUMENTS, "too_many_values"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), TOO_MANY, ids=lambda value: str(value)[:30])
+async def test_lists_and_objects_have_limits(
+    service: Service, fields: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}
+    check_refused(await service.http.post(CHAT, json=body), 400, param, code)
+    await check_alive(service)
+
+
+async def test_metadata_and_variables_may_be_as_large_as_they_may(service: Service) -> None:
+    metadata = {f"{number:064d}": "v" * 512 for number in range(16)}
+    variables = {"hint": "hello", "unused": "v" * 60_000}
+    assert (await service.chat("hello", max_tokens=1, metadata=metadata)).status_code == 200
+    assert (await service.chat("hello", max_tokens=1, chat_template_kwargs=variables)).status_code == 200
+
+
 COMPLETION_FIELDS = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
