@@ -21,6 +21,7 @@ from .contracts import LoadBalancing, Role
 from .engines.replica import EngineReplica
 from .ingress.keeper import GatewayKeeper
 from .ingress.replica import GatewayReplica
+from .logs import LogFormat
 from .membership.draining import LONGEST_S
 from .planning.plan import check_model
 from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
@@ -55,6 +56,7 @@ def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> 
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         placement_group_bundles=spec.bundles_of(role, gpus),  # for workers, too: no other machine's loss ends the group
         placement_group_strategy="PACK",
+        logging_config=_serves_log(spec),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_surge_percent=fleet.max_surge_percent,
@@ -79,6 +81,11 @@ def _size(fleet: Fleet) -> dict[str, Any]:
     return {"autoscaling_config": config}
 
 
+def _serves_log(spec: FleetSpec) -> dict[str, str]:
+    """How Serve writes its own lines into the log of a replica."""
+    return {"encoding": "JSON" if spec.logging.format is LogFormat.JSON else "TEXT"}
+
+
 def _gateways(spec: FleetSpec) -> serve.Deployment:
     gateway = spec.gateway
     return serve.deployment(
@@ -86,6 +93,7 @@ def _gateways(spec: FleetSpec) -> serve.Deployment:
         num_replicas=gateway.replicas,
         ray_actor_options={"num_cpus": gateway.num_cpus, "resources": gateway.resources},
         max_ongoing_requests=gateway.max_inflight_requests,
+        logging_config=_serves_log(spec),
         max_surge_percent=gateway.max_surge_percent,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
@@ -99,6 +107,7 @@ def _keeper(spec: FleetSpec) -> serve.Deployment:
     return serve.deployment(
         name=ROOT,
         ray_actor_options={"num_cpus": 0},
+        logging_config=_serves_log(spec),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=gateway.drain_s + gateway.drain_timeout_s + SHUTDOWN_S,

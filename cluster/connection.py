@@ -283,7 +283,11 @@ class Connection:
         if self.stats is not None:
             self.counters.engines_lost += 1
             logger.warning(
-                "engine %s (rank %d, pid %d) %s", self.record.engine_id, self.record.rank, self.record.pid, why
+                "engine %s (rank %d, pid %d) is lost to this gateway: it %s",
+                self.record.engine_id,
+                self.record.rank,
+                self.record.pid,
+                why,
             )
         self.stats = None
         self.cached = CachedBlocks(self.record.num_blocks, self.record.num_tier_blocks)

@@ -15,6 +15,7 @@ from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import LoadBalancing, Role
 from baton.cluster.gateway.dispatch.cost import CostRates
 from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
+from baton.cluster.logs import LogFormat, LogLevel
 from baton.cluster.spec import NOT_AN_ENGINES, Fleet, GatewaySpec, KVTiers
 from baton.engine.config import EngineConfig
 from baton.kv_transfer.settings import TransferSettings
@@ -116,6 +117,7 @@ def _application() -> Schema:
             dependentRequired={Role.PREFILL: [Role.DECODE], Role.DECODE: [Role.PREFILL]},
         ),
         "transfer": closed(_settings(TransferSettings)),
+        "logging": closed({"format": choice(*LogFormat), "level": choice(*LogLevel)}),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.status import Status
 
+from baton.cluster.logs import configure
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
 
 from .client import print_ranks
@@ -88,6 +89,7 @@ def _application_in(config: Path) -> tuple[str, dict[str, Any]]:
 
 def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
     """Serves until Ctrl-C. Returns the exit code."""
+    configure(spec.logging, "serve", "serve")
     stop = Stop(kill_what_started)
     stop.listen()
     try:

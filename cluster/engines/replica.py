@@ -19,6 +19,7 @@ from ray import serve
 from ray.util.placement_group import get_current_placement_group
 
 from baton.cluster.contracts import EngineGroup, Role
+from baton.cluster.logs import configure
 from baton.cluster.membership.contact import ANSWER_S, DirectoryWatch, presence, stay_registered
 from baton.cluster.membership.draining import drain
 from baton.cluster.membership.members import Standing
@@ -41,9 +42,11 @@ class EngineReplica:
         """`bundle`: what one rank reserves, in the placement group that Serve has made for this replica."""
         spec = load_spec(args)
         context = serve.get_replica_context()
+        group_id = f"{role}-{context.replica_id.unique_id}"
+        configure(spec.logging, "group", group_id)
         self._directory = DirectoryWatch(context.app_name)
-        key: ClusterKey = await self._directory.call("cluster_key")
-        launch = EngineLaunch(spec, Role(role), f"{role}-{context.replica_id.unique_id}", context.app_name, key)
+        key: ClusterKey = await self._directory.call("cluster_key", spec.logging)
+        launch = EngineLaunch(spec, Role(role), group_id, context.app_name, key)
         self._fleet = spec.fleets.present[launch.role]
         check_gpus(spec, launch.role, bundle)
         placement = get_current_placement_group()
@@ -119,7 +122,7 @@ class EngineReplica:
         if self._leaving is not None:  # it may wait for engines that never answer
             self._leaving.cancel()
         self._heart.cancel()
-        await self._leave()
+        await self._leave(self._end)
         self._workers.end()
 
     def _stand(self, standing: Standing) -> None:
@@ -168,8 +171,8 @@ class EngineReplica:
         self._group = self._group.with_draining(draining)  # a directory that restarts hears it when we register again
         return await self._tell("drain", draining)
 
-    async def _leave(self) -> None:
-        await self._tell("leave")
+    async def _leave(self, why: str = "") -> None:
+        await self._tell("leave", why)
 
     async def _tell(self, method: str, *args: Any) -> bool:
         """Whether that was heard. Of most things heartbeats, or their end, tell as well, only later."""

@@ -134,6 +134,7 @@ class EngineServer:
         """
         alive_now = {identity.encode() for identity in alive}
         for gateway in self._alive - alive_now:
+            logger.warning("gateway %s is gone: the directory does not list it any more", gateway.decode())
             self._mail.post(GatewayUnlisted(), gateway)
         self._alive = alive_now
 
@@ -195,6 +196,7 @@ class EngineServer:
                 self._news.hears(gateway)
                 self._news.tell_blocks(gateway)
             case GatewayLost():
+                logger.warning("gateway %r is gone: the connection to it broke, or it fell silent", gateway)
                 self._news.is_gone(gateway)
                 self._give_up_all_of(gateway)
             case GatewayUnlisted():  # it hears on: one that knows of a full queue only would never ask again

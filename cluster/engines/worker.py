@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord
+from baton.cluster.logs import configure
 from baton.cluster.membership.contact import DirectoryWatch
 from baton.engine.core.engine import EngineCore
 from baton.engine.parallel.member import Member
@@ -43,6 +44,7 @@ class EngineWorker:
 
     def __init__(self, launch: EngineLaunch, seat: Seat) -> None:
         self._launch, self._seat = launch, seat
+        configure(launch.spec.logging, "engine", f"{launch.group_id}/{seat.rank}")
         self._config = launch.spec.engine_config(launch.role)
         self._host = ray.util.get_node_ip_address()
         self._epoch = secrets.randbits(63)

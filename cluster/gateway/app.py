@@ -27,7 +27,7 @@ from .dispatch.dispatcher import Dispatcher
 from .dispatch.ranks import rank_table
 from .dispatch.router import Router
 from .drain import Drain
-from .edge import Edge
+from .edge import FAILURE, Edge
 from .errors import ApiError, draining, excerpt, model_not_found, no_capacity
 from .keys import ApiKeys
 from .metrics import GatewayMetrics
@@ -164,8 +164,9 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    request.scope[FAILURE] = error
     return error.response()
 
 
@@ -180,4 +181,4 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         )
     messages = {404: f"There is no {excerpt(request.scope['path'])} here. {there}", 405: not_allowed}
     message = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return await _answer_error(request, ApiError(error.status_code, message, headers=error.headers))

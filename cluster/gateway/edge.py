@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 from collections.abc import Collection
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.cluster import logs
+
 from .drain import Drain
-from .errors import CLIENT_CLOSED_REQUEST, ApiError, internal, invalid_api_key
+from .errors import CLIENT_CLOSED_REQUEST, ApiError, excerpt, internal, invalid_api_key
 from .keys import ApiKeys, Client
 from .metrics import GatewayMetrics
 
@@ -22,6 +25,7 @@ SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = ("/health", "/live", "/metrics")  # probes and scrapers have no key
 REQUEST_ID = "baton.request_id"  # its key in the scope
 CLIENT = "baton.client"
+FAILURE = "baton.failure"  # the error that it was answered with
 REFUSED = "baton.refused"  # the status that the HTTP server has answered with, where a body did not arrive
 
 
@@ -53,7 +57,8 @@ class Edge:
             return
         headers = dict(scope["headers"])
         scope[REQUEST_ID] = request_id = _request_id(headers)
-        status = 0
+        logs.request_id.set(request_id)
+        status, began_s = 0, time.monotonic()
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -69,17 +74,22 @@ class Edge:
             scope[CLIENT] = self._client(scope["path"], headers)
             await self._app(scope, receive, send_marked)
         except ApiError as error:
+            scope[FAILURE] = error
             await error.response()(scope, receive, send_marked)
         except ClientDisconnect:
             status = status or CLIENT_CLOSED_REQUEST
         except Exception:
-            logger.exception("request %s failed", request_id)
             if status:
-                raise  # too late for a status: the server cuts the connection
-            await internal("The gateway failed to serve the request.").response()(scope, receive, send_marked)
+                raise  # too late for a status: the server cuts the connection, and tells the exception
+            logger.exception("a fault of the gateway")
+            scope[FAILURE] = error = internal("The gateway failed to serve the request.")
+            await error.response()(scope, receive, send_marked)
         finally:
+            status = scope.get(REFUSED, status)
             route = scope["path"] if scope["path"] in self._routes else "other"
-            self._metrics.responses.labels(route, scope.get(REFUSED, status)).inc()
+            self._metrics.responses.labels(route, status).inc()
+            if scope["path"] not in OPEN_PATHS:  # a balancer's probe that fails is asked again every second
+                tell_failure(scope, status, time.monotonic() - began_s)
 
     def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
         if self._keys.everyone or path in OPEN_PATHS:
@@ -89,6 +99,22 @@ class Edge:
         if scheme.lower() != b"bearer" or client is None:
             raise invalid_api_key()
         return client
+
+
+def tell_failure(scope: Scope, status: int, took_s: float) -> None:
+    """Log a line where the request has failed: before its answer began, or in it."""
+    error: ApiError | None = scope.get(FAILURE)
+    if status == CLIENT_CLOSED_REQUEST:
+        what, level = "was given up by its client", logging.INFO
+    elif status >= 400:
+        code = f" {error.code}" if error is not None and error.code else ""
+        what, level = f"failed with {status}{code}", logging.WARNING if status >= 500 else logging.INFO
+    elif error is not None:
+        what, level = f"failed in its answer with {error.status}", logging.WARNING
+    else:
+        return
+    why = f": {error.message}" if error is not None else ""
+    logger.log(level, "%s %s %s after %.2f s%s", scope["method"], excerpt(scope["path"]), what, took_s, why)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

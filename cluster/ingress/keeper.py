@@ -24,6 +24,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.cluster.contracts import DirectorySnapshot, GatewayRecord
+from baton.cluster.logs import configure
 from baton.cluster.membership.contact import DirectoryWatch, presence
 from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.spec import load_spec
@@ -126,6 +127,7 @@ class GatewayKeeper:
         self._version = digest(args)
         self._mode = spec.load_balancing
         self._app = serve.get_replica_context().app_name
+        configure(spec.logging, "keeper", f"keeper-{self._app}")
         self._directory = DirectoryWatch(self._app)
         self._ports = Ports(spec.gateway.port)
         self._gateways: dict[str, Gateway] = {}

@@ -34,6 +34,7 @@ from baton.cluster.gateway.drain import Drain
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.spans import Spans
+from baton.cluster.logs import configure
 from baton.cluster.membership.contact import DirectoryWatch, stay_registered
 from baton.cluster.spec import FleetSpec, load_spec
 from baton.engine.net.endpoints import socket_family
@@ -71,7 +72,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,  # uvicorn's own would close every handler of this process, Serve's among them
-            log_level="warning",
+            log_level="error",  # what clients send wrong is told in a line of ours
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
@@ -157,13 +158,14 @@ class GatewayServer:
             application=digest(launch.args),
             scaling=self._spec.scale_plan,
         )
+        configure(self._spec.logging, "gateway", self.record.identity)
         self._spans = Spans.from_environment(self.record.identity)
 
     async def start(self) -> FastAPI:
         """The application that it serves from now on. Raises `InvalidKeys`."""
         spec, identity = self._spec, self.record.identity
         await self._register()  # before any engine hears of it
-        key = await self._directory.call("cluster_key")
+        key = await self._directory.call("cluster_key", spec.logging)
         settings, drain = spec.gateway.settings(identity), Drain()
         silence_s = settings.engine_silence_s
         self._client = ZmqEngineClient(self._directory, key, identity, self._reach, silence_s=silence_s)

@@ -25,6 +25,7 @@ from ray.actor import ActorHandle
 from baton.cluster.autoscaling.load import GatewayLoad
 from baton.cluster.autoscaling.scaler import Scaler, Wanted
 from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
+from baton.cluster.logs import LogSettings, configure
 from baton.engine.net.curve import ClusterKey
 
 from .company import Company
@@ -45,6 +46,7 @@ class Directory:
 
     async def __init__(self, key: ClusterKey) -> None:  # type: ignore[misc]  # Ray awaits constructors
         self._key = key
+        self._log_as(LogSettings())
         # Wall-clock milliseconds: a restarted directory gives out no version that the last one gave out.
         self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
         self._changed = asyncio.Event()
@@ -58,20 +60,32 @@ class Directory:
         self._scaler: Scaler | None = None
         self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._scale())]
 
-    async def cluster_key(self) -> ClusterKey:
+    async def cluster_key(self, logs: LogSettings) -> ClusterKey:
+        """Return what members are let in by. Each asks for it first, and says how its application logs."""
+        self._log_as(logs)
         return self._key
+
+    def _log_as(self, settings: LogSettings) -> None:
+        configure(settings, "directory", ray.get_runtime_context().get_actor_name() or "directory")
 
     async def register_group(self, group: EngineGroup, workers: list[ActorHandle]) -> EngineGroup:
         """Lists the engines, with their ranks, until one of the processes ends. Registering twice changes nothing."""
+        version = self._members.version
         listed = self._members.add_group(group)
         where = f"pid {group.engines[0].pid} on {group.engines[0].node_ip}"
-        self._watch(group.group_id, group.epoch, f"engine group {group.group_id} ({where})", workers)
+        what = f"engine group {group.group_id} ({where})"
+        if self._members.version != version:
+            logger.info("%s is listed, with rank %d and those behind it", what, listed.engines[0].rank)
+        self._watch(group.group_id, group.epoch, what, workers)
         self._announce()
         return listed
 
     async def register_gateway(self, record: GatewayRecord, actor: ActorHandle | None = None) -> None:
         """`actor` where it is no Serve replica: the directory ends it with the application."""
+        version = self._members.version
         self._members.add_gateway(record)
+        if self._members.version != version:
+            logger.info("gateway %s (pid %d on %s) is listed", record.identity, record.pid, record.node_ip)
         if record.scaling is None:
             self._scaler = None
         elif self._scaler is None or self._scaler.plan != record.scaling:
@@ -99,9 +113,10 @@ class Directory:
         self._scaler.start_from({role: replicas})
         return self._scaler.wanted(role)
 
-    async def leave(self, name: str, epoch: int | None = None) -> None:
-        """A member ends on purpose. Unknown names are ignored."""
+    async def leave(self, name: str, epoch: int | None = None, why: str = "") -> None:
+        """A member ends on purpose, or since a process of it has. Unknown names are ignored."""
         if self._members.remove(name, epoch):
+            logger.log(logging.WARNING if why else logging.INFO, "%s is gone: it says so itself. %s", name, why)
             self._announce()
 
     async def drain(self, group_id: str, epoch: int, draining: bool) -> None:
@@ -167,8 +182,8 @@ class Directory:
         if any(isinstance(error, ray.exceptions.ActorUnavailableError) for error in errors):
             self._company.lost()
         if self._members.remove(name, epoch):
-            reasons = {f"died: {type(error).__name__}" for error in errors if error is not None}
-            logger.warning("%s %s", what, ", ".join(sorted(reasons)) or "ended")
+            reasons = ", ".join(sorted({type(error).__name__ for error in errors if error is not None}))
+            logger.warning("%s is gone: Ray saw a process of it %s", what, f"die ({reasons})" if reasons else "end")
             self._announce()
 
     async def _keep(self) -> None:
@@ -178,7 +193,8 @@ class Directory:
             self._excuse(time.monotonic() - slept_s - HEARTBEAT_S)
             silent = self._members.remove_silent(MISSED_AFTER_S)
             if silent:
-                logger.warning("no sign of life for %.0f s: %s", MISSED_AFTER_S, ", ".join(silent))
+                silence = f"the directory had no sign of life for {MISSED_AFTER_S:.0f} s"
+                logger.warning("%s is gone: %s", ", ".join(silent), silence)
                 self._company.lost()
                 self._announce()
             if self._company.is_gone:

@@ -9,6 +9,7 @@ fleets:
   prefill: {replicas: 1}
   decode: {min_replicas: 1, max_replicas: 4, engine: {max_num_seqs: 128}}
 autoscaling: {ttft_s: 0.5, inter_token_s: 0.03}
+logging: {format: json}
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from baton.cluster.counted import counted
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
 
-from .parts import MAX_PORT, AutoscalingSpec, Fleets, GatewaySpec
+from .parts import MAX_PORT, AutoscalingSpec, Fleets, GatewaySpec, LoggingSpec
 from .strict import Strict, unknown_key
 
 SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
@@ -56,6 +57,7 @@ class FleetSpec(Strict):
     fleets: Fleets
     transfer: dict[str, Any] = {}
     autoscaling: AutoscalingSpec | None = None
+    logging: LoggingSpec = LoggingSpec()
 
     @model_validator(mode="after")
     def _scaling_has_bounds(self) -> Self:

@@ -10,6 +10,7 @@ from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import Bounds, Role
 from baton.cluster.gateway.keys import InvalidKeys, keys_in
 from baton.cluster.gateway.settings import GatewaySettings
+from baton.cluster.logs import LogSettings
 from baton.kv_transfer.tiers.settings import TierSettings
 
 from .strict import InvalidSpec, Strict
@@ -45,6 +46,10 @@ class GatewaySpec(Strict, GatewaySettings):
         if "gateway_id" in self.model_fields_set:
             raise ValueError("gateway_id is not set by hand: every gateway draws its own")
         return self
+
+
+class LoggingSpec(Strict, LogSettings):
+    """See `LogSettings`."""
 
 
 class AutoscalingSpec(Strict, AutoscalingSettings):

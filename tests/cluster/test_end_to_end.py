@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import yaml
 from free_ports import free_port
 from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually
 
@@ -320,6 +321,11 @@ async def test_the_death_of_serves_controller_cuts_no_stream_and_ends_no_process
         assert [member["pid"] for member in after[members]] == [member["pid"] for member in before[members]]
 
 
+LOG_LINE = re.compile(
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.]\d{3}Z (?P<level>[A-Z]+) (?P<name>\S+)( \[(?P<request>\S+)\])? (?P<message>.+)"
+)
+
+
 async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.AsyncOpenAI, server: Server) -> None:
     victim = server.rank_of("decode")
     gone = 'baton_request_retries_total{reason="engine-gone"}'
@@ -342,8 +348,11 @@ async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.Asyn
     killed = asyncio.Event()
     await asyncio.gather(*(watched(number) for number in range(8)))
     told = [line for line in server.log_lines("serve/replica_main_gateway_*.log") if "watched-" in line]
-    attempts = [line for line in told if "engine-gone" in line and victim["engine_id"] in line]
+    attempts = [line for line in told if " attempt " in line and "engine-gone" in line and victim["engine_id"] in line]
     assert attempts, told
+    assert all(LOG_LINE.fullmatch(line) for line in attempts), attempts
+    gone = [line for line in server.log_lines("worker-*.err") if victim["group_id"] in line and " is gone: " in line]
+    assert [match["name"] for line in gone if (match := LOG_LINE.fullmatch(line))] == ["baton-directory:main"], gone
     assert len(attempts) == server.counted(gone) - before
     await asyncio.to_thread(server.wait_until_whole, ROLES)
 
@@ -429,6 +438,9 @@ def test_a_serve_config_file_deploys_an_application(
 ) -> None:
     port = free_port()
     config = config_file(tmp_path, name=path, port=port, like=file)
+    described = yaml.safe_load(config.read_text())
+    described["applications"][0]["args"]["logging"] = {"format": "json"}
+    config.write_text(yaml.safe_dump(described))
     command = [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", "--address", server.gcs_address()]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     done = subprocess.run(
@@ -445,6 +457,13 @@ def test_a_serve_config_file_deploys_an_application(
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     answer = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 4}, timeout=30)
     assert answer.headers["x-baton-path"].startswith(path)
+    httpx.get(f"{url}/nowhere", headers={"x-request-id": "lost-1"})
+    lines = [json.loads(line) for line in server.log_lines(f"serve/replica_{path}_*.log")]  # Serve's, too
+    (told,) = (line for line in lines if line.get("request_id") == "lost-1")
+    assert (told["component"], told["level"]) == ("gateway", "info")
+    assert told["message"].startswith("GET '/nowhere' failed with 404")
+    listed = [line for line in server.log_lines("worker-*.err") if f'"name":"baton-directory:{path}"' in line]
+    assert sum("is listed" in json.loads(line)["message"] for line in listed) == len(roles) + 1
     server.look()
 
 

@@ -14,6 +14,7 @@ from baton.cluster.cli.main import app as baton_app
 from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
 from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
+from baton.cluster.logs import LogSettings
 from baton.cluster.spec import Fleet, GatewaySpec
 from baton.engine.config import EngineConfig
 from baton.kv_transfer.settings import TransferSettings
@@ -120,6 +121,7 @@ SETTINGS = {
     | {f"breaker.{name}": value for name, value in of_model(BreakerSettings).items()},
     "fleets.*": of_model(Fleet),
     "transfer": of_struct(TransferSettings),
+    "logging": of_model(LogSettings),
 }
 ONE_VALUE = {"block_size", "enable_chunked_prefill", "pipeline_parallel_size", "trust_remote_code", "disable_log_stats"}
 NOT_IN_TABLES = {

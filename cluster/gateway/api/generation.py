@@ -27,7 +27,7 @@ from ..dispatch.dispatcher import Dispatcher
 from ..dispatch.legs import Deadline
 from ..dispatch.ranks import PIN_HEADER, pinned_rank, reachable
 from ..dispatch.timeline import Stamp, Timeline
-from ..edge import REFUSED, client_of, request_id_of
+from ..edge import FAILURE, REFUSED, client_of, request_id_of
 from ..errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, priority_not_allowed
 from ..keys import circle_of
 from ..metrics import GatewayMetrics
@@ -103,16 +103,16 @@ class GenerationEndpoint:
                     call = self._call(http, started_s, patience)
                     await until_gone(receive, self._generate(call, body, held, answer))
         except ApiError as error:
-            await self._fail(answer, error)
+            await self._fail(scope, answer, error)
         except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
-            await self._fail(answer, draining())
+            await self._fail(scope, answer, draining())
         except (ClientGone, ClientDisconnect):
             if REFUSED not in scope:
                 metrics.disconnects.inc()
             await answer.fail(ApiError(scope.get(REFUSED, CLIENT_CLOSED_REQUEST), "The client closed its connection."))
         except Exception:
-            logger.exception("request %s failed", request_id_of(scope))
-            await self._fail(answer, internal("The gateway failed to serve the request."))
+            logger.exception("a fault of the gateway")
+            await self._fail(scope, answer, internal("The gateway failed to serve the request."))
         finally:
             self._ended(http, answer, started_s)
 
@@ -144,8 +144,9 @@ class GenerationEndpoint:
             }
             gateway.spans.record(http.scope["path"], http.headers, what, started_s, ended_s, timelines)
 
-    async def _fail(self, answer: Answer, error: ApiError) -> None:
+    async def _fail(self, scope: Scope, answer: Answer, error: ApiError) -> None:
         """Whoever may come again is told whether this time has cost anything."""
+        scope[FAILURE] = error
         if answer.begun:
             self._gateway.metrics.stream_errors.labels(error.status).inc()
         if error.is_about_load and error.gpu_time_spent is None:

@@ -13,6 +13,7 @@ if there are any.
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.cluster.contracts import EngineRecord, EngineView, Role
@@ -20,6 +21,8 @@ from baton.cluster.contracts import EngineRecord, EngineView, Role
 from ..settings import BreakerSettings
 from .ledger import EngineKey, engine_key
 from .windows import Window
+
+logger = logging.getLogger(__name__)
 
 Peer = tuple[EngineKey, ...]  # one engine; or a prefill engine, and the decode engine that reads from it
 SUCCESSES, FAILURES = 0, 1
@@ -136,6 +139,8 @@ class Breakers:
         self._forget_old()
         circuit = self._circuits.get(peer) or self._circuits.setdefault(peer, Circuit(self._limits, self._clock))
         if circuit.failed():
+            names = " and ".join(engine_id for engine_id, _ in peer)
+            logger.warning("%s failed too often: asked no more for %g s", names, self._limits.open_s)
             self._on_open(peer)
 
     def closed_to(self, engines: Sequence[EngineView]) -> set[EngineKey]:

@@ -169,6 +169,7 @@ class Dispatch:
         failure = self._failure = self._attempts.failed(error, engine, holder, brought_tokens=leg.is_read)
         self._legs.judge(leg, failure)
         self._note_decision(leg, failure)
+        self._tell(leg, failure, error)
         await self._end_leg()
         if LADDER[failure].blame is not Blame.FULL:  # who refuses has not touched what is on offer
             self._handoff.withdraw()
@@ -177,13 +178,19 @@ class Dispatch:
         self._placing.failed()
         self._progress.generation += 1
         self._metrics.retries.labels(failure).inc()
-        logger.warning(
-            "request %s, attempt %d after %d tokens: %s at %s: %s",
-            self._progress.request_id,
+
+    def _tell(self, leg: Leg, failure: Failure, error: EngineError) -> None:
+        """Log a failed attempt."""
+        again = self._attempts.may_go_on
+        logger.log(
+            logging.WARNING if again else logging.INFO,  # else the request fails, and that is told
+            "attempt %d at %s after %d tokens: %s at %s, %s: %s",
             len(self._attempts.failures),
+            self._progress.request_id,
             self._progress.num_tokens,
             failure,
             leg.placement.engine.engine_id,
+            "another follows" if again else "the last one",
             error.message,
         )
 

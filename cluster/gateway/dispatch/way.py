@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from baton.engine.core.messages import EngineRequest
@@ -12,7 +14,9 @@ from .handoff import HandOff
 from .ladder import LADDER, Failure, Rung
 from .legs import Leg, Legs
 from .progress import Progress
-from .router import Path
+from .router import NO_PREFILL_ENGINE, Path
+
+logger = logging.getLogger(__name__)
 
 
 class Way:
@@ -74,5 +78,7 @@ class Way:
         self._path, self._rung = path, rung
         self._reason = reason or failure or ""
         self._metrics.paths.labels(self._path, self._reason).inc()
+        if failure is not None or reason == NO_PREFILL_ENGINE:
+            logger.info("%s goes another way: %s", self._progress.request_id, self)
         if failure is not None:
             self._metrics.rungs.labels(self._rung, self._reason).inc()

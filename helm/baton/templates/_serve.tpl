@@ -21,6 +21,7 @@
 {{- if $scaled }}
 {{- $_ := set $args "autoscaling" (omit .Values.autoscaling "enabled" "version" "upscalingMode" "idleTimeoutSeconds" "resources") }}
 {{- end }}
+{{- with .Values.logging }}{{ $_ := set $args "logging" . }}{{ end }}
 {{- if .Values.model_id }}{{ $_ := set $args "model_id" .Values.model_id }}{{ end }}
 {{- toYaml $args }}
 {{- end }}

@@ -1,0 +1,145 @@
+"""The log of every process of an application: what happened, when, where, and to which request.
+
+    2026-11-23T21:04:05.123Z WARNING gateway-3f2a1b9c0d4e [chat-17] POST /v1/completions failed with 503 ...
+    {"time":"2026-11-23T21:04:05.123Z","level":"warning","component":"gateway","name":"gateway-3f2a1b9c0d4e",...}
+
+Lines go where people look for those of a process: into the log that Serve keeps of a replica, else to stderr, which Ray
+keeps of an actor.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from logging.handlers import MemoryHandler
+from typing import cast
+
+import msgspec
+from pydantic import BaseModel, ConfigDict
+
+OURS = ("baton", "uvicorn")  # loggers
+SERVE = "ray.serve"  # Serve's own logger, for applications to use
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The request that this task or thread works for, as its client knows it; empty: none."""
+
+
+class LogFormat(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogSettings(BaseModel):
+    """How the processes of one application log."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: LogFormat = LogFormat.TEXT
+    level: LogLevel = LogLevel.INFO
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """One event, as programs read it. Empty fields are left out."""
+
+    time: str
+    level: str
+    component: str
+    name: str
+    message: str
+    logger: str
+    request_id: str = ""
+    exception: str = ""
+
+
+class LineFormatter(logging.Formatter):
+    """Formats records as lines of one process: `component` is its kind, `name` the process itself."""
+
+    def __init__(self, format: LogFormat, component: str, name: str) -> None:
+        super().__init__()
+        self._format, self._component, self._name = format, component, name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = Line(
+            time=datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            level=record.levelname.lower(),
+            component=self._component,
+            name=self._name,
+            message=_encodable(record.getMessage()),
+            logger=record.name,
+            request_id=getattr(record, "baton_request_id", ""),
+            exception=_encodable(self.formatException(record.exc_info)) if record.exc_info else "",
+        )
+        return msgspec.json.encode(line).decode() if self._format is LogFormat.JSON else _as_text(line)
+
+
+def _as_text(line: Line) -> str:
+    """One line: what a message quotes must not look like another line. A traceback follows it as it is."""
+    request = f" [{line.request_id}]" if line.request_id else ""
+    message = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line.message)
+    traceback = f"\n{line.exception}" if line.exception else ""
+    return f"{line.time} {line.level.upper()} {line.name}{request} {message}{traceback}"
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+class ProcessHandler(logging.Handler):
+    """Writes lines into the file that Serve keeps of this process, where it does, and else to stderr."""
+
+    def __init__(self, formatter: LineFormatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.baton_request_id = request_id.get()
+        if (serve := self._serve_handler()) is not None:
+            serve.handle(record)
+            return
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _serve_handler(self) -> MemoryHandler | None:
+        """Return Serve's handler, whose file is told how our records look. Serve may have replaced the last one."""
+        for handler in logging.getLogger(SERVE).handlers:
+            if isinstance(handler, MemoryHandler) and handler.target is not None:
+                theirs = handler.target.formatter
+                if not isinstance(theirs, SharedFormatter) or theirs.ours is not self.formatter:
+                    handler.target.setFormatter(SharedFormatter(cast(LineFormatter, self.formatter), theirs))
+                return handler
+        return None
+
+
+class SharedFormatter(logging.Formatter):
+    """The format of a file that has Serve's records and ours, each in its own."""
+
+    def __init__(self, ours: LineFormatter, theirs: logging.Formatter | None) -> None:
+        super().__init__()
+        self.ours = ours
+        self._theirs = theirs._theirs if isinstance(theirs, SharedFormatter) else theirs or logging.Formatter()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return (self.ours if hasattr(record, "baton_request_id") else self._theirs).format(record)
+
+
+def configure(settings: LogSettings, component: str, name: str) -> None:
+    """Lets this process log. Handlers of others stay; calling it again replaces what the last call has set."""
+    for logger in map(logging.getLogger, OURS):
+        for handler in [handler for handler in logger.handlers if isinstance(handler, ProcessHandler)]:
+            logger.removeHandler(handler)
+        logger.addHandler(ProcessHandler(LineFormatter(settings.format, component, name)))
+        logger.setLevel(settings.level.upper())
+        logger.propagate = False
