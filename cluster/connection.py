@@ -283,7 +283,7 @@ class Connection:
         if self.stats is not None:
             self.counters.engines_lost += 1
             logger.warning(
-                "engine %s (rank %d, pid %d) is lost to this gateway: it %s",
+                "engine %s (rank %d, pid %d) %s",
                 self.record.engine_id,
                 self.record.rank,
                 self.record.pid,

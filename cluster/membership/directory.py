@@ -116,7 +116,8 @@ class Directory:
     async def leave(self, name: str, epoch: int | None = None, why: str = "") -> None:
         """A member ends on purpose, or since a process of it has. Unknown names are ignored."""
         if self._members.remove(name, epoch):
-            logger.log(logging.WARNING if why else logging.INFO, "%s is gone: it says so itself. %s", name, why)
+            level = logging.WARNING if why else logging.INFO
+            logger.log(level, "%s is gone: it says so itself%s", name, f": {why}" if why else "")
             self._announce()
 
     async def drain(self, group_id: str, epoch: int, draining: bool) -> None:
