@@ -129,7 +129,9 @@ class SharedFormatter(logging.Formatter):
     def __init__(self, ours: LineFormatter, theirs: logging.Formatter | None) -> None:
         super().__init__()
         self.ours = ours
-        self._theirs = theirs._theirs if isinstance(theirs, SharedFormatter) else theirs or logging.Formatter()
+        self._theirs: logging.Formatter = theirs or logging.Formatter()
+        if isinstance(theirs, SharedFormatter):
+            self._theirs = theirs._theirs
 
     def format(self, record: logging.LogRecord) -> str:
         return (self.ours if hasattr(record, "baton_request_id") else self._theirs).format(record)

@@ -82,8 +82,8 @@ class Edge:
             if status:
                 raise  # too late for a status: the server cuts the connection, and tells the exception
             logger.exception("a fault of the gateway")
-            scope[FAILURE] = error = internal("The gateway failed to serve the request.")
-            await error.response()(scope, receive, send_marked)
+            scope[FAILURE] = fault = internal("The gateway failed to serve the request.")
+            await fault.response()(scope, receive, send_marked)
         finally:
             status = scope.get(REFUSED, status)
             route = scope["path"] if scope["path"] in self._routes else "other"
