@@ -19,7 +19,9 @@ from torch import Tensor
 
 from .attention_batch import AttentionBatch
 
-ITEM_WORDS = 4  # first token in q, tokens, position of the first token, row of the block table
+# int32 words of an item: first token in q, number of tokens, position of the first token, row of the block table
+ITEM_WORDS = tl.constexpr(4)
+FIRST_TOKEN, NUM_TOKENS, FIRST_POSITION, TABLE_ROW = (tl.constexpr(word) for word in range(ITEM_WORDS.value))
 LONG_ROWS, SHORT_ROWS = 128, 64  # query rows of a tile: two warpgroups of 64, or one
 QUEUE_WORDS = 2  # the next tile to attend; programs that are through with all
 
@@ -75,8 +77,8 @@ def plan_prefill(
     num_seqs = batch.num_seqs - first_seq
     num_items = _room_for_tiles(batch, first_seq, tile_tokens)
     device = batch.query_start.device
-    listed = torch.empty((ITEM_WORDS + 1, num_items), dtype=torch.int32, device=device)
-    items = torch.empty((num_items, ITEM_WORDS), dtype=torch.int32, device=device)
+    listed = torch.empty((ITEM_WORDS.value + 1, num_items), dtype=torch.int32, device=device)
+    items = torch.empty((num_items, ITEM_WORDS.value), dtype=torch.int32, device=device)
     num_tiles, queue = torch.empty(1 + QUEUE_WORDS, dtype=torch.int32, device=device).split([1, QUEUE_WORDS])
     list_tiles[(num_seqs + 1,)](
         batch.query_start,
@@ -153,11 +155,11 @@ def list_tiles(
         count = tl.maximum(tl.minimum(end - token, TILE_TOKENS), 0)
         position = tl.where(seq_len > 0, seq_len - (end - token), -count)
         here = slot < last_slot
-        tl.store(listed + slot, token, mask=here)
-        tl.store(listed + num_items + slot, count, mask=here)
-        tl.store(listed + 2 * num_items + slot, position, mask=here)
-        tl.store(listed + 3 * num_items + slot, tl.zeros_like(slot) + row, mask=here)
-        tl.store(listed + 4 * num_items + slot, tl.where(count > 0, position + count, -1), mask=here)
+        tl.store(listed + FIRST_TOKEN * num_items + slot, token, mask=here)
+        tl.store(listed + NUM_TOKENS * num_items + slot, count, mask=here)
+        tl.store(listed + FIRST_POSITION * num_items + slot, position, mask=here)
+        tl.store(listed + TABLE_ROW * num_items + slot, tl.zeros_like(slot) + row, mask=here)
+        tl.store(listed + ITEM_WORDS * num_items + slot, tl.where(count > 0, position + count, -1), mask=here)
 
 
 @triton.jit(do_not_specialize=["num_items"])
@@ -166,7 +168,7 @@ def sort_tiles(listed, items, num_tiles, queue, num_items, BLOCK: tl.constexpr, 
 
     Long tiles that start last would run alone at the end. Every pair is compared: there are a few thousand at most.
     """
-    keys = listed + 4 * num_items
+    keys = listed + ITEM_WORDS * num_items
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = mine < num_items
     key = tl.load(keys + mine, mask=here, other=0)[:, None]
@@ -178,8 +180,8 @@ def sort_tiles(listed, items, num_tiles, queue, num_items, BLOCK: tl.constexpr, 
         before = (other_key > key) | ((other_key == key) & (other[None, :] < mine[:, None]))
         rank += tl.sum(before.to(tl.int32), 1)
         tiles += tl.sum((other_key >= 0).to(tl.int32))
-    for word in tl.static_range(4):
-        tl.store(items + rank * 4 + word, tl.load(listed + word * num_items + mine, mask=here), mask=here)
+    for word in tl.static_range(ITEM_WORDS):
+        tl.store(items + rank * ITEM_WORDS + word, tl.load(listed + word * num_items + mine, mask=here), mask=here)
     if tl.program_id(0) == 0:
         tl.store(num_tiles, tiles)
         tl.store(queue, 0)

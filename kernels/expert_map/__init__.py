@@ -11,7 +11,7 @@ __all__ = ["ExpertMap", "map_experts"]
 
 
 def map_experts(expert_ids: Tensor, table: ExpertMap, *, places: range, counted: range) -> Tensor:
-    """Of expert ids [T, K] int32, which of the `places` each has there: [T, K] int32.
+    """Map expert ids [T, K] int32 to their places among `places`: [T, K] int32.
 
     Numbers that are no expert's stand for none: -1, and what a collective leaves whose group has ended. The result
     counts from the start of `places`; -1 where the expert lies outside of them. Token t goes to replica

@@ -1,4 +1,4 @@
-"""Where the replicas of each expert lie, on the device. Written in place, so that captured steps see what changed."""
+"""`ExpertMap`, and the reference of its look-up."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from baton.kernels.tuned import Options
 from .bench import random_weight
 from .gpu import MANY_TOKENS
 from .gpu.gemm import product, tuning_key
-from .gpu.quantize import quantize
+from .gpu.quantization import quantize
 from .weight import BLOCK
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (10240, 8192), (8192, 28672))  # N, K

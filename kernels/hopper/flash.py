@@ -18,19 +18,21 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from baton.kernels.query_tiles import FIRST_POSITION, FIRST_TOKEN, ITEM_WORDS, NUM_TOKENS, TABLE_ROW
 from baton.kernels.split_kv import LOG2_E
 
-from .rings import SLAB, Ring, async_load, barrier, clear_tail, new_barriers, new_ring, view
+from .rings import SLAB, Ring, Value, async_load, barrier, clear_tail, new_barriers, new_ring, record, view
 
 ROWS = gl.constexpr(64)  # of one consumer
 STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 QUERY_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # [tokens, heads, SLAB]
 MAIL = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FIRST_HEAD = TABLE_ROW  # word of the mail: consumers need the first head of a tile, not its block table
 
 
 @aggregate
-class Shape:
-    """What is fixed when a kernel is compiled."""
+class FlashShape:
+    """The compile-time sizes of a kernel."""
 
     PACK: gl.constexpr  # query heads in a tile
     TOKENS: gl.constexpr  # of one consumer
@@ -55,22 +57,16 @@ class Shape:
         self.HAS_CAP = gl.constexpr(HAS_CAP)
 
 
-@aggregate
-class Scoring:
+@record
+class FlashScoring:
     """Window and factors of scores: `limit`, `score_unit` and `cap_scale` of `AttentionRule`."""
 
     window: gl.tensor
     unit: gl.tensor
     cap_scale: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, window, unit, cap_scale):
-        self.window = window
-        self.unit = unit
-        self.cap_scale = cap_scale
 
-
-@aggregate
+@record
 class Pipe:
     """The rings and barriers between the producer and the two consumers."""
 
@@ -80,13 +76,34 @@ class Pipe:
     values: Ring
     turn: gl.shared_memory_descriptor  # a barrier for each consumer: it may issue products
 
-    @gluon.constexpr_function
-    def __init__(self, mail, queries, keys, values, turn):
-        self.mail = mail
-        self.queries = queries
-        self.keys = keys
-        self.values = values
-        self.turn = turn
+
+@record
+class TileQueue:
+    """The tiles of queries, which programs take one after another: see `query_tiles.PrefillPlan`."""
+
+    items: gl.tensor
+    num_tiles: gl.tensor
+    num_units: gl.tensor  # tiles for all groups of heads
+    queue: gl.tensor
+
+    @gluon.jit
+    def item(self, unit):
+        """Return a pointer to the words of a unit's tile."""
+        return self.items + unit % self.num_tiles * ITEM_WORDS
+
+    @gluon.jit
+    def next_unit(self):
+        """Take the next unit. Program i has taken the i-th already."""
+        return gl.num_programs(0) + gl.atomic_add(self.queue, 1)
+
+
+@record
+class FlashOutput:
+    """The results [tokens, heads, VALUE]."""
+
+    out: gl.tensor
+    token_stride: Value
+    head_stride: Value
 
 
 @gluon.jit
@@ -124,9 +141,9 @@ def send_queries(pipe, turn, queries, item, first_head, shape):
     """
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     word = gl.arange(0, 4, WORDS)
-    token = gl.load(item)
+    token = gl.load(item + FIRST_TOKEN)
     pipe.queries.await_free(turn)
-    pipe.mail.store(gl.where(word == 3, first_head, gl.load(item + word)))
+    pipe.mail.store(gl.where(word == FIRST_HEAD, first_head, gl.load(item + word)))
     barrier()
     pipe.queries.expect(turn)
     for half in gl.static_range(2):
@@ -138,12 +155,6 @@ def send_queries(pipe, turn, queries, item, first_head, shape):
                 pipe.queries.barrier(turn),
                 view(rows, [shape.TOKENS, shape.PACK, SLAB], QUERY_BOX),
             )
-
-
-@gluon.jit
-def next_unit(queue):
-    """Take the next (tile of queries, head) from the queue. Program i has taken the i-th already."""
-    return gl.num_programs(0) + gl.atomic_add(queue, 1)
 
 
 @gluon.jit
@@ -162,8 +173,8 @@ def send_end(pipe, turn, queue):
 
 
 @gluon.jit
-def consume(pipe, target, sinks, scoring, HALF: gl.constexpr, shape):
-    out, token_stride, head_stride = target
+def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
+    """Attend half the rows of every tile of queries that the producer sends, and write the results."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.VALUE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -217,9 +228,10 @@ def consume(pipe, target, sinks, scoring, HALF: gl.constexpr, shape):
         total = gl.where(total == 0.0, 1.0, total)
         result = sums / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, SUMS)), 1)
         tile_token = HALF * shape.TOKENS + out_row // shape.PACK
-        place = (token + tile_token).to(gl.int64) * token_stride + (first_head + out_row % shape.PACK) * head_stride
+        head = first_head + out_row % shape.PACK
+        place = (token + tile_token).to(gl.int64) * output.token_stride + head * output.head_stride
         gl.store(
-            out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0),
+            output.out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0),
             gl.convert_layout(result.to(dtype), STORE),
             mask=gl.expand_dims(tile_token < count, 1),
         )
@@ -235,10 +247,10 @@ def _open_mail(pipe, turn):
     words = pipe.mail.load(WORDS)
     word = gl.arange(0, 4, WORDS)
     return (
-        gl.sum(gl.where(word == 0, words, 0), 0),
-        gl.sum(gl.where(word == 1, words, 0), 0),
-        gl.sum(gl.where(word == 2, words, 0), 0),
-        gl.sum(gl.where(word == 3, words, 0), 0),
+        gl.sum(gl.where(word == FIRST_TOKEN, words, 0), 0),
+        gl.sum(gl.where(word == NUM_TOKENS, words, 0), 0),
+        gl.sum(gl.where(word == FIRST_POSITION, words, 0), 0),
+        gl.sum(gl.where(word == FIRST_HEAD, words, 0), 0),
     )
 
 

@@ -7,6 +7,8 @@ version.
 Annotations are read by Triton: this module evaluates them.
 """
 
+from typing import dataclass_transform
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -14,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
+from triton.language.core import base_value
 
 RENAMED = gl.constexpr(hasattr(tma, "async_load"))  # Triton 3.6 has other names for three functions
 async_load = tma.async_load if RENAMED.value else tma.async_copy_global_to_shared
@@ -21,6 +24,20 @@ SLAB = gl.constexpr(64)  # columns of 16 bits
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # a swizzle spans 128 bytes, the most that there is
 IN_16_BITS = (torch.bfloat16, torch.float16)
 barrier = gl.barrier if RENAMED.value else gl.thread_barrier  # of the warps of one partition
+Value = base_value  # the type of a field that may hold a tensor, a constant or None, as a launch specializes it
+
+
+@dataclass_transform()
+def record(cls):
+    """Make an aggregate of a class with annotated fields. Its constructor takes their values in order."""
+    names = tuple(cls.__annotations__)
+
+    def __init__(self, *values):
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
+
+    cls.__init__ = gluon.constexpr_function(__init__)
+    return aggregate(cls)
 
 
 def cache_fits_boxes(kv: Tensor, dtypes: tuple[torch.dtype, ...] = IN_16_BITS) -> bool:
@@ -50,7 +67,7 @@ def view_as(dtype: gl.constexpr, memory, shape: gl.constexpr, layout: gl.constex
     return memory.reinterpret(dtype, shape, layout) if RENAMED else memory._reinterpret(dtype, shape, layout)
 
 
-@aggregate
+@record
 class Ring:
     """Tiles on their way from global memory to the warpgroups that consume them, each in slabs of a few columns.
 
@@ -60,12 +77,6 @@ class Ring:
     slabs: gl.shared_memory_descriptor  # [stages * slabs of a tile, rows, columns of a slab]
     full: gl.shared_memory_descriptor  # [stages, 1] barriers
     free: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, slabs, full, free):
-        self.slabs = slabs
-        self.full = full
-        self.free = free
 
     @gluon.jit
     def slab(self, n, index: gl.constexpr):

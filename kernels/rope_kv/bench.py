@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from baton.kernels.attention import AttentionBatch
+from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.roofline import BenchCase, cycling
 
 from . import rope_and_cache

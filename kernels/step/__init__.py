@@ -3,7 +3,7 @@
     apply_writes     what changed since the last step ──> tables
     decode_inputs    rows, starts                     ──> token ids, positions, slots, lengths
     chunk_inputs     rows, starts, query_start        ──> the same, for chunks of any length
-    store_tokens     drawn tokens                     ──> tables for the next step, mailbox for the CPU
+    store_tokens     drawn tokens                     ──> tables for the next step, ring for the CPU
     replace_tokens   tokens that were drawn again     ──> the same places
 
 None of it waits for the device, and none of its shapes depends on what the tables hold.
@@ -16,11 +16,11 @@ from types import ModuleType
 from torch import Tensor
 
 from . import reference
-from .buffers import PIECE, Mailbox, StepBatch, StepBuffers, StepTables
+from .buffers import PIECE, OutputRing, StepBatch, StepBuffers, StepTables
 
 __all__ = [
     "PIECE",
-    "Mailbox",
+    "OutputRing",
     "StepBatch",
     "StepBuffers",
     "StepTables",
@@ -53,20 +53,20 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
     _implementation(inputs.token_ids).chunk_inputs(tables, batch, inputs)
 
 
-def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox) -> None:
+def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
     """Append token `drawn[i]` ([S] int64) to its row at `seq_lens[i]`, and copy it to the CPU's ring of pages.
 
     Only where `samples[i]` is not 0, and never for padding. `starts` becomes `seq_lens`, so that a batch of decodes is
-    ready to go on; the mailbox turns to its next page.
+    ready to go on; the ring turns to its next page.
     """
-    _implementation(drawn).store_tokens(drawn, tables, batch, inputs, mailbox)
+    _implementation(drawn).store_tokens(drawn, tables, batch, inputs, ring)
 
 
 def replace_tokens(
-    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox
+    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing
 ) -> None:
     """Replace token `index[j]` ([J] int64) by `drawn[j]` ([J] int64), after `store_tokens` of the same step."""
-    _implementation(drawn).replace_tokens(drawn, index, tables, batch, inputs, mailbox)
+    _implementation(drawn).replace_tokens(drawn, index, tables, batch, inputs, ring)
 
 
 def _implementation(tensor: Tensor) -> ModuleType:

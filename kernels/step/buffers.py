@@ -44,7 +44,7 @@ class StepBuffers:
 
 
 @dataclass(frozen=True)
-class Mailbox:
+class OutputRing:
     """Drawn tokens on their way to the CPU: pages of pinned memory that steps write in turn."""
 
     pages: Tensor  # [num_pages, max_num_seqs] int32

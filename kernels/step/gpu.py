@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .buffers import PIECE, Mailbox, StepBatch, StepBuffers, StepTables
+from .buffers import PIECE, OutputRing, StepBatch, StepBuffers, StepTables
 
 BLOCK = 128  # tokens or sequences of one program
 WRITERS = 256  # programs that apply pieces: more than a step has but when hundreds of requests start at once
@@ -55,14 +55,14 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
     )
 
 
-def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox) -> None:
-    _store(drawn, drawn, tables, batch, inputs, mailbox, again=False)
+def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
+    _store(drawn, drawn, tables, batch, inputs, ring, again=False)
 
 
 def replace_tokens(
-    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox
+    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing
 ) -> None:
-    _store(drawn, index, tables, batch, inputs, mailbox, again=True)
+    _store(drawn, index, tables, batch, inputs, ring, again=True)
 
 
 def _store(
@@ -71,7 +71,7 @@ def _store(
     tables: StepTables,
     batch: StepBatch,
     inputs: StepBuffers,
-    mailbox: Mailbox,
+    ring: OutputRing,
     *,
     again: bool,
 ) -> None:
@@ -83,12 +83,12 @@ def _store(
         batch.starts,
         batch.samples,
         inputs.seq_lens,
-        mailbox.pages,
-        mailbox.turn,
+        ring.pages,
+        ring.turn,
         len(drawn),
         tables.tokens.stride(0),
-        len(mailbox.pages),
-        mailbox.pages.stride(0),
+        len(ring.pages),
+        ring.pages.stride(0),
         AGAIN=again,
         BLOCK=PIECE,
         num_warps=4,

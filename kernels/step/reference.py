@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .buffers import Mailbox, StepBatch, StepBuffers, StepTables
+from .buffers import OutputRing, StepBatch, StepBuffers, StepTables
 
 
 def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Tensor) -> None:
@@ -32,18 +32,18 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
     _fill_tokens(tables, inputs, batch.rows[owners].clamp(min=0), positions, tokens < ends[-1])
 
 
-def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox) -> None:
-    page = mailbox.pages[int(mailbox.turn)]
+def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
+    page = ring.pages[int(ring.turn)]
     stored = ((batch.rows >= 0) & (batch.samples != 0)).nonzero()[:, 0]
     _store(drawn[stored], stored, tables, batch, inputs, page)
     batch.starts.copy_(inputs.seq_lens)
-    mailbox.turn.copy_((mailbox.turn + 1) % len(mailbox.pages))
+    ring.turn.copy_((ring.turn + 1) % len(ring.pages))
 
 
 def replace_tokens(
-    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, mailbox: Mailbox
+    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing
 ) -> None:
-    page = mailbox.pages[int(mailbox.turn) - 1]
+    page = ring.pages[int(ring.turn) - 1]
     _store(drawn, index, tables, batch, inputs, page)
 
 

@@ -275,7 +275,7 @@ def test_on_hopper_pages_are_copied_in_boxes_and_little_spills(options: dict[str
 
 def test_on_hopper_keys_of_192_dimensions_fit_shared_memory() -> None:
     pytest.importorskip("triton")
-    from baton.kernels.attention.gpu.dense_hopper import attend_rows
+    from baton.kernels.mla.gpu.dense_hopper import attend_rows
 
     signature = dict.fromkeys(("items", "tile_count", "queue", "key_start"), "*i32") | {"out": "*bf16"}
     signature |= {"score_unit": "fp32", "num_heads": "i32", "token_stride": "i32:16", "head_stride": "i32:16"}
@@ -331,7 +331,7 @@ def test_a_captured_graph_serves_other_lengths(gpu: ModuleType, triton_device: t
 
 @pytest.mark.gpu
 def test_keys_and_values_may_lie_one_sequence_after_another(triton_device: torch.device) -> None:
-    from baton.kernels.attention.gpu import dense_hopper
+    from baton.kernels.mla.gpu import dense_hopper
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")

@@ -13,6 +13,8 @@ def test_every_op_has_a_bench() -> None:
     assert set(bench.ops_with_bench()) == {
         "attention",
         "block_copy",
+        "embedding",
+        "expert_map",
         "fp8",
         "linear",
         "logprobs",
@@ -22,6 +24,7 @@ def test_every_op_has_a_bench() -> None:
         "rope_kv",
         "sampling",
         "silu_and_mul",
+        "step",
     }
 
 

@@ -23,13 +23,13 @@ pytest.importorskip("triton")
 
 from baton.kernels.mla import gpu
 from baton.kernels.mla.gpu import absorbed, absorbed_hopper, dense, expanded, latent_cache
-from baton.kernels.mla.gpu.work_list import Tiles, deal
+from baton.kernels.mla.gpu.work_list import WorkTiles, deal
 
 RAGGED = [37, 1, 16, 70, 17, 32]
 MIXED = ([1, 1, 5, 40], [50, 33, 60, 40])
 
 
-# Tiles of 16 keys, so that short sequences have many.
+# WorkTiles of 16 keys, so that short sequences have many.
 prepare = functools.partial(gpu.prepare, tile=16)
 
 
@@ -106,7 +106,7 @@ def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
     query_lens = torch.randint(1, 9, (300,), generator=generator).tolist()
     seq_lens = [length + extra for length, extra in zip(query_lens, range(300), strict=True)]
     batch = latent_step(query_lens, seq_lens, triton_device).batch
-    tiles = Tiles(16, 16 if singles else 4, 16)
+    tiles = WorkTiles(16, 16 if singles else 4, 16)
     work = deal(batch, 300, tiles, 4, singles=singles)
     expected = items_of(query_lens, seq_lens, singles, tiles.queries)
     counts = work.starts.diff().tolist()
@@ -127,7 +127,7 @@ def test_no_part_has_arrived_of_any_group_of_heads(
 ) -> None:
     monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
     batch = latent_step([1, 1], [40, 20], triton_device).batch
-    work = deal(batch, 2, Tiles(16, 16, 16), num_heads=33, singles=True)
+    work = deal(batch, 2, WorkTiles(16, 16, 16), num_heads=33, singles=True)
     assert work.arrivals.tolist() == [[0] * (num_programs // 3)] * 3
 
 

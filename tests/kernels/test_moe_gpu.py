@@ -16,8 +16,7 @@ pytest.importorskip("triton")
 from triton import next_power_of_2
 
 from baton.kernels.moe import bench, gpu, tuning
-from baton.kernels.moe.gpu import align as alignment
-from baton.kernels.moe.gpu import gemv, grouped_gemm
+from baton.kernels.moe.gpu import alignment, gemv, grouped_gemm
 from baton.kernels.moe.gpu.elementwise import activation_constants
 from baton.kernels.moe.gpu.grouped_gemm import COMBINE_BLOCK, COMBINE_WARPS, _combine
 from baton.kernels.moe.gpu.options import GemvOptions, GroupedOptions, MoeShape, ProductOptions, _default_grouped

@@ -212,7 +212,7 @@ def test_penalties_count_as_in_the_reference(
     triton_device: torch.device, dtype: torch.dtype, logits_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from baton.kernels.sampling import gpu
-    from baton.kernels.sampling.gpu import penalties as kernels
+    from baton.kernels.sampling.gpu import logit_edits as kernels
 
     monkeypatch.setattr(kernels, "_PROGRAMS", 2)
     monkeypatch.setattr(kernels, "_ROWS_AT_ONCE", 4)
@@ -351,11 +351,11 @@ def test_truncation_compiles_for_an_h200(dtype: str, zero_bits: int) -> None:
 
 def test_masks_compile_for_an_h200() -> None:
     pytest.importorskip("triton")
-    from baton.kernels.sampling.gpu import masks
+    from baton.kernels.sampling.gpu import logit_edits
 
     signature = {"rows_ptr": "*i64", "bits_ptr": "*i32", "logits_ptr": "*fp32"}
     numbers = {"num_words": "i32", "logits_stride": "i32:16", "vocab_size": "i32:16"}
-    compiled = compile_for_h200(masks._keep_allowed, {**signature, **numbers}, {})
+    compiled = compile_for_h200(logit_edits._keep_allowed, {**signature, **numbers}, {})
     assert "ld.global.f32" not in compiled.ptx, "logits are only written"
 
 
@@ -441,7 +441,7 @@ def test_rows_may_lie_beyond_four_gibibytes() -> None:
 
 @pytest.mark.gpu
 def test_masked_rows_may_lie_beyond_four_gibibytes() -> None:
-    from baton.kernels.sampling.gpu.masks import keep_allowed
+    from baton.kernels.sampling.gpu.logit_edits import keep_allowed
 
     stride = 2**30 + 64  # elements: the third row starts beyond 2**31 of them
     logits = torch.zeros(2 * stride + 300, device="cuda").as_strided((3, 300), (stride, 1))

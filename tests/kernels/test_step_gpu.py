@@ -12,7 +12,7 @@ import torch
 from aot import compile_for_h200
 
 from baton.kernels.sampling import NO_TOKEN
-from baton.kernels.step import PIECE, Mailbox, StepBatch, StepBuffers, StepTables, reference
+from baton.kernels.step import PIECE, OutputRing, StepBatch, StepBuffers, StepTables, reference
 
 ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
 PAGES = 3
@@ -25,7 +25,7 @@ class Step:
     tables: StepTables
     batch: StepBatch
     inputs: StepBuffers
-    mailbox: Mailbox
+    mailbox: OutputRing
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
@@ -78,7 +78,7 @@ def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: 
             table_rows=poison(num_seqs, torch.int32),
             last_tokens=poison(num_seqs, torch.int64),
         ),
-        Mailbox(poison(PAGES * ROWS, torch.int32).view(PAGES, ROWS), int32([0])),
+        OutputRing(poison(PAGES * ROWS, torch.int32).view(PAGES, ROWS), int32([0])),
     )
 
 
@@ -209,7 +209,7 @@ def test_more_sequences_than_one_program_takes_are_stored(kernels: object, trito
     ones = torch.ones_like(rows)
     batch = StepBatch(rows, rows.clone(), rows, ones)
     inputs = StepBuffers(rows, rows, rows, ones, rows, rows)
-    mailbox = Mailbox(torch.zeros(2, count, dtype=torch.int32, device=triton_device), ones[:1].clone())
+    mailbox = OutputRing(torch.zeros(2, count, dtype=torch.int32, device=triton_device), ones[:1].clone())
     kernels.store_tokens(rows.long() + 5, tables, batch, inputs, mailbox)  # type: ignore[attr-defined]
     assert torch.equal(tables.tokens[:, 1], rows + 5)
     assert torch.equal(mailbox.pages[1], rows + 5)
@@ -287,7 +287,7 @@ def test_pinned_memory_is_read_and_written_in_place() -> None:
     step.batch.samples.fill_(1)
     pages = torch.zeros(PAGES, ROWS, dtype=torch.int32).pin_memory()
     gpu.decode_inputs(step.tables, step.batch, step.inputs)
-    mailbox = Mailbox(pages, step.mailbox.turn)
+    mailbox = OutputRing(pages, step.mailbox.turn)
     gpu.store_tokens(torch.tensor([7, 8], device="cuda"), step.tables, step.batch, step.inputs, mailbox)
     torch.cuda.synchronize()
     assert pages[0, :2].tolist() == [7, 8]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kernels.step import Mailbox
+from baton.kernels.step import OutputRing
 
 from ...core.messages import TokenLogprobs
 from ...core.step import ChunkResult, StepResult
@@ -85,7 +85,7 @@ class Outbox:
 
     def __init__(self, max_num_seqs: int, queue: Queue) -> None:
         pages = queue.pinned((self.NUM_PAGES, max_num_seqs), torch.int32)
-        self.mailbox = Mailbox(pages, torch.zeros(1, dtype=torch.int32, device=queue.device))
+        self.mailbox = OutputRing(pages, torch.zeros(1, dtype=torch.int32, device=queue.device))
         self._pages = [_Page(page, queue.event()) for page in pages]
         self._turn = 0
 

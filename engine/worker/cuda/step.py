@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.kernels.sampling import sample_rows
-from baton.kernels.step import Mailbox, store_tokens
+from baton.kernels.step import OutputRing, store_tokens
 
 from ...core.step import StepSize
 from ...layers.rows import RankRows
@@ -31,7 +31,7 @@ class Step:
     kv: torch.Tensor
     tables: DeviceTables
     inputs: StepInputs
-    mailbox: Mailbox
+    mailbox: OutputRing
     logits: torch.Tensor  # [max_num_seqs, vocab_size], of the model's type: those of each sequence's last token
 
     def __call__(self, shape: StepShape, ranks: RankRows | None = None) -> torch.Tensor | None:

@@ -22,14 +22,26 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import tuned
+from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
-from baton.kernels.split_kv import LOG2_E, LOWEST
+from baton.kernels.split_kv import LOG2_E, LOWEST, merge_parts
 
 from ..rule import AttentionRule
 from .decode_combine import MOST_SEQS, add_parts
 from .decode_output import capped, write_rows
-from .decode_plan import SHARE_WORDS, DecodePlan, first_visible, shares_that_fill, units_of
+from .decode_plan import (
+    FIRST_SEQ,
+    FIRST_UNIT,
+    NUM_UNITS,
+    SHARE_WORDS,
+    UNITS_PER_SHARE,
+    DecodePlan,
+    first_visible,
+    part_number,
+    shares_that_fill,
+    units_of,
+)
 
 MIN_ROWS = 16  # of a matrix product
 LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
@@ -184,10 +196,10 @@ def attend_share(
     let_next_start()
     head = tl.program_id(0) % HEADS
     share = tl.program_id(0) // HEADS
-    seq = tl.load(words + share * SHARE_WORDS)
-    unit = tl.load(words + share * SHARE_WORDS + 1)
-    count = tl.load(words + share * SHARE_WORDS + 2)
-    per_share = tl.load(words + share * SHARE_WORDS + 3)
+    seq = tl.load(words + share * SHARE_WORDS + FIRST_SEQ)
+    unit = tl.load(words + share * SHARE_WORDS + FIRST_UNIT)
+    count = tl.load(words + share * SHARE_WORDS + NUM_UNITS)
+    per_share = tl.load(words + share * SHARE_WORDS + UNITS_PER_SHARE)
     kv_base = kv + head * kv_head_stride.to(tl.int64) + layer * kv_layer_stride.to(tl.int64)
     seq_len, table = _sequence(seq, count > 0, seq_lens, block_tables, table_rows, table_stride)
     if EARLY_UNITS > 0 and count > 0:
@@ -231,7 +243,7 @@ def attend_share(
         if units == all_units:
             write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
         else:
-            part = ((share * 2 + (unit == 0).to(tl.int32)) * HEADS + head) * GROUP
+            part = (part_number(share, unit == 0) * HEADS + head) * GROUP
             tl.store(sums + (part + row)[:, None] * DIM + dim[None, :], total, mask=is_real)
             tl.store(tops + part + row, top, mask=row < GROUP)
             tl.store(tops + num_shares * 2 * HEADS * GROUP + part + row, weight, mask=row < GROUP)
@@ -240,9 +252,7 @@ def attend_share(
                 first_share = seq_begin // per_share
                 last_share = (seq_begin + all_units - 1) // per_share
                 arrival = arrivals + first_share * HEADS + head
-                tl.debug_barrier()  # all threads have stored before one of them says so
-                if tl.atomic_add(arrival, 1, sem="acq_rel") == last_share - first_share:
-                    tl.store(arrival, 0)  # for the next layer
+                if is_last_to_arrive(arrival, last_share - first_share):
                     _combine(
                         sums,
                         tops,
@@ -370,7 +380,7 @@ def _combine(
     top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
     for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
         share = base + tl.arange(0, PARTS)[:, None]
-        part = ((share * 2 + (share == first_share).to(tl.int32)) * HEADS + head) * GROUP + row
+        part = (part_number(share, share == first_share) * HEADS + head) * GROUP + row
         is_real = (share <= last_share) & (row < GROUP)
         # past the first cache: other multiprocessors wrote these
         tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
@@ -381,10 +391,5 @@ def _combine(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_top = tl.maximum(top, tl.max(tops_here, 0))
-        grow = tl.exp2(tops_here - new_top[None, :])
-        shrink = tl.exp2(top - new_top)
-        weight = weight * shrink + tl.sum(weights * grow, 0)
-        total = total * shrink[:, None] + tl.sum(values * grow[:, :, None], 0)
-        top = new_top
+        total, weight, top = merge_parts(total, weight, top, values, weights, tops_here)
     write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
-from baton.kernels.split_kv import LOG2_E, LOWEST
+from baton.kernels.split_kv import LOG2_E, LOWEST, merge_parts
 
 from ..rule import AttentionRule
-from .decode_plan import DecodePlan, Shares, units_of
+from .decode_plan import UNITS_PER_SHARE, DecodePlan, Shares, part_number, units_of
 
 PARTS_AT_ONCE = 64
 MOST_SEQS = 8  # that a plan may choose this kernel for
@@ -73,7 +73,7 @@ def _add_parts(
     units = tl.where(lane < num_seqs, units_of(seq_len, window, UNIT), 0)
     begin = tl.sum(tl.where(lane < seq, units, 0), 0)
     end = begin + tl.sum(tl.where(lane == seq, units, 0), 0)
-    per_share = tl.load(words + 3)
+    per_share = tl.load(words + UNITS_PER_SHARE)
     first_share, last_share = begin // per_share, (end - 1) // per_share
     wait_for_previous()
     if last_share > first_share:
@@ -83,17 +83,13 @@ def _add_parts(
         top = tl.full([1], LOWEST, tl.float32)
         for base in tl.range(first_share, last_share + 1, PARTS):
             share = base + tl.arange(0, PARTS)
-            part = (share * 2 + (share == first_share).to(tl.int32)) * num_heads + head
+            part = part_number(share, share == first_share) * num_heads + head
             is_there = share <= last_share
             tops_here = tl.load(tops + part, mask=is_there, other=LOWEST)
             weights = tl.load(tops + num_shares * 2 * num_heads + part, mask=is_there, other=0.0)
             mask = is_there[:, None] & (dim < DIM)
             values = tl.load(sums + part.to(tl.int64)[:, None] * DIM + dim, mask=mask, other=0.0)
-            new_top = tl.maximum(top, tl.max(tops_here, 0))
-            grow, shrink = tl.exp2(tops_here - new_top), tl.exp2(top - new_top)
-            weight = weight * shrink + tl.sum(weights * grow, 0)
-            total = total * shrink + tl.sum(values * grow[:, None], 0)
-            top = new_top
+            total, weight, top = merge_parts(total, weight, top, values, weights, tops_here)
         if sinks is not None:
             sink = tl.load(sinks + head) * LOG2_E
             new_top = tl.maximum(top, sink)

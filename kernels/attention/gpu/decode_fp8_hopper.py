@@ -27,18 +27,24 @@ from baton.kernels.split_kv import LOWEST
 
 from ..rule import AttentionRule
 from . import decode_tma
-from .decode_output import finish
-from .decode_plan import SHARE_WORDS, DecodePlan, first_visible
+from .decode_output import DecodeOutput, Partial, PartsWorkspace, finish
+from .decode_plan import SHARE_WORDS, DecodePlan
 from .decode_tma import (
-    FETCHER_REGISTERS,
     KEYS,
+    LOADER_REGISTERS,
     OF_KEYS,
     OF_VALUES,
+    DecodeShape,
     Fitting,
-    Shape,
-    fetch,
+    KVCache,
+    Queries,
+    RightOperands,
+    Scoring,
+    Sequences,
+    Share,
+    load_pages,
     load_query,
-    units_in_share,
+    part_in_share,
     visible_scores,
 )
 
@@ -77,34 +83,32 @@ def tma_decode(
 
 
 @gluon.jit
-def _consume(share, sequences, queries, results, scoring, memory, keys, values, shape):
+def _consume(share, sequences, queries, output, scoring, operands, keys, values, shape):
     let_next_start()
-    words, head = share
-    scale, soft_cap, k_scale, v_scale = scoring
-    query_memory, weight_memory = memory
+    scale = scoring.scale
+    query_memory, weight_memory = operands.query, operands.weights
     PAIRS: gl.constexpr = shape.DIM == 128
     HEIGHT: gl.constexpr = shape.DIM // 2 if PAIRS else shape.DIM  # of the products of values
-    seq, unit, count = gl.load(words), gl.load(words + 1), gl.load(words + 2)
+    seq, unit, count = share.first_seq(), share.first_unit(), share.num_units()
     left = count
     n = 0
-    if k_scale is not None:
-        scale *= gl.load(k_scale)
+    if scoring.k_scale is not None:
+        scale *= gl.load(scoring.k_scale)
     value_scale = 1.0
-    if v_scale is not None:
-        value_scale = gl.load(v_scale)
-    out, sinks, parts = results
-    written = (out, sinks, value_scale, parts)
+    if scoring.v_scale is not None:
+        value_scale = gl.load(scoring.v_scale)
     wait_for_previous()
     while left > 0:
-        seq_len, all_units, units, tiles, first = units_in_share(seq, unit, left, sequences, shape)
-        first_key = first_visible(seq_len, sequences[4])
-        factor = gl.expand_dims(_put_query(queries, seq, head, query_memory, shape) * scale, 0)  # [1, ROWS]
+        part = part_in_share(seq, unit, left, sequences, shape)
+        seq_len = part.seq_len
+        first_key = sequences.first_key(seq_len)
+        factor = gl.expand_dims(_put_query(queries, seq, share.head, query_memory, shape) * scale, 0)  # [1, ROWS]
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
         weights = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a half has its own sum
         sums = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)
         odd = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)  # with PAIRS: of dimensions 1, 3, ...
-        for index in range(tiles):
-            begin = (first + index) * UNIT
+        for index in range(part.tiles):
+            begin = (part.first + index) * UNIT
             keys.await_full(n)
             products = _multiply_keys(keys.slab(n, 0), query_memory, shape)
             keys.release(n)
@@ -112,7 +116,7 @@ def _consume(share, sequences, queries, results, scoring, memory, keys, values, 
             highest = gl.full([KEYS, shape.ROWS], LOWEST, gl.float32, shape.MMA)
             for half in gl.static_range(HALVES):
                 score = products[half] * factor
-                score = visible_scores(score, soft_cap, first_key, seq_len, begin + half * KEYS, shape)
+                score = visible_scores(score, scoring.soft_cap, first_key, seq_len, begin + half * KEYS, shape)
                 scores = scores + (score,)
                 highest = gl.maximum(highest, score)
             new_top = gl.maximum(top, gl.max(highest, 0) - TOP_WEIGHT)
@@ -144,13 +148,13 @@ def _consume(share, sequences, queries, results, scoring, memory, keys, values, 
             n += 1
         if PAIRS:
             joined = gl.reshape(gl.permute(gl.join(sums, odd), (0, 2, 1)), [shape.DIM, shape.ROWS])
-            found = (gl.convert_layout(joined, shape.MMA), gl.sum(weights, 0), top)
+            found = Partial(gl.convert_layout(joined, shape.MMA), gl.sum(weights, 0), top)
         else:
-            found = (sums, gl.sum(weights, 0), top)
-        finish(found, seq, unit, units, all_units, count - left, share, written, shape)
+            found = Partial(sums, gl.sum(weights, 0), top)
+        finish(found, seq, unit, part, count - left, share, output, value_scale, shape)
         seq += 1
         unit = 0
-        left -= units
+        left -= part.units
 
 
 @gluon.jit
@@ -247,7 +251,7 @@ def attend_share(
 
     `pages` has boxes [page, DIM] of kv seen as rows of one head's dims.
     """
-    memory = (
+    operands = RightOperands(
         gl.allocate_shared_memory(gl.float16, [ROWS, DIM], BOX),
         gl.allocate_shared_memory(gl.float16, [HALVES, ROWS, KEYS], BOX),
     )
@@ -255,18 +259,18 @@ def attend_share(
     keys = new_ring(pages.dtype, STAGES, UNIT, DIM, 1, BOX_8)
     values = new_ring(pages.dtype, STAGES, UNIT, DIM, 1, BOX_8)
     hopper.fence_async_shared()
-    shape = Shape(HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
-    share = (words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
-    sequences = (seq_lens, block_tables, table_rows, table_stride, window)
-    cache = (pages, layer, num_layers)
-    results = (out, sinks, (sums, tops, arrivals, num_shares))
-    queries, scoring = (q, q_token_stride), (scale, soft_cap, k_scale, v_scale)
+    shape = DecodeShape(HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
+    share = Share(words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
+    sequences = Sequences(seq_lens, block_tables, table_rows, table_stride, window)
+    cache = KVCache(pages, layer, num_layers)
+    output = DecodeOutput(out, sinks, PartsWorkspace(sums, tops, arrivals, num_shares))
+    queries, scoring = Queries(q, q_token_stride), Scoring(scale, soft_cap, k_scale, v_scale)
     gl.warp_specialize(
         [
-            (_consume, (share, sequences, queries, results, scoring, memory, keys, values, shape)),
-            (fetch, (share, sequences, cache, keys, OF_KEYS, shape)),
-            (fetch, (share, sequences, cache, values, OF_VALUES, shape)),
+            (_consume, (share, sequences, queries, output, scoring, operands, keys, values, shape)),
+            (load_pages, (share, sequences, cache, keys, OF_KEYS, shape)),
+            (load_pages, (share, sequences, cache, values, OF_VALUES, shape)),
         ],
         [1, 1],
-        [FETCHER_REGISTERS, FETCHER_REGISTERS],
+        [LOADER_REGISTERS, LOADER_REGISTERS],
     )

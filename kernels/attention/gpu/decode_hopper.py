@@ -18,18 +18,24 @@ from baton.kernels.split_kv import LOWEST
 
 from ..rule import AttentionRule
 from . import decode_tma
-from .decode_output import finish
-from .decode_plan import SHARE_WORDS, DecodePlan, first_visible
+from .decode_output import DecodeOutput, Partial, PartsWorkspace, finish
+from .decode_plan import SHARE_WORDS, DecodePlan
 from .decode_tma import (
-    FETCHER_REGISTERS,
     KEYS,
+    LOADER_REGISTERS,
     OF_KEYS,
     OF_VALUES,
+    DecodeShape,
     Fitting,
-    Shape,
-    fetch,
+    KVCache,
+    Queries,
+    RightOperands,
+    Scoring,
+    Sequences,
+    Share,
+    load_pages,
     load_query,
-    units_in_share,
+    part_in_share,
     visible_scores,
 )
 
@@ -65,33 +71,32 @@ def tma_decode(
 
 
 @gluon.jit
-def _consume(share, sequences, queries, results, scoring, memory, keys, values, shape):
+def _consume(share, sequences, queries, output, scoring, operands, keys, values, shape):
     let_next_start()
-    words, head = share
-    scale, soft_cap = scoring
-    query_memory, weight_memory = memory
-    seq, unit, count = gl.load(words), gl.load(words + 1), gl.load(words + 2)
+    query_memory, weight_memory = operands.query, operands.weights
+    seq, unit, count = share.first_seq(), share.first_unit(), share.num_units()
     left = count
     n = 0
     wait_for_previous()
     while left > 0:
-        seq_len, all_units, units, tiles, first = units_in_share(seq, unit, left, sequences, shape)
-        first_key = first_visible(seq_len, sequences[4])
-        query_memory.store(load_query(queries, seq, head, shape))  # all warps are done with the one before
+        part = part_in_share(seq, unit, left, sequences, shape)
+        seq_len = part.seq_len
+        first_key = sequences.first_key(seq_len)
+        query_memory.store(load_query(queries, seq, share.head, shape))  # all warps are done with the one before
         hopper.fence_async_shared()
         barrier()
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
         weights = gl.zeros([UNIT, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a unit has its own sum
         sums = gl.zeros([shape.DIM, shape.ROWS], gl.float32, shape.MMA)
-        for index in range(tiles):
-            begin = (first + index) * UNIT
+        for index in range(part.tiles):
+            begin = (part.first + index) * UNIT
             keys.await_full(n)
             scores = gl.zeros([UNIT, shape.ROWS], gl.float32, shape.MMA)
             query = query_memory.permute((1, 0))
             scores = hopper.warpgroup_mma(keys.tile(n), query, scores, use_acc=False, is_async=True)
-            scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * scale
+            scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * scoring.scale
             keys.release(n)
-            scores = visible_scores(scores, soft_cap, first_key, seq_len, begin, shape)
+            scores = visible_scores(scores, scoring.soft_cap, first_key, seq_len, begin, shape)
             new_top = gl.maximum(top, gl.max(scores, 0))
             probabilities = gl.exp2(scores - gl.expand_dims(new_top, 0))
             shrink = gl.expand_dims(gl.exp2(top - new_top), 0)
@@ -108,11 +113,11 @@ def _consume(share, sequences, queries, results, scoring, memory, keys, values, 
             values.release(n)
             top = new_top
             n += 1
-        found = (sums, gl.sum(weights, 0), top)
-        finish(found, seq, unit, units, all_units, count - left, share, results, shape)
+        found = Partial(sums, gl.sum(weights, 0), top)
+        finish(found, seq, unit, part, count - left, share, output, None, shape)
         seq += 1
         unit = 0
-        left -= units
+        left -= part.units
 
 
 @gluon.jit(do_not_specialize=["layer", "window", "num_shares", "table_stride"])
@@ -149,25 +154,25 @@ def attend_share(
 
     `pages` has boxes [page, slab] of kv seen as rows of one head's dims.
     """
-    memory = (
+    operands = RightOperands(
         gl.allocate_shared_memory(pages.dtype, [ROWS, DIM], BOX),
         gl.allocate_shared_memory(pages.dtype, [ROWS, UNIT], BOX),
     )
     keys = new_ring(pages.dtype, STAGES, UNIT, DIM, 1)
     values = new_ring(pages.dtype, STAGES, UNIT, DIM, 1)
     hopper.fence_async_shared()
-    shape = Shape(HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
-    share = (words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
-    sequences = (seq_lens, block_tables, table_rows, table_stride, window)
-    cache = (pages, layer, num_layers)
-    results = (out, sinks, None, (sums, tops, arrivals, num_shares))
-    queries, scoring = (q, q_token_stride), (scale, soft_cap)
+    shape = DecodeShape(HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
+    share = Share(words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
+    sequences = Sequences(seq_lens, block_tables, table_rows, table_stride, window)
+    cache = KVCache(pages, layer, num_layers)
+    output = DecodeOutput(out, sinks, PartsWorkspace(sums, tops, arrivals, num_shares))
+    queries, scoring = Queries(q, q_token_stride), Scoring(scale, soft_cap, None, None)
     gl.warp_specialize(
         [
-            (_consume, (share, sequences, queries, results, scoring, memory, keys, values, shape)),
-            (fetch, (share, sequences, cache, keys, OF_KEYS, shape)),
-            (fetch, (share, sequences, cache, values, OF_VALUES, shape)),
+            (_consume, (share, sequences, queries, output, scoring, operands, keys, values, shape)),
+            (load_pages, (share, sequences, cache, keys, OF_KEYS, shape)),
+            (load_pages, (share, sequences, cache, values, OF_VALUES, shape)),
         ],
         [1, 1],
-        [FETCHER_REGISTERS, FETCHER_REGISTERS],
+        [LOADER_REGISTERS, LOADER_REGISTERS],
     )

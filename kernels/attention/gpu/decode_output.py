@@ -1,11 +1,12 @@
-"""What becomes of the sums that a share has of a sequence, in the kernels of `decode_tma`.
+"""Output of decode attention: the result of a sequence that a share has whole, or the part of one that is cut.
 
     all of the sequence     its result is written at once
-    a part of it            is kept, until a kernel of its own adds the parts (`decode_combine`), or the
-                            program that comes last does
+    a part of it            is stored; the parts are combined by the program that comes last, or by a kernel of its own
+                            (`decode_combine`), where the plan says so
 
-`found`, throughout: sums of values [DIM, ROWS], sums of weights [ROWS], top scores [ROWS].
-`results`: the output, sinks, what values are multiplied by in the end (or None), the workspace of parts.
+The Gluon functions are for the kernels of `decode_tma`, with heads in columns; `write_rows` and `capped` for Triton's.
+
+Annotations are read by Triton: this module evaluates them.
 """
 
 import triton
@@ -13,24 +14,58 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from baton.kernels.hopper.rings import barrier
-from baton.kernels.split_kv import LOG2_E, LOWEST
+from baton.kernels.arrivals import is_last_to_arrive
+from baton.kernels.hopper.rings import Value, record
+from baton.kernels.split_kv import LOG2_E, LOWEST, load_part, merge_part
 
-PARTS_AT_ONCE = gl.constexpr(4)  # of a sequence in several shares, that are on their way when they are put together
+from .decode_plan import part_number
+
+PARTS_AT_ONCE = gl.constexpr(4)  # of a sequence in several shares, whose loads are under way together
+
+
+@record
+class Partial:
+    """The running softmax of a sequence in a share."""
+
+    sums: gl.tensor  # [DIM, ROWS], of values
+    weight: gl.tensor  # [ROWS]
+    top: gl.tensor  # [ROWS], scores
+
+
+@record
+class PartsWorkspace:
+    """The memory of parts: see `DecodePlan`."""
+
+    sums: gl.tensor
+    tops: gl.tensor
+    arrivals: gl.tensor
+    num_shares: gl.tensor
+
+
+@record
+class DecodeOutput:
+    """The results of the step, and what they need beside the sums."""
+
+    out: gl.tensor
+    sinks: Value  # pointer, or None
+    parts: PartsWorkspace
 
 
 @gluon.jit
-def finish(found, seq, unit, units, all_units, passed, share, results, shape):
-    """Sequence `seq` has `all_units`; this share has `units` of them, from `unit` on, behind `passed` of others."""
-    words, head = share
-    target = results[0] + (seq.to(gl.int64) * shape.HEADS + head) * (shape.GROUP * shape.DIM)
-    if units == all_units:
-        _write(found, target, results, head, shape)
+def finish(found, seq, unit, part, passed, share, output, value_scale, shape):
+    """Write or store what `found` holds of sequence `seq`: its `part`, from `unit` on, behind `passed` units of others.
+
+    `value_scale`: the factor of values, or None.
+    """
+    target = output.out + (seq.to(gl.int64) * shape.HEADS + share.head) * (shape.GROUP * shape.DIM)
+    if part.units == part.all_units:
+        _write(found, target, output.sinks, value_scale, share.head, shape)
     else:
         number = gl.program_id(0) // shape.HEADS
-        _keep_part(found, results[3], number, unit == 0, head, shape)
+        _store_part(found, output.parts, number, unit == 0, share.head, shape)
         if not shape.APART:
-            _add_if_last(number * gl.load(words + 3) + passed - unit, all_units, words, target, results, head, shape)
+            seq_begin = number * share.units_per_share() + passed - unit
+            _combine_if_last(seq_begin, part.all_units, share, target, output, value_scale, shape)
 
 
 @gluon.jit
@@ -44,10 +79,9 @@ def _dims(shape):
 
 
 @gluon.jit
-def _write(found, target, results, head, shape):
-    """Return the query heads of a KV head of one sequence; zeros where there was no key."""
-    sums, weight, top = found
-    _, sinks, value_scale, _ = results
+def _write(found, target, sinks, value_scale, head, shape):
+    """Write the query heads of a KV head of one sequence; zeros where there was no key."""
+    sums, weight, top = found.sums, found.weight, found.top
     row = _rows(shape)
     if sinks is not None:
         sink = gl.load(sinks + head * shape.GROUP + row, mask=row < shape.GROUP, other=0.0) * LOG2_E
@@ -63,65 +97,42 @@ def _write(found, target, results, head, shape):
 
 @gluon.jit
 def _places_of_part(parts, share, begins, head, shape):
-    """Where sums, top scores and weights lie of what `share` has of a sequence, which `begins` in it or goes on."""
-    sums, tops, _, num_shares = parts
-    part = ((share * 2 + begins.to(gl.int32)) * shape.HEADS + head) * shape.GROUP + _rows(shape)
-    place = sums + gl.expand_dims(part * shape.DIM, 0) + _dims(shape)
-    return place, tops + part, tops + num_shares * (2 * shape.HEADS * shape.GROUP) + part
+    """Return pointers to the part of `share`: as the fields of `Partial`."""
+    part = (part_number(share, begins) * shape.HEADS + head) * shape.GROUP + _rows(shape)
+    place = parts.sums + gl.expand_dims(part * shape.DIM, 0) + _dims(shape)
+    return Partial(place, parts.tops + parts.num_shares * (2 * shape.HEADS * shape.GROUP) + part, parts.tops + part)
 
 
 @gluon.jit
-def _keep_part(found, parts, share, begins, head, shape):
-    sums, weight, top = found
-    of_sums, of_tops, of_weights = _places_of_part(parts, share, begins, head, shape)
+def _store_part(found, parts, share, begins, head, shape):
+    places = _places_of_part(parts, share, begins, head, shape)
     is_real = _rows(shape) < shape.GROUP
-    gl.store(of_sums, sums, mask=gl.expand_dims(is_real, 0))
-    gl.store(of_tops, top, mask=is_real)
-    gl.store(of_weights, weight, mask=is_real)
+    gl.store(places.sums, found.sums, mask=gl.expand_dims(is_real, 0))
+    gl.store(places.top, found.top, mask=is_real)
+    gl.store(places.weight, found.weight, mask=is_real)
 
 
 @gluon.jit
-def load_part(places, exists):
-    """What was kept there, `exists` [ROWS]; past the first cache, since other multiprocessors wrote it."""
-    sums = gl.load(places[0], mask=gl.expand_dims(exists, 0), other=0.0, cache_modifier=".cg")
-    top = gl.load(places[1], mask=exists, other=LOWEST, cache_modifier=".cg")
-    weight = gl.load(places[2], mask=exists, other=0.0, cache_modifier=".cg")
-    return sums, weight, top
-
-
-@gluon.jit
-def added(found, part):
-    """Return the sums of two parts as those of one."""
-    sums, weight, top = found
-    part_sums, part_weight, part_top = part
-    new_top = gl.maximum(top, part_top)
-    grow, shrink = gl.exp2(part_top - new_top), gl.exp2(top - new_top)
-    sums = sums * gl.expand_dims(shrink, 0) + part_sums * gl.expand_dims(grow, 0)
-    return sums, weight * shrink + part_weight * grow, new_top
-
-
-@gluon.jit
-def _add_if_last(seq_begin, all_units, words, target, results, head, shape):
-    """Write a sequence whose units are `all_units` of the step's from `seq_begin` on, once all its parts are there."""
-    parts = results[3]
-    per_share = gl.load(words + 3)
+def _combine_if_last(seq_begin, all_units, share, target, output, value_scale, shape):
+    """Write a sequence whose `all_units` units begin at `seq_begin`, if all its other parts have been stored."""
+    parts = output.parts
+    per_share = share.units_per_share()
     first_share, last_share = seq_begin // per_share, (seq_begin + all_units - 1) // per_share
-    arrival = parts[2] + first_share * shape.HEADS + head
-    barrier()  # all threads have stored before one of them says so
-    if gl.atomic_add(arrival, 1, sem="acq_rel") == last_share - first_share:
-        gl.store(arrival, 0)  # for the next layer
+    arrival = parts.arrivals + first_share * shape.HEADS + share.head
+    if is_last_to_arrive(arrival, last_share - first_share):
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
         weight = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, shape.MMA))
         sums = gl.zeros([shape.DIM, shape.ROWS], gl.float32, shape.MMA)
         for base in range(first_share, last_share + 1, PARTS_AT_ONCE):
             here = ()
             for i in gl.static_range(PARTS_AT_ONCE):
-                places = _places_of_part(parts, base + i, base + i == first_share, head, shape)
+                places = _places_of_part(parts, base + i, base + i == first_share, share.head, shape)
                 exists = (_rows(shape) < shape.GROUP) & (base + i <= last_share)
-                here = here + (load_part(places, exists),)
+                here = here + (load_part(places.sums, places.weight, places.top, exists, 0),)
             for i in gl.static_range(PARTS_AT_ONCE):
-                sums, weight, top = added((sums, weight, top), here[i])
-        _write((sums, weight, top), target, results, head, shape)
+                part_sums, part_weight, part_top = here[i]
+                sums, weight, top = merge_part(sums, weight, top, part_sums, part_weight, part_top, 0)
+        _write(Partial(sums, weight, top), target, output.sinks, value_scale, share.head, shape)
 
 
 @triton.jit

@@ -25,7 +25,9 @@ from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.launch import multiprocessors
 from baton.kernels.query_tiles import PrefillPlan
 
-SHARE_WORDS = tl.constexpr(4)  # first sequence, unit in it, number of units, `per_share`
+# int32 words of a share
+SHARE_WORDS = tl.constexpr(4)
+FIRST_SEQ, FIRST_UNIT, NUM_UNITS, UNITS_PER_SHARE = (tl.constexpr(word) for word in range(SHARE_WORDS.value))
 SEQUENCES_AT_ONCE = 256
 
 
@@ -138,6 +140,14 @@ def shares_that_fill(device: torch.device, num_heads: int, programs_per_multipro
 
 
 @triton.jit
+def part_number(share, begins):
+    """Return the number of a part in the workspace: a share has one of the sequence that `begins` in it and is cut at
+    its end, and one of the sequence that began before it.
+    """
+    return share * 2 + begins.to(tl.int32)
+
+
+@triton.jit
 def first_visible(seq_len, window):
     """Return the first key that the newest token of a sequence sees."""
     return tl.maximum(seq_len - window, 0)
@@ -189,9 +199,9 @@ def write_shares(
     for base in range(0, num_heads, BLOCK):
         tl.store(arrivals + share * num_heads + base + lane, 0, mask=base + lane < num_heads)
     word = words + share * SHARE_WORDS
-    tl.store(word, first_seq)
-    tl.store(word + 1, first_unit)
-    tl.store(word + 3, per_share)
+    tl.store(word + FIRST_SEQ, first_seq)
+    tl.store(word + FIRST_UNIT, first_unit)
+    tl.store(word + UNITS_PER_SHARE, per_share)
     tl.debug_barrier()
-    # released: what is stored above can be seen when this program ends, by who does not wait
-    tl.atomic_xchg(word + 2, tl.maximum(tl.minimum(total - begin, per_share), 0), sem="release")
+    # released: kernels that start early read these words when this program has ended, without waiting
+    tl.atomic_xchg(word + NUM_UNITS, tl.maximum(tl.minimum(total - begin, per_share), 0), sem="release")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.kernels.attention_batch import SHORT_CONTEXTS, AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
-from baton.kernels.split_kv import LOG2_E, LOWEST
+from baton.kernels.split_kv import LOG2_E, LOWEST, sum_parts
 
 from ..rule import AttentionRule
 from .decode_output import capped, write_rows
@@ -223,10 +223,7 @@ def add_splits(
         tops_here = tl.load(tops + part, mask=is_there, other=LOWEST)
         weights = tl.load(tops + num_splits * num_heads + part, mask=is_there, other=0.0)
         values = tl.load(sums + part[:, None] * DIM + dim, mask=is_there[:, None] & (dim < DIM), other=0.0)
-        top = tl.max(tops_here, 0)
-        grow = tl.exp2(tops_here - top)
-        total = tl.sum(values * grow[:, None], 0)
-        weight = tl.sum(weights * grow, 0)
+        total, weight, top = sum_parts(values, weights, tops_here)
         only = tl.zeros([1], tl.float32)
         write_rows(total[None, :], weight + only, top + only, out + head * DIM, sinks, v_scale, head, 1, DIM)
 

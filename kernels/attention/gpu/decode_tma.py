@@ -1,17 +1,17 @@
-"""What the decode kernels for Hopper share, whose own warps fetch pages: their plan, their launch, and those warps.
+"""Decode attention for Hopper, warp-specialized: the plan, the launch and the loader warps of its two kernels.
 
-    copy engine ──pages──> ring of keys, ring of values      a warp fills either, from unit to unit, over the borders
-                                                             of sequences, as far ahead as the rings are long
-    four warps  ──products──> sums of a sequence             as `decode_hopper` (caches in 16 bits) and
-                                                             `decode_fp8_hopper` (in E4M3) say
-    sums        ──> its result, or a part of it              `decode_output`
+    loader warps    pages ──TMA──> rings of keys and of values     one warp a ring, from unit to unit, over the borders
+                                                                   of sequences, as far ahead as the rings are long
+    four warps      products over what has landed                  `decode_hopper` (16-bit caches) and
+                                                                   `decode_fp8_hopper` (E4M3 caches)
+                    the result of a sequence, or a part of it      `decode_output`
 
-What is dealt out, and what becomes of a sequence that lies in several shares, is as in `decode`, whose plan serves here
-too. Nearly all that a step of many sequences takes is the memory's and the copy engine's: a large batch runs at the
-limit of the device's power, and what its other parts do not use makes all of them faster.
+Work is partitioned and parts are combined as in `decode`, whose plan serves here too. A step of many sequences takes
+nearly all of its time in memory and TMA: a large batch runs at the device's power limit, so whatever the other units do
+not use makes everything faster.
 
-Only the newest key and value of a sequence are this step's. So pages are on their way while the kernels before this one
-still run: a warp that fetches waits for those when it comes to the last unit of a sequence.
+Only the newest key and value of a sequence are this step's. So pages are loaded while the kernels before this one still
+run: a loader warp waits for those when it comes to the last unit of a sequence.
 
 Annotations are read by Triton: this module evaluates them.
 """
@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from baton.kernels.attention_batch import AttentionBatch
-from baton.kernels.hopper.rings import async_load, cache_fits_boxes, view
+from baton.kernels.hopper.rings import Value, async_load, cache_fits_boxes, record, view
 from baton.kernels.pdl import launch_options, wait_for_previous
 from baton.kernels.split_kv import LOG2_E
 
@@ -36,18 +36,18 @@ from ..rule import AttentionRule
 from .decode import DEFAULT, decode_plan
 from .decode_combine import add_parts
 from .decode_output import capped
-from .decode_plan import DecodePlan, first_visible, units_of
+from .decode_plan import FIRST_SEQ, FIRST_UNIT, NUM_UNITS, UNITS_PER_SHARE, DecodePlan, first_visible, units_of
 
 KEYS = gl.constexpr(64)  # the rows of one product of a warp group
 MOST_ROWS = 16  # query heads that read one KV head
 FEW_SEQS = 4  # up to so many sequences a kernel of its own puts parts together
-FETCHER_REGISTERS = gl.constexpr(40)
+LOADER_REGISTERS = gl.constexpr(40)
 OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)  # the halves of a block
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitting:
-    """What a multiprocessor has room for, for heads of some size."""
+    """The number of programs and the depth of the rings that fit a multiprocessor, for a head size."""
 
     programs: int  # at a time
     stages: int  # units in a ring
@@ -91,7 +91,7 @@ def launch(
     out: Tensor,
     **scales: Tensor | None,
 ) -> None:
-    """As `decode.paged_decode`, by a kernel that takes these arguments. `box` says how a page's rows are swizzled."""
+    """Launch `attend_share` for `decode.paged_decode`. `box` says how a page's rows are swizzled."""
     num_heads, dim = q.shape[1:]
     _, num_kv_heads, num_layers, _, block_size, _ = kv.shape
     shares, group = plan.shares(rule.limit), num_heads // num_kv_heads
@@ -129,8 +129,8 @@ def launch(
 
 
 @aggregate
-class Shape:
-    """What is fixed when the kernel is compiled."""
+class DecodeShape:
+    """The compile-time sizes of a decode kernel."""
 
     HEADS: gl.constexpr  # of keys and values
     GROUP: gl.constexpr  # query heads that read one of them
@@ -155,70 +155,154 @@ class Shape:
         self.MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
 
 
-@gluon.jit
-def units_in_share(seq, unit, left, sequences, shape):
-    """What of a share's `left` units lies in sequence `seq`, from `unit` of it on.
+@record
+class Share:
+    """The keys of one program, as `decode_plan.write_shares` wrote them, for one KV head."""
 
-    (length, all units of the sequence, those that count for the share, those of these that hold keys, number of the
-    first of them from the sequence's first key on)
-    """
-    seq_lens, _, _, _, window = sequences
-    seq_len = gl.load(seq_lens + seq)
-    all_units = units_of(seq_len, window, shape.UNIT)
+    words: gl.tensor  # pointer to its int32 words
+    head: gl.tensor
+
+    @gluon.jit
+    def first_seq(self):
+        return gl.load(self.words + FIRST_SEQ)
+
+    @gluon.jit
+    def first_unit(self):
+        """Return the number of its first unit in its first sequence."""
+        return gl.load(self.words + FIRST_UNIT)
+
+    @gluon.jit
+    def num_units(self):
+        return gl.load(self.words + NUM_UNITS)
+
+    @gluon.jit
+    def units_per_share(self):
+        """Return the number of units of every share but the last."""
+        return gl.load(self.words + UNITS_PER_SHARE)
+
+
+@record
+class Sequences:
+    """The decodes of the step: pointers to their lengths and blocks, and the window of the layer."""
+
+    seq_lens: gl.tensor
+    block_tables: gl.tensor
+    table_rows: Value  # or None: sequence i has row i
+    table_stride: gl.tensor
+    window: gl.tensor
+
+    @gluon.jit
+    def table(self, seq):
+        """Return a pointer to the block ids of a sequence."""
+        row = seq
+        if self.table_rows is not None:
+            row = gl.load(self.table_rows + seq)
+        return self.block_tables + row.to(gl.int64) * self.table_stride
+
+    @gluon.jit
+    def first_key(self, seq_len):
+        """Return the first key that the newest token of a sequence of this length sees."""
+        return first_visible(seq_len, self.window)
+
+
+@record
+class KVCache:
+    """One layer of the cache."""
+
+    pages: Value  # TMA descriptor with boxes [page, columns] of kv seen as rows of one head's dims
+    layer: gl.tensor
+    num_layers: Value
+
+
+@record
+class Queries:
+    """The queries of the step."""
+
+    q: gl.tensor
+    token_stride: Value
+
+
+@record
+class Scoring:
+    """The factors of scores and values."""
+
+    scale: gl.tensor
+    soft_cap: gl.tensor
+    k_scale: Value  # pointer, or None
+    v_scale: Value  # pointer, or None
+
+
+@record
+class RightOperands:
+    """The shared memory in which products find their right operands."""
+
+    query: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+
+
+@record
+class SeqPart:
+    """The part of a sequence that lies in a share."""
+
+    seq_len: gl.tensor
+    all_units: gl.tensor  # of the sequence
+    units: gl.tensor  # of those, the share's
+    tiles: gl.tensor  # of those, the ones that hold keys
+    first: gl.tensor  # number of the first of them, counted from the sequence's first key
+
+
+@gluon.jit
+def part_in_share(seq, unit, left, sequences, shape):
+    """Return the part of a share's `left` units that lies in sequence `seq`, from its unit `unit` on."""
+    seq_len = gl.load(sequences.seq_lens + seq)
+    all_units = units_of(seq_len, sequences.window, shape.UNIT)
     units = gl.minimum(all_units - unit, left)
     tiles = gl.where(seq_len > 0, units, 0)
-    return seq_len, all_units, units, tiles, first_visible(seq_len, window) // shape.UNIT + unit
+    return SeqPart(seq_len, all_units, units, tiles, first_visible(seq_len, sequences.window) // shape.UNIT + unit)
 
 
 @gluon.jit
-def fetch(share, sequences, cache, ring, HALF: gl.constexpr, shape):
-    """Fetch the keys or the values of a share's units."""
-    words, head = share
-    _, block_tables, table_rows, table_stride, _ = sequences
-    pages, layer, num_layers = cache
+def load_pages(share, sequences, cache, ring, HALF: gl.constexpr, shape):
+    """Load the keys or the values of a share's units by TMA into a ring."""
     PAGES: gl.constexpr = shape.UNIT // shape.PAGE
     COLUMNS: gl.constexpr = ring.slabs.shape[2]
-    BOX: gl.constexpr = pages.layout
-    row = ((head * num_layers + layer) * 2 + HALF) * shape.PAGE
-    block_rows = shape.HEADS * num_layers * (2 * shape.PAGE)
-    seq, unit, left = gl.load(words), gl.load(words + 1), gl.load(words + 2)
+    BOX: gl.constexpr = cache.pages.layout
+    row = ((share.head * cache.num_layers + cache.layer) * 2 + HALF) * shape.PAGE
+    block_rows = shape.HEADS * cache.num_layers * (2 * shape.PAGE)
+    seq, unit, left = share.first_seq(), share.first_unit(), share.num_units()
     n = 0
     while left > 0:
-        seq_len, all_units, units, tiles, first = units_in_share(seq, unit, left, sequences, shape)
-        table_row = seq
-        if table_rows is not None:
-            table_row = gl.load(table_rows + seq)
-        table = block_tables + table_row.to(gl.int64) * table_stride
-        num_pages = gl.cdiv(seq_len, shape.PAGE)
-        for index in range(tiles):
-            page = (first + index) * PAGES
+        part = part_in_share(seq, unit, left, sequences, shape)
+        table = sequences.table(seq)
+        num_pages = gl.cdiv(part.seq_len, shape.PAGE)
+        for index in range(part.tiles):
+            page = (part.first + index) * PAGES
             places = ()  # pages behind the sequence's last are rows behind the last row: they become zero
             for i in gl.static_range(PAGES):
                 exists = page + i < num_pages
                 block = gl.load(table + page + i, mask=exists, other=0)
-                places = places + (gl.where(exists, block * block_rows + row, pages.shape[0]),)
-            if unit + index == all_units - 1:
+                places = places + (gl.where(exists, block * block_rows + row, cache.pages.shape[0]),)
+            if unit + index == part.all_units - 1:
                 wait_for_previous()  # the newest key and value are this step's
             ring.await_free(n)
             ring.expect(n)
             for i in gl.static_range(PAGES):
                 for slab in gl.static_range(shape.DIM // COLUMNS):
                     box = view(ring.slab(n, slab), [PAGES, shape.PAGE, COLUMNS], BOX).index(i)
-                    async_load(pages, [places[i], slab * COLUMNS], ring.barrier(n), box)
+                    async_load(cache.pages, [places[i], slab * COLUMNS], ring.barrier(n), box)
             n += 1
         seq += 1
         unit = 0
-        left -= units
+        left -= part.units
 
 
 @gluon.jit
 def load_query(queries, seq, head, shape):
-    """Return the heads [ROWS, DIM] that read a KV head; zeros for padding."""
-    q, token_stride = queries
+    """Load the heads [ROWS, DIM] that read a KV head; zeros for padding."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.DIM, shape.DIM // 8], [4, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, shape.ROWS, gl.SliceLayout(1, LAYOUT)), 1)
     dim = gl.expand_dims(gl.arange(0, shape.DIM, gl.SliceLayout(0, LAYOUT)), 0)
-    place = q + seq.to(gl.int64) * token_stride + (head * shape.GROUP + row) * shape.DIM + dim
+    place = queries.q + seq.to(gl.int64) * queries.token_stride + (head * shape.GROUP + row) * shape.DIM + dim
     return gl.load(place, mask=row < shape.GROUP, other=0.0)
 
 

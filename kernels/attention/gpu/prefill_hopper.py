@@ -14,18 +14,19 @@ from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.hopper.flash import (
     QUERY_BOX,
     ROWS,
-    Scoring,
-    Shape,
+    FlashOutput,
+    FlashScoring,
+    FlashShape,
+    TileQueue,
     consume,
     key_tiles,
     new_pipe,
-    next_unit,
     send_end,
     send_queries,
 )
-from baton.kernels.hopper.rings import BOX, SLAB, async_load, cache_fits_boxes, view
+from baton.kernels.hopper.rings import BOX, SLAB, Value, async_load, cache_fits_boxes, record, view
 from baton.kernels.launch import multiprocessors
-from baton.kernels.query_tiles import LONG_ROWS, PrefillPlan
+from baton.kernels.query_tiles import FIRST_POSITION, LONG_ROWS, NUM_TOKENS, TABLE_ROW, PrefillPlan
 
 from ..rule import AttentionRule
 
@@ -84,31 +85,43 @@ def prefill_pages(
     )
 
 
+@record
+class PagedCache:
+    """One layer of the cache, and the blocks of sequences."""
+
+    pages: Value  # TMA descriptor with boxes [block, slab] of kv seen as rows of one head's dims
+    block_tables: gl.tensor
+    table_stride: Value
+    num_heads: Value
+    num_kv_heads: Value
+    num_layers: Value
+    layer: gl.tensor
+
+
 @gluon.jit
-def _produce(pipe, work, cache, queries, pages, scoring, shape):
-    items, num_tiles, num_units, queue = work
-    block_tables, table_stride, num_heads, num_kv_heads, num_layers, layer = cache
-    block_rows = num_kv_heads * num_layers * (2 * shape.BLOCK_SIZE)
+def _produce(pipe, tiles, cache, queries, scoring, shape):
+    block_rows = cache.num_kv_heads * cache.num_layers * (2 * shape.BLOCK_SIZE)
     turn = 0
     n = 0
     unit = gl.program_id(0)
-    while unit < num_units:
-        item = items + unit % num_tiles * 4
-        first_head = unit // num_tiles * shape.PACK
+    while unit < tiles.num_units:
+        item = tiles.item(unit)
+        first_head = unit // tiles.num_tiles * shape.PACK
         send_queries(pipe, turn, queries, item, first_head, shape)
         turn += 1
-        count, first_position = gl.load(item + 1), gl.load(item + 2)
-        table = block_tables + gl.load(item + 3).to(gl.int64) * table_stride
+        count, first_position = gl.load(item + NUM_TOKENS), gl.load(item + FIRST_POSITION)
+        table = cache.block_tables + gl.load(item + TABLE_ROW).to(gl.int64) * cache.table_stride
         num_pages = gl.cdiv(first_position + count, shape.BLOCK_SIZE)
-        row = (first_head * num_kv_heads // num_heads * num_layers + layer) * (2 * shape.BLOCK_SIZE)
+        head = first_head * cache.num_kv_heads // cache.num_heads
+        row = (head * cache.num_layers + cache.layer) * (2 * shape.BLOCK_SIZE)
         first, last = key_tiles(first_position, count, scoring, shape)
         for back in range(last - first + 1):
             page = (last - back) * (shape.KEYS // shape.BLOCK_SIZE)
-            _load_pages(pipe.keys, n, pages, table, page, num_pages, block_rows, row, shape)
-            _load_pages(pipe.values, n, pages, table, page, num_pages, block_rows, row + shape.BLOCK_SIZE, shape)
+            _load_pages(pipe.keys, n, cache.pages, table, page, num_pages, block_rows, row, shape)
+            _load_pages(pipe.values, n, cache.pages, table, page, num_pages, block_rows, row + shape.BLOCK_SIZE, shape)
             n += 1
-        unit = next_unit(queue)
-    send_end(pipe, turn, queue)
+        unit = tiles.next_unit()
+    send_end(pipe, turn, tiles.queue)
 
 
 @gluon.jit
@@ -157,18 +170,18 @@ def attend_pages(
 
     `queries` has boxes [tokens, heads, slab] of q; `pages` boxes [block, slab] of kv seen as rows of one head's dims.
     """
-    shape = Shape(PACK, KEYS, DIM, DIM, BLOCK_SIZE, HAS_WINDOW, HAS_CAP)
-    scoring = Scoring(window, score_unit, cap_scale)
+    shape = FlashShape(PACK, KEYS, DIM, DIM, BLOCK_SIZE, HAS_WINDOW, HAS_CAP)
+    scoring = FlashScoring(window, score_unit, cap_scale)
     pipe = new_pipe(pages.dtype, shape)
-    target = (out, token_stride, head_stride)
+    output = FlashOutput(out, token_stride, head_stride)
     num_tiles = gl.load(tile_count)
-    work = (items, num_tiles, num_tiles * (num_heads // PACK), queue)
-    cache = (block_tables, table_stride, num_heads, num_kv_heads, num_layers, layer)
+    tiles = TileQueue(items, num_tiles, num_tiles * (num_heads // PACK), queue)
+    cache = PagedCache(pages, block_tables, table_stride, num_heads, num_kv_heads, num_layers, layer)
     gl.warp_specialize(
         [
-            (consume, (pipe, target, sinks, scoring, 0, shape)),
-            (consume, (pipe, target, sinks, scoring, 1, shape)),
-            (_produce, (pipe, work, cache, queries, pages, scoring, shape)),
+            (consume, (pipe, output, sinks, scoring, 0, shape)),
+            (consume, (pipe, output, sinks, scoring, 1, shape)),
+            (_produce, (pipe, tiles, cache, queries, scoring, shape)),
         ],
         [4, 1],
         [240, 24],

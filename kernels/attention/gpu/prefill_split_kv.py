@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.launch import multiprocessors
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
-from baton.kernels.query_tiles import SHORT_ROWS, KeySplit, PrefillPlan, num_units_of, plan_prefill
-from baton.kernels.split_kv import LOG2_E
+from baton.kernels.query_tiles import ITEM_WORDS, SHORT_ROWS, KeySplit, PrefillPlan, num_units_of, plan_prefill
+from baton.kernels.split_kv import LOG2_E, LOWEST, merge_part
 
 from ..rule import AttentionRule
 from .prefill_tiles import attend_keys, read_item, row_places, tile_options, units_of_stored, weighted_mean
@@ -144,7 +145,7 @@ def attend_key_split(
     tile = tl.program_id(0) % tl.load(num_tiles)
     place = tl.program_id(0) // tl.load(num_tiles)
     first_head, split = place % (num_heads // PACK) * PACK, place // (num_heads // PACK)
-    token, count, first_position, table = read_item(items + tile * 4, block_tables, table_stride)
+    token, count, first_position, table = read_item(items + tile * ITEM_WORDS, block_tables, table_stride)
     num_keys = first_position + count
     first_key = 0
     if HAS_WINDOW:
@@ -196,9 +197,10 @@ def attend_key_split(
     is_last = splits == 1
     if splits > 1:
         unit = tile * (num_heads // PACK) + first_head // PACK
-        is_last = _leave_part(acc, total, top, sums, tops, arrivals + unit, unit * num_splits + split, splits)
+        _store_part(acc, total, top * score_unit, sums, tops, unit * num_splits + split)
+        is_last = is_last_to_arrive(arrivals + unit, splits - 1)
         if is_last:
-            acc, total = _sum_parts(sums, tops, unit * num_splits, splits, score_unit, ROWS, PADDED_DIM)
+            acc, total = _merge_parts(sums, tops, unit * num_splits, splits, ROWS, PADDED_DIM)
     if is_last:
         result = weighted_mean(acc, total, v_scale)
         target = row_places(out, token + row_token, row_head, out_token_stride, out_head_stride, PADDED_DIM)
@@ -206,28 +208,23 @@ def attend_key_split(
 
 
 @triton.jit
-def _leave_part(acc, total, top, sums, tops, arrival, part, splits):
-    """Store the part of one split; whether it is the last of `splits` to come. The count is zero again after that."""
+def _store_part(acc, total, top, sums, tops, part):
+    """Store the part of one split. Its top scores are in units of log 2."""
     row = tl.arange(0, acc.shape[0])
     dim = tl.arange(0, acc.shape[1])
     tl.store(sums + (part.to(tl.int64) * acc.shape[0] + row)[:, None] * acc.shape[1] + dim[None, :], acc)
     tl.store(tops + part * 2 * acc.shape[0] + row, top)
     tl.store(tops + (part * 2 + 1) * acc.shape[0] + row, total)
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    is_last = tl.atomic_add(arrival, 1, sem="acq_rel") == splits - 1
-    if is_last:
-        tl.store(arrival, 0)  # for the next layer
-    return is_last
 
 
 @triton.jit
-def _sum_parts(sums, tops, first_part, splits, score_unit, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Return the sums of values and of weights of a tile whose `splits` parts all lie there."""
+def _merge_parts(sums, tops, first_part, splits, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Return the sums of values and of weights of a tile whose `splits` parts have all been stored."""
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    top = tl.full([ROWS], LOWEST, tl.float32)
     tops += first_part * 2 * ROWS
     sums += first_part.to(tl.int64) * (ROWS * PADDED_DIM)
     for part in tl.range(splits):
@@ -236,11 +233,5 @@ def _sum_parts(sums, tops, first_part, splits, score_unit, ROWS: tl.constexpr, P
         part_total = tl.load(tops + (part * 2 + 1) * ROWS + row, cache_modifier=".cg")
         place = sums + (part * ROWS + row)[:, None] * PADDED_DIM + dim[None, :]
         part_acc = tl.load(place, cache_modifier=".cg")
-        new_top = tl.maximum(top, part_top)
-        # a row that sees no key of a part must not subtract infinity from itself
-        shrink = tl.where(top == float("-inf"), 0.0, tl.exp2((top - new_top) * score_unit))
-        grow = tl.where(part_top == float("-inf"), 0.0, tl.exp2((part_top - new_top) * score_unit))
-        acc = acc * shrink[:, None] + part_acc * grow[:, None]
-        total = total * shrink + part_total * grow
-        top = new_top
+        acc, total, top = merge_part(acc, total, top, part_acc, part_total, part_top, 1)
     return acc, total

@@ -7,7 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
-from baton.kernels.query_tiles import PrefillPlan
+from baton.kernels.query_tiles import (
+    FIRST_POSITION,
+    FIRST_TOKEN,
+    ITEM_WORDS,
+    NUM_TOKENS,
+    TABLE_ROW,
+    PrefillPlan,
+)
 from baton.kernels.split_kv import LOG2_E
 
 from ..rule import AttentionRule
@@ -67,11 +74,11 @@ def tile_options(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) 
 
 @triton.jit
 def read_item(item, block_tables, table_stride):
-    """What a tile is: its first token, its number of tokens, the first one's position, its sequence's block ids."""
-    token = tl.load(item).to(tl.int64)
-    count = tl.load(item + 1)
-    first_position = tl.load(item + 2)
-    return token, count, first_position, block_tables + tl.load(item + 3).to(tl.int64) * table_stride
+    """Return a tile's first token, number of tokens, first position, and a pointer to its sequence's block ids."""
+    token = tl.load(item + FIRST_TOKEN).to(tl.int64)
+    count = tl.load(item + NUM_TOKENS)
+    first_position = tl.load(item + FIRST_POSITION)
+    return token, count, first_position, block_tables + tl.load(item + TABLE_ROW).to(tl.int64) * table_stride
 
 
 @triton.jit
@@ -199,7 +206,7 @@ def attend_tile(
     share it in L2.
     """
     num_tiles = tl.load(num_tiles)
-    item = items + tl.program_id(0) % num_tiles * 4
+    item = items + tl.program_id(0) % num_tiles * ITEM_WORDS
     first_head = tl.program_id(0) // num_tiles * PACK
     if first_head >= num_heads:
         return

@@ -15,7 +15,7 @@ from baton.kernels.linear import RowNorm
 
 from ..weight import BLOCK, Fp8Weight
 from .gemm import product
-from .quantize import quantize
+from .quantization import quantize
 
 MANY_TOKENS = {"rows": 256, "blocks": 128}  # above: torch's product, by what the weight has a scale a
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import pdl, tuned
+from baton.kernels.arrivals import is_last_to_arrive
 
 from ..weight import BLOCK, Fp8Weight
 
@@ -175,13 +176,11 @@ def _gemm_kernel(
         cell = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
         partial += tile * (SPLIT * TOKENS * COLUMNS)
         tl.store(partial + tl.program_id(1) * (TOKENS * COLUMNS) + cell, total)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+        is_last = is_last_to_arrive(arrived + tile, SPLIT - 1)
         if is_last:
             total = tl.zeros_like(total)
             for part in tl.static_range(SPLIT):
                 total += tl.load(partial + part * (TOKENS * COLUMNS) + cell, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)
     if is_last:
         result = tl.trans(total) if TURNED else total
         if not IN_BLOCKS:

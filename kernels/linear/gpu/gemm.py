@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import pdl
+from baton.kernels.arrivals import is_last_to_arrive
 
 MAX_TILES = 1 << 16  # that can be split in one launch
 
@@ -137,9 +138,7 @@ def _gemm_kernel(
         cells = index[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         place = parts + tile.to(tl.int64) * (SPLIT * ROWS * TOKENS)
         tl.store(place + tl.program_id(1) * (ROWS * TOKENS) + cells, total)
-        tl.debug_barrier()  # all threads have stored their share before one of them says so
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
-            tl.store(arrived + tile, 0)
+        if is_last_to_arrive(arrived + tile, SPLIT - 1):
             total = tl.zeros((ROWS, TOKENS), tl.float32)
             for part in tl.static_range(SPLIT):
                 total += tl.load(place + part * (ROWS * TOKENS) + cells, cache_modifier=".cg")

@@ -17,7 +17,18 @@ from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.split_kv import LOG2_E
 
 from .combine import combine
-from .work_list import Tiles, WorkList
+from .work_list import (
+    FIRST_ITEM,
+    FIRST_TILE,
+    FIRST_TOKEN,
+    ITEM_WORDS,
+    NUM_QUERIES,
+    NUM_VISIBLE,
+    SHARE_WORDS,
+    TABLE_ROW,
+    WorkList,
+    WorkTiles,
+)
 
 FEW_ROWS = 16  # leave room in shared memory for a tile more on its way
 
@@ -29,7 +40,7 @@ def latent_attention(
     layer: int,
     batch: AttentionBatch,
     work: WorkList,
-    tiles: Tiles,
+    tiles: WorkTiles,
     *,
     scale: float,
     out: Tensor,
@@ -105,9 +116,10 @@ def _latent_attention(
     PAGE: tl.constexpr,
 ):
     program, group = tl.program_id(0), tl.program_id(1)
-    tile = tl.load(shares_ptr + 2 * program)
-    item = tl.load(shares_ptr + 2 * program + 1)
-    share_end = tl.load(shares_ptr + 2 * program + 2)
+    share = shares_ptr + SHARE_WORDS * program
+    tile = tl.load(share + FIRST_TILE)
+    item = tl.load(share + FIRST_ITEM)
+    share_end = tl.load(share + SHARE_WORDS + FIRST_TILE)
     workspace = (group * tl.num_programs(0) + program).to(tl.int64) * 2
     row = tl.arange(0, ROWS)
     head = group * HEADS + row % HEADS
@@ -118,14 +130,15 @@ def _latent_attention(
         item_start = tl.load(starts_ptr + item)
         item_end = tl.load(starts_ptr + item + 1)
         end = tl.minimum(item_end, share_end)
-        num_queries = tl.load(items_ptr + 4 * item + 1)
-        first_visible = tl.load(items_ptr + 4 * item + 2)
-        table = tables_ptr + tl.load(items_ptr + 4 * item + 3).to(tl.int64) * table_stride
+        words = items_ptr + ITEM_WORDS * item
+        num_queries = tl.load(words + NUM_QUERIES)
+        first_visible = tl.load(words + NUM_VISIBLE)
+        table = tables_ptr + tl.load(words + TABLE_ROW).to(tl.int64) * table_stride
         num_keys = first_visible + num_queries - 1
 
         query = row // HEADS
         is_query = (query < num_queries) & (head < num_heads)
-        token = (tl.load(items_ptr + 4 * item) + query).to(tl.int64)
+        token = (tl.load(words + FIRST_TOKEN) + query).to(tl.int64)
         num_visible = tl.minimum(first_visible + query, num_keys)  # of the keys, by each row
         latent_row = q_latent_ptr + token * latent_token_stride + head * latent_head_stride
         rope_row = q_rope_ptr + token * rope_token_stride + head * rope_head_stride

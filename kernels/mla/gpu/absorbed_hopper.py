@@ -23,25 +23,35 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from baton.kernels.attention_batch import AttentionBatch
-from baton.kernels.hopper.rings import BOX, SLAB, Ring, async_load, clear_tail, new_barriers, view
+from baton.kernels.hopper.rings import (
+    BOX,
+    SLAB,
+    Ring,
+    Value,
+    async_load,
+    clear_tail,
+    new_barriers,
+    record,
+    view,
+)
 from baton.kernels.launch import is_hopper
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOG2_E, LOWEST
 
-from .absorbed_output import finish
+from .absorbed_output import AbsorbedOutput, Partial, PartsWorkspace, Work, finish
 from .combine import combine
-from .work_list import Tiles, WorkList
+from .work_list import WorkList, WorkTiles
 
 TILE = gl.constexpr(64)  # keys: the rows of one product of a warp group
 STAGES = gl.constexpr(2)
 MOST_ROWS = 32  # whose sums fit the registers of a warp group
-FETCHERS = gl.constexpr(2)  # warps for pages: one would need as long for a tile as the others for multiplying it
-FETCHER_REGISTERS = gl.constexpr(40)
+LOADERS = gl.constexpr(2)  # warps for pages: one alone would take as long for a tile as its products do
+LOADER_REGISTERS = gl.constexpr(40)
 REGISTERS = 152  # of a thread at the start: with all that there are, no other kernel's program could be beside one
 FEW_ITEMS = 32  # times groups of heads; up to so many, a kernel of its own puts parts together
 
 
-def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
+def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: WorkTiles) -> bool:
     """Return true for devices and shapes that this kernel is for."""
     page, width = kv.shape[4:]
     return (
@@ -50,7 +60,7 @@ def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: Tiles) -> bool:
         and kv.is_contiguous()
         and q_rope.shape[2] == SLAB.value
         and width % SLAB.value == 0
-        and TILE.value % (page * FETCHERS.value) == 0
+        and TILE.value % (page * LOADERS.value) == 0
         and (tiles.queries, tiles.tile) == (1, TILE.value)
         and tiles.rows <= MOST_ROWS
         and fits_boxes(q_latent)
@@ -70,7 +80,7 @@ def latent_attention(
     layer: int,
     batch: AttentionBatch,
     work: WorkList,
-    tiles: Tiles,
+    tiles: WorkTiles,
     *,
     scale: float,
     out: Tensor,
@@ -122,8 +132,8 @@ def latent_attention(
 
 
 @aggregate
-class Shape:
-    """What is fixed when the kernel is compiled."""
+class AbsorbedShape:
+    """The compile-time sizes of the kernel."""
 
     ROWS: gl.constexpr  # heads of a group, and padding
     RANK: gl.constexpr
@@ -140,56 +150,76 @@ class Shape:
         self.MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
 
 
-@gluon.jit
-def _share(work):
-    """This program's: (its first tile, the tile behind its last, the item that the first is of)"""
-    _, _, shares, _ = work
-    share = shares + 2 * gl.program_id(0)
-    return gl.load(share), gl.load(share + 2), gl.load(share + 1)
+@record
+class QueryBoxes:
+    """TMA descriptors of the queries."""
+
+    latents: Value
+    ropes: Value
+
+
+@record
+class LatentCache:
+    """One layer of the cache, and the blocks of sequences."""
+
+    pages: Value  # TMA descriptor with boxes [page, slab] of kv seen as rows of latents
+    layer: gl.tensor
+    num_layers: Value
+    block_tables: gl.tensor
+    table_stride: Value
+
+
+@record
+class LatentRings:
+    """The rings of latents and of rope parts, which are filled and released together."""
+
+    latents: Ring
+    ropes: Ring
+
+
+@record
+class Padding:
+    """The rows of tokens of slot -1, which are zeroed among the first `num_tokens`."""
+
+    out: gl.tensor
+    slots: gl.tensor
+    num_tokens: gl.tensor
+    num_heads: Value
 
 
 @gluon.jit
-def _item(item, share_end, work):
-    """(its first tile, the tile behind what the share has of it, first token, keys, row of the tables)"""
-    items, starts, _, _ = work
-    words = items + 4 * item
-    end = gl.minimum(gl.load(starts + item + 1), share_end)
-    return gl.load(starts + item), end, gl.load(words), gl.load(words + 2), gl.load(words + 3)
-
-
-@gluon.jit
-def _fetch_queries(work, queries, q_latent, q_rope, padding, shape):
-    """Return the queries of every item of the share, and zeros where tokens are padding."""
-    latents, ropes = queries
-    BOXES: gl.constexpr = latents.layout
+def _load_queries(work, queries, ring, padding, shape):
+    """Load the queries of every item of the share by TMA, and zero the rows of padding tokens."""
+    q_latent, q_rope = ring.latents, ring.ropes
+    BOXES: gl.constexpr = queries.latents.layout
     first_head = gl.program_id(1) * shape.ROWS
-    tile, share_end, item = _share(work)
+    tile, share_end, number = work.share()
     n = 0
     wait_for_previous()
     while tile < share_end:
-        _, end, token, _, _ = _item(item, share_end, work)
+        item = work.item(number, share_end)
         q_latent.await_free(n)
         mbarrier.expect(q_latent.barrier(n), shape.ROWS * (shape.RANK + SLAB) * 2)
         for slab in gl.static_range(shape.RANK // SLAB):
             box = view(q_latent.slab(n, slab), [1, shape.ROWS, SLAB], BOXES)
-            async_load(latents, [token, first_head, slab * SLAB], q_latent.barrier(n), box)
+            async_load(queries.latents, [item.token, first_head, slab * SLAB], q_latent.barrier(n), box)
         box = view(q_rope.slab(n, 0), [1, shape.ROWS, SLAB], BOXES)
-        async_load(ropes, [token, first_head, 0], q_latent.barrier(n), box)
+        async_load(queries.ropes, [item.token, first_head, 0], q_latent.barrier(n), box)
         n += 1
-        item += 1
-        tile = end
+        number += 1
+        tile = item.end
     if not shape.APART:
         _clear_padding(padding, first_head, shape)
 
 
 @gluon.jit
 def _clear_padding(padding, first_head, shape):
-    """Make rows of tokens of slot -1 zero, which nobody attends for; one warp of every program has some of them."""
-    out, slots, num_tokens, num_heads = padding
+    """Zero the rows of padding tokens, which no item has; one warp of every program takes some of them."""
+    out, num_heads = padding.out, padding.num_heads
     dim = gl.arange(0, shape.RANK, gl.BlockedLayout([8], [32], [1], [0]))
     token = gl.program_id(0)
-    while token < num_tokens:
-        if gl.load(slots + token) < 0:
+    while token < padding.num_tokens:
+        if gl.load(padding.slots + token) < 0:
             place = out + (token.to(gl.int64) * num_heads + first_head) * shape.RANK + dim
             for row in range(gl.minimum(num_heads - first_head, shape.ROWS)):
                 gl.store(place + row * shape.RANK, gl.zeros_like(dim).to(out.dtype.element_ty))
@@ -197,56 +227,61 @@ def _clear_padding(padding, first_head, shape):
 
 
 @gluon.jit
-def _fetch_pages(work, num_decodes, cache, latents, ropes, FIRST: gl.constexpr, shape):
-    """Half the pages of every tile of the share, from FIRST on."""
-    pages, layer, num_layers, block_tables, table_stride = cache
+def _load_pages(work, num_decodes, cache, ring, FIRST: gl.constexpr, shape):
+    """Load half the pages of every tile of the share by TMA, from FIRST on."""
+    latents, ropes = ring.latents, ring.ropes
     PAGES: gl.constexpr = TILE // shape.PAGE
-    OWN: gl.constexpr = PAGES // FETCHERS
-    tile, share_end, item = _share(work)
+    OWN: gl.constexpr = PAGES // LOADERS
+    tile, share_end, number = work.share()
     n = 0
     while tile < share_end:
-        if item >= num_decodes:
+        if number >= num_decodes:
             wait_for_previous()
-        item_start, end, _, seq_len, table_row = _item(item, share_end, work)
-        num_pages = gl.cdiv(seq_len, shape.PAGE)
-        table = block_tables + table_row.to(gl.int64) * table_stride
-        for index in range(tile - item_start, end - item_start):
+        item = work.item(number, share_end)
+        num_pages = gl.cdiv(item.num_keys, shape.PAGE)
+        table = cache.block_tables + item.table_row.to(gl.int64) * cache.table_stride
+        for index in range(tile - item.start, item.end - item.start):
             places = ()  # pages behind the sequence's last are rows behind the last row: they become zero
             for i in gl.static_range(OWN):
                 page = index * PAGES + FIRST + i
                 exists = page < num_pages
                 block = gl.load(table + page, mask=exists, other=0)
-                places = places + (gl.where(exists, (block * num_layers + layer) * shape.PAGE, pages.shape[0]),)
-            if (index + 1) * TILE >= seq_len:
+                places = places + (
+                    gl.where(exists, (block * cache.num_layers + cache.layer) * shape.PAGE, cache.pages.shape[0]),
+                )
+            if (index + 1) * TILE >= item.num_keys:
                 wait_for_previous()  # the newest latent is this step's
             latents.await_free(n)
             mbarrier.expect(latents.barrier(n), OWN * shape.PAGE * (shape.RANK + SLAB) * 2)
             for i in gl.static_range(OWN):
                 for slab in gl.static_range(shape.RANK // SLAB):
                     box = view(latents.slab(n, slab), [PAGES, shape.PAGE, SLAB], BOX).index(FIRST + i)
-                    async_load(pages, [places[i], slab * SLAB], latents.barrier(n), box)
+                    async_load(cache.pages, [places[i], slab * SLAB], latents.barrier(n), box)
                 box = view(ropes.slab(n, 0), [PAGES, shape.PAGE, SLAB], BOX).index(FIRST + i)
-                async_load(pages, [places[i], shape.RANK], latents.barrier(n), box)
+                async_load(cache.pages, [places[i], shape.RANK], latents.barrier(n), box)
             n += 1
-        item += 1
-        tile = end
+        number += 1
+        tile = item.end
 
 
 @gluon.jit
-def _consume(work, results, scale, q_latent, q_rope, latents, ropes, weight_memory, shape):
+def _consume(work, output, scale, query_ring, ring, weight_memory, shape):
     let_next_start()
+    q_latent, q_rope = query_ring.latents, query_ring.ropes
+    latents, ropes = ring.latents, ring.ropes
     key_in_tile = gl.arange(0, TILE, gl.SliceLayout(1, shape.MMA))
-    tile, share_end, item = _share(work)
+    tile, share_end, number = work.share()
     n = 0
     turn = 0
     wait_for_previous()
     while tile < share_end:
-        item_start, end, _, seq_len, _ = _item(item, share_end, work)
+        item = work.item(number, share_end)
+        seq_len = item.num_keys
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
         weights = gl.zeros([TILE, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a tile has its own sum
         sums = gl.zeros([shape.RANK, shape.ROWS], gl.float32, shape.MMA)
         q_latent.await_full(turn)
-        for index in range(tile - item_start, end - item_start):
+        for index in range(tile - item.start, item.end - item.start):
             latents.await_full(n)
             is_cut = (index + 1) * TILE > seq_len
             if is_cut:
@@ -273,20 +308,20 @@ def _consume(work, results, scale, q_latent, q_rope, latents, ropes, weight_memo
             n += 1
         q_latent.release(turn)
         turn += 1
-        finish((sums, gl.sum(weights, 0), top), item, tile, end, work, results, shape)
-        item += 1
-        tile = end
+        finish(Partial(sums, gl.sum(weights, 0), top), number, tile, item.end, work, output, shape)
+        number += 1
+        tile = item.end
 
 
 @gluon.jit
 def _new_rings(
     dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, RANK: gl.constexpr, fetchers: gl.constexpr
 ):
-    """For the latents of some rows and for their parts that carry the position, which come and go together."""
+    """Return rings for latents and for their rope parts, which share their barriers."""
     full, free = new_barriers(stages, fetchers), new_barriers(stages, 1)
     latents = gl.allocate_shared_memory(dtype, [stages * (RANK // SLAB), rows, SLAB], BOX)
     ropes = gl.allocate_shared_memory(dtype, [stages, rows, SLAB], BOX)
-    return Ring(latents, full, free), Ring(ropes, full, free)
+    return LatentRings(Ring(latents, full, free), Ring(ropes, full, free))
 
 
 @gluon.jit(do_not_specialize=["layer", "num_padded_tokens", "max_items", "num_decodes"])
@@ -316,29 +351,29 @@ def attend_share(
     PAGE: gl.constexpr,
     APART: gl.constexpr,
 ):
-    """One share of the tiles, for one group of heads.
+    """Attend one share of the tiles, for one group of heads.
 
     `pages` has boxes [page, slab] of kv seen as rows of latents. Of the first `num_padded_tokens`, those of slot -1
     become zero, unless `combine` sees to it.
     """
-    q_latent, q_rope = _new_rings(pages.dtype, 2, ROWS, RANK, 1)
-    latents, ropes = _new_rings(pages.dtype, STAGES, TILE, RANK, FETCHERS)
+    query_ring = _new_rings(pages.dtype, 2, ROWS, RANK, 1)
+    ring = _new_rings(pages.dtype, STAGES, TILE, RANK, LOADERS)
     weight_memory = gl.allocate_shared_memory(pages.dtype, [TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
     hopper.fence_async_shared()
-    shape = Shape(ROWS, RANK, PAGE, APART)
-    work = (items, starts, shares, max_items)
-    cache = (pages, layer, num_layers, block_tables, table_stride)
-    padding = (out, slots, num_padded_tokens, num_heads)
-    results = (out, num_heads, (sums, softmax, arrivals))
+    shape = AbsorbedShape(ROWS, RANK, PAGE, APART)
+    work = Work(items, starts, shares, max_items)
+    cache = LatentCache(pages, layer, num_layers, block_tables, table_stride)
+    padding = Padding(out, slots, num_padded_tokens, num_heads)
+    output = AbsorbedOutput(out, num_heads, PartsWorkspace(sums, softmax, arrivals))
     NONE: gl.constexpr = 0
-    HALF: gl.constexpr = TILE // PAGE // FETCHERS
+    HALF: gl.constexpr = TILE // PAGE // LOADERS
     gl.warp_specialize(
         [
-            (_consume, (work, results, scale, q_latent, q_rope, latents, ropes, weight_memory, shape)),
-            (_fetch_pages, (work, num_decodes, cache, latents, ropes, NONE, shape)),
-            (_fetch_pages, (work, num_decodes, cache, latents, ropes, HALF, shape)),
-            (_fetch_queries, (work, (q_latents, q_ropes), q_latent, q_rope, padding, shape)),
+            (_consume, (work, output, scale, query_ring, ring, weight_memory, shape)),
+            (_load_pages, (work, num_decodes, cache, ring, NONE, shape)),
+            (_load_pages, (work, num_decodes, cache, ring, HALF, shape)),
+            (_load_queries, (work, QueryBoxes(q_latents, q_ropes), query_ring, padding, shape)),
         ],
         [1, 1, 1],
-        [FETCHER_REGISTERS, FETCHER_REGISTERS, FETCHER_REGISTERS],
+        [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
     )

@@ -1,83 +1,136 @@
-"""What becomes of the sums that a share has of an item, in `absorbed_hopper`.
+"""Output of absorbed MLA for Hopper: the result of an item that a share has whole, or the part of one that is cut.
 
     all of the item     its result is written at once
-    a part of it        is kept, until a kernel of its own adds the parts (`combine`), or the program that comes last
-                        with one does
+    a part of it        is stored; the parts are combined by the program that comes last with one, or by a kernel of its
+                        own (`combine`)
 
-`found`, throughout: sums of latents [RANK, ROWS], sums of weights [ROWS], top scores [ROWS].
-`results`: the output, how many heads it has, the workspace of parts.
+Annotations are read by Triton: this module evaluates them.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from baton.kernels.attention.gpu.decode_output import added, load_part
-from baton.kernels.hopper.rings import barrier
-from baton.kernels.split_kv import LOWEST
+from baton.kernels.arrivals import is_last_to_arrive
+from baton.kernels.hopper.rings import Value, record
+from baton.kernels.split_kv import LOWEST, load_part, merge_part
 
-from .work_list import programs_of
+from .work_list import FIRST_ITEM, FIRST_TILE, FIRST_TOKEN, ITEM_WORDS, NUM_VISIBLE, SHARE_WORDS, TABLE_ROW, programs_of
 
-PARTS_IN_REGISTERS = gl.constexpr(32)  # rows of parts that are on their way when they are put together
+PARTS_IN_REGISTERS = gl.constexpr(32)  # rows of parts whose loads are under way together
+
+
+@record
+class Item:
+    """One query token with all of its keys, as far as they lie in this program's share."""
+
+    start: gl.tensor  # its first tile
+    end: gl.tensor  # the tile behind its last one in the share
+    token: gl.tensor
+    num_keys: gl.tensor
+    table_row: gl.tensor
+
+
+@record
+class Work:
+    """Pointers to the fields of `work_list.WorkList`, and the number of its items."""
+
+    items: gl.tensor
+    starts: gl.tensor
+    shares: gl.tensor
+    max_items: gl.tensor
+
+    @gluon.jit
+    def share(self):
+        """Return this program's (first tile, tile behind its last, item that the first is of)."""
+        share = self.shares + SHARE_WORDS * gl.program_id(0)
+        return gl.load(share + FIRST_TILE), gl.load(share + SHARE_WORDS + FIRST_TILE), gl.load(share + FIRST_ITEM)
+
+    @gluon.jit
+    def item(self, number, share_end):
+        words = self.items + ITEM_WORDS * number
+        end = gl.minimum(gl.load(self.starts + number + 1), share_end)
+        start = gl.load(self.starts + number)
+        return Item(start, end, gl.load(words + FIRST_TOKEN), gl.load(words + NUM_VISIBLE), gl.load(words + TABLE_ROW))
+
+
+@record
+class Partial:
+    """The running softmax of an item in a share."""
+
+    sums: gl.tensor  # [RANK, ROWS], of latents
+    weight: gl.tensor  # [ROWS]
+    top: gl.tensor  # [ROWS], scores
+
+
+@record
+class PartsWorkspace:
+    """The memory of parts: see `combine.combine`."""
+
+    sums: gl.tensor
+    softmax: gl.tensor  # of each row its top score and its weight
+    arrivals: gl.tensor
+
+
+@record
+class AbsorbedOutput:
+    """The results of the step."""
+
+    out: gl.tensor
+    num_heads: Value
+    parts: PartsWorkspace
 
 
 @gluon.jit
-def finish(found, item, tile, end, work, results, shape):
-    """This share has the tiles from `tile` to `end` of an item."""
-    items, starts, _, _ = work
-    token = gl.load(items + 4 * item)
-    item_start, item_end = gl.load(starts + item), gl.load(starts + item + 1)
+def finish(found, item, tile, end, work, output, shape):
+    """Write or store what `found` holds of an item: its tiles from `tile` to `end`."""
+    token = gl.load(work.items + ITEM_WORDS * item + FIRST_TOKEN)
+    item_start, item_end = gl.load(work.starts + item), gl.load(work.starts + item + 1)
     if (tile == item_start) & (end == item_end):
-        _write(found, token, results, shape.MMA, shape)
+        _write(found, token, output, shape.MMA, shape)
     else:
-        _keep_part(found, results[2], tile == item_start, shape)
+        _store_part(found, output.parts, tile == item_start, shape)
         if not shape.APART:
-            _add_if_last(item_start, item_end, token, work, results, shape)
+            _combine_if_last(item_start, item_end, token, work, output, shape)
 
 
 @gluon.jit
-def _write(found, token, results, LAYOUT: gl.constexpr, shape):
-    """Return the heads of a group of one token."""
-    sums, weight, _ = found
-    out, num_heads, _ = results
+def _write(found, token, output, LAYOUT: gl.constexpr, shape):
+    """Write the heads of a group of one token."""
+    out, num_heads = output.out, output.num_heads
     head = gl.program_id(1) * shape.ROWS + gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
     dim = gl.expand_dims(gl.arange(0, shape.RANK, gl.SliceLayout(1, LAYOUT)), 1)
     place = gl.expand_dims((token.to(gl.int64) * num_heads + head) * shape.RANK, 0) + dim
-    result = sums / gl.expand_dims(weight, 0)
+    result = found.sums / gl.expand_dims(found.weight, 0)
     gl.store(out + place, result.to(out.dtype.element_ty), mask=gl.expand_dims(head < num_heads, 0))
 
 
 @gluon.jit
 def _places_of_part(parts, program, begins, LAYOUT: gl.constexpr, shape):
-    """Where sums, top scores and weights lie of what `program` has of an item, which `begins` in its share or not."""
-    sums, softmax, _ = parts
+    """Return pointers to the part that `program` has of the item which `begins` in its share, or in one before."""
     row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
     dim = gl.expand_dims(gl.arange(0, shape.RANK, gl.SliceLayout(1, LAYOUT)), 1)
     number = gl.program_id(1) * gl.num_programs(0) + program
     part = (number.to(gl.int64) * 2 + begins.to(gl.int32)) * shape.ROWS + row
-    return sums + gl.expand_dims(part * shape.RANK, 0) + dim, softmax + 2 * part, softmax + 2 * part + 1
+    place = parts.sums + gl.expand_dims(part * shape.RANK, 0) + dim
+    return Partial(place, parts.softmax + 2 * part + 1, parts.softmax + 2 * part)
 
 
 @gluon.jit
-def _keep_part(found, parts, begins, shape):
-    sums, weight, top = found
-    of_sums, of_tops, of_weights = _places_of_part(parts, gl.program_id(0), begins, shape.MMA, shape)
-    gl.store(of_sums, sums)
-    gl.store(of_tops, top)
-    gl.store(of_weights, weight)
+def _store_part(found, parts, begins, shape):
+    places = _places_of_part(parts, gl.program_id(0), begins, shape.MMA, shape)
+    gl.store(places.sums, found.sums)
+    gl.store(places.top, found.top)
+    gl.store(places.weight, found.weight)
 
 
 @gluon.jit
-def _add_if_last(start, end, token, work, results, shape):
-    """Write the item of tiles `start` to `end`, once all its parts are there: adds them in the order of its keys."""
-    _, starts, _, max_items = work
-    parts = results[2]
+def _combine_if_last(start, end, token, work, output, shape):
+    """Write the item of tiles `start` to `end`, if all its other parts have been stored, in the order of its keys."""
+    parts = output.parts
     SPREAD: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1])
     AT_ONCE: gl.constexpr = PARTS_IN_REGISTERS // shape.ROWS
-    first, last = programs_of(start, end, gl.load(starts + max_items), gl.num_programs(0))
-    arrival = parts[2] + gl.program_id(1) * gl.num_programs(0) + first
-    barrier()  # all threads have stored before one of them says so
-    if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
-        gl.store(arrival, 0)  # for the next layer
+    first, last = programs_of(start, end, gl.load(work.starts + work.max_items), gl.num_programs(0))
+    if is_last_to_arrive(parts.arrivals + gl.program_id(1) * gl.num_programs(0) + first, last - first):
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, SPREAD))
         weight = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, SPREAD))
         sums = gl.zeros([shape.RANK, shape.ROWS], gl.float32, SPREAD)
@@ -86,7 +139,8 @@ def _add_if_last(start, end, token, work, results, shape):
             for i in gl.static_range(AT_ONCE):
                 places = _places_of_part(parts, base + i, base + i == first, SPREAD, shape)
                 exists = gl.full([shape.ROWS], base + i <= last, gl.int1, gl.SliceLayout(0, SPREAD))
-                here = here + (load_part(places, exists),)
+                here = here + (load_part(places.sums, places.weight, places.top, exists, 0),)
             for i in gl.static_range(AT_ONCE):
-                sums, weight, top = added((sums, weight, top), here[i])
-        _write((sums, weight, top), token, results, SPREAD, shape)
+                part_sums, part_weight, part_top = here[i]
+                sums, weight, top = merge_part(sums, weight, top, part_sums, part_weight, part_top, 0)
+        _write(Partial(sums, weight, top), token, output, SPREAD, shape)

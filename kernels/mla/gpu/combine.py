@@ -8,8 +8,9 @@ from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from baton.kernels.split_kv import LOWEST, merge_parts
 
-from .work_list import WorkList, programs_of
+from .work_list import FIRST_TOKEN, ITEM_WORDS, NUM_QUERIES, WorkList, programs_of
 
 FEW_ROWS = 256  # fewer would leave multiprocessors idle if a program took many
 MANY_AT_ONCE = 16  # rows of a program otherwise
@@ -88,12 +89,12 @@ def _combine(
     start = tl.load(starts_ptr + item)
     end = tl.load(starts_ptr + item + 1)
     num_tiles = tl.load(starts_ptr + max_items)
-    first_token = tl.load(items_ptr + 4 * item)
-    num_queries = tl.load(items_ptr + 4 * item + 1)
+    first_token = tl.load(items_ptr + ITEM_WORDS * item + FIRST_TOKEN)
+    num_queries = tl.load(items_ptr + ITEM_WORDS * item + NUM_QUERIES)
     if end > start:
         first, last = programs_of(start, end, num_tiles, num_programs)
         if last > first:
-            highest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+            highest = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
             weight = tl.zeros((BLOCK_ROWS,), tl.float32)
             total = tl.zeros((BLOCK_ROWS, SIZE), tl.float32)
             for base in range(first, last + 1, PARTS):
@@ -105,13 +106,7 @@ def _combine(
                 weights = tl.load(softmax_ptr + 2 * part + 1, mask=exists, other=0.0)
                 address = parts_ptr + (part * RANK)[:, :, None] + dims[None, None, :]
                 sums = tl.load(address, mask=exists[:, :, None], other=0.0)
-                peak = tl.maximum(highest, tl.max(peaks, 0))
-                shift = tl.where(peak == float("-inf"), 0.0, peak)
-                factors = tl.exp2(peaks - shift[None, :])
-                decay = tl.exp2(highest - shift)
-                weight = weight * decay + tl.sum(weights * factors, 0)
-                total = total * decay[:, None] + tl.sum(sums * factors[:, :, None], 0)
-                highest = peak
+                total, weight, highest = merge_parts(total, weight, highest, sums, weights, peaks)
             is_query = ((query < num_queries) & (head < num_heads))[:, None]
             target = ((first_token + query).to(tl.int64) * num_heads + head) * RANK
             tl.store(out_ptr + target[:, None] + dims[None, :], total / weight[:, None], mask=is_query)

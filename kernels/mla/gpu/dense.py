@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.kernels.query_tiles import PrefillPlan
+from baton.kernels.query_tiles import (
+    FIRST_POSITION,
+    FIRST_TOKEN,
+    ITEM_WORDS,
+    NUM_TOKENS,
+    TABLE_ROW,
+    PrefillPlan,
+)
 from baton.kernels.split_kv import LOG2_E
 
 KEYS = 64  # of a tile
@@ -78,12 +85,12 @@ def _dense_attention(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    item, head = items_ptr + 4 * tl.program_id(0), tl.program_id(1)
-    first_token, num_queries = tl.load(item), tl.load(item + 1)
+    item, head = items_ptr + ITEM_WORDS * tl.program_id(0), tl.program_id(1)
+    first_token, num_queries = tl.load(item + FIRST_TOKEN), tl.load(item + NUM_TOKENS)
     if num_queries == 0:
         return
-    num_visible = tl.load(item + 2) + 1  # keys that the first query sees; fewer than one: padding
-    first_key = tl.load(key_start_ptr + tl.load(item + 3))
+    num_visible = tl.load(item + FIRST_POSITION) + 1  # keys that the first query sees; fewer than one: padding
+    first_key = tl.load(key_start_ptr + tl.load(item + TABLE_ROW))
     q_nope = q_nope_boxes.load([first_token, head * (NOPE + ROPE)])
     q_rope = q_rope_boxes.load([first_token, head * (NOPE + ROPE) + NOPE])
     query = tl.arange(0, QUERIES)

@@ -15,18 +15,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from baton.kernels.hopper.flash import (
     QUERY_BOX,
     ROWS,
-    Scoring,
-    Shape,
+    FlashOutput,
+    FlashScoring,
+    FlashShape,
+    TileQueue,
     consume,
     key_tiles,
     new_pipe,
-    next_unit,
     send_end,
     send_queries,
 )
 from baton.kernels.hopper.rings import BOX, SLAB, async_load
 from baton.kernels.launch import multiprocessors
-from baton.kernels.query_tiles import LONG_ROWS, PrefillPlan
+from baton.kernels.query_tiles import FIRST_POSITION, LONG_ROWS, NUM_TOKENS, TABLE_ROW, PrefillPlan
 from baton.kernels.split_kv import LOG2_E
 
 KEYS = 128  # of a tile
@@ -88,26 +89,25 @@ def dense_prefill(
 
 
 @gluon.jit
-def _produce(pipe, work, queries, rows, rope_rows, scoring, NOPE: gl.constexpr, shape):
-    items, num_tiles, num_units, queue, key_start = work
+def _produce(pipe, tiles, key_start, queries, rows, rope_rows, scoring, NOPE: gl.constexpr, shape):
     turn = 0
     n = 0
     unit = gl.program_id(0)
-    while unit < num_units:
-        item = items + unit % num_tiles * 4
-        head = unit // num_tiles
+    while unit < tiles.num_units:
+        item = tiles.item(unit)
+        head = unit // tiles.num_tiles
         send_queries(pipe, turn, queries, item, head, shape)
         turn += 1
-        key = gl.load(key_start + gl.load(item + 3))
+        key = gl.load(key_start + gl.load(item + TABLE_ROW))
         column = head * (NOPE + shape.VALUE)
-        first, last = key_tiles(gl.load(item + 2), gl.load(item + 1), scoring, shape)
+        first, last = key_tiles(gl.load(item + FIRST_POSITION), gl.load(item + NUM_TOKENS), scoring, shape)
         for back in range(last - first + 1):
             row = key + (last - back) * shape.KEYS
             _load_keys(pipe.keys, n, rows, rope_rows, row, column, NOPE, shape)
             _load_values(pipe.values, n, rows, row, column + NOPE, shape)
             n += 1
-        unit = next_unit(queue)
-    send_end(pipe, turn, queue)
+        unit = tiles.next_unit()
+    send_end(pipe, turn, tiles.queue)
 
 
 @gluon.jit
@@ -149,17 +149,17 @@ def attend_rows(
     KEYS: gl.constexpr,
 ):
     """Attend the tiles of `items`, for all heads: the programs that run together share the keys of a head in L2."""
-    shape = Shape(1, KEYS, NOPE + ROPE, VALUE, None, False, False)
-    scoring = Scoring(gl.to_tensor(0), score_unit, score_unit)
+    shape = FlashShape(1, KEYS, NOPE + ROPE, VALUE, None, False, False)
+    scoring = FlashScoring(gl.to_tensor(0), score_unit, score_unit)
     pipe = new_pipe(rows.dtype, shape)
-    target = (out, token_stride, head_stride)
+    output = FlashOutput(out, token_stride, head_stride)
     num_tiles = gl.load(tile_count)
-    work = (items, num_tiles, num_tiles * num_heads, queue, key_start)
+    tiles = TileQueue(items, num_tiles, num_tiles * num_heads, queue)
     gl.warp_specialize(
         [
-            (consume, (pipe, target, None, scoring, 0, shape)),
-            (consume, (pipe, target, None, scoring, 1, shape)),
-            (_produce, (pipe, work, queries, rows, rope_rows, scoring, NOPE, shape)),
+            (consume, (pipe, output, None, scoring, 0, shape)),
+            (consume, (pipe, output, None, scoring, 1, shape)),
+            (_produce, (pipe, tiles, key_start, queries, rows, rope_rows, scoring, NOPE, shape)),
         ],
         [4, 1],
         [240, 24],

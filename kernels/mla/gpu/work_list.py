@@ -22,10 +22,15 @@ from torch import Tensor
 from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.launch import multiprocessors
 
+# int32 words of an item, and of a program's share
+ITEM_WORDS, SHARE_WORDS = tl.constexpr(4), tl.constexpr(2)
+FIRST_TOKEN, NUM_QUERIES, NUM_VISIBLE, TABLE_ROW = (tl.constexpr(word) for word in range(ITEM_WORDS.value))
+FIRST_TILE, FIRST_ITEM = (tl.constexpr(word) for word in range(SHARE_WORDS.value))
+
 
 @dataclass(frozen=True)
-class Tiles:
-    """How one kernel cuts its work: `rows` = `heads` heads of some query tokens; keys by the `tile`."""
+class WorkTiles:
+    """The tile sizes of one kernel: `rows` = `heads` heads of some query tokens, by `tile` keys."""
 
     rows: int
     heads: int
@@ -59,7 +64,7 @@ class WorkList:
         return self.shares.shape[0] - 1
 
 
-def deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, singles: bool) -> WorkList:
+def deal(batch: AttentionBatch, num_seqs: int, tiles: WorkTiles, num_heads: int, *, singles: bool) -> WorkList:
     """Plan the work of the first `num_seqs` sequences that have one query token (`singles`), or of those that have
     more.
 
@@ -73,9 +78,9 @@ def deal(batch: AttentionBatch, num_seqs: int, tiles: Tiles, num_heads: int, *, 
     groups = tiles.groups(num_heads)
     num_programs = max(1, multiprocessors(device) // groups)
     max_items = num_seqs if singles else num_seqs + batch.num_tokens // queries
-    items = torch.empty((max_items, 4), dtype=torch.int32, device=device)
+    items = torch.empty((max_items, ITEM_WORDS.value), dtype=torch.int32, device=device)
     starts = torch.empty(max_items + 1, dtype=torch.int32, device=device)
-    shares = torch.empty((num_programs + 1, 2), dtype=torch.int32, device=device)
+    shares = torch.empty((num_programs + 1, SHARE_WORDS.value), dtype=torch.int32, device=device)
     arrivals = torch.empty((groups, num_programs), dtype=torch.int32, device=device)
     rows = batch.table_rows
     _deal[(1,)](
@@ -163,10 +168,11 @@ def _deal(
         table_row = seq
         if HAS_TABLE_ROWS:
             table_row = tl.load(table_rows_ptr + seq, mask=exists, other=0)
-        tl.store(items_ptr + 4 * item, first_token + query, mask=exists)
-        tl.store(items_ptr + 4 * item + 1, num_queries, mask=exists)
-        tl.store(items_ptr + 4 * item + 2, num_visible, mask=exists)
-        tl.store(items_ptr + 4 * item + 3, table_row, mask=exists)
+        words = items_ptr + ITEM_WORDS * item
+        tl.store(words + FIRST_TOKEN, first_token + query, mask=exists)
+        tl.store(words + NUM_QUERIES, num_queries, mask=exists)
+        tl.store(words + NUM_VISIBLE, num_visible, mask=exists)
+        tl.store(words + TABLE_ROW, table_row, mask=exists)
         tl.store(starts_ptr + item, total + tl.cumsum(tiles, 0) - tiles, mask=exists)
         total += tl.sum(tiles, 0)
     tl.debug_barrier()  # the starts are read by other threads than wrote them
@@ -180,10 +186,11 @@ def _deal(
             next_item = item + (1 << (item_search_steps - 1 - step))
             begin = tl.load(starts_ptr + next_item, mask=next_item < max_items, other=0)
             item = tl.where((next_item < max_items) & (begin <= first_tile), next_item, item)
-        tl.store(shares_ptr + 2 * program, first_tile, mask=program <= num_programs)
-        tl.store(shares_ptr + 2 * program + 1, item, mask=program <= num_programs)
+        share = shares_ptr + SHARE_WORDS * program
+        tl.store(share + FIRST_TILE, first_tile, mask=program <= num_programs)
+        tl.store(share + FIRST_ITEM, item, mask=program <= num_programs)
         for group in range(0, num_groups):
             tl.store(arrivals_ptr + group * num_programs + program, 0, mask=program < num_programs)
     tl.debug_barrier()
-    # released: what all threads stored above can be seen when this program ends, by who does not wait
+    # released: kernels that start early read all of this when this program has ended, without waiting
     tl.atomic_xchg(starts_ptr + max_items, total, sem="release")

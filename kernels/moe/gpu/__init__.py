@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.kernels.moe.weights import ExpertWeights
 
 from . import gemv, grouped_gemm
-from .align import align
+from .alignment import align
 from .options import GroupedOptions, MoeShape, gemv_options, grouped_options
 from .router import route, router_logits
 

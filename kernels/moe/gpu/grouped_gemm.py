@@ -1,4 +1,4 @@
-"""Grouped GEMM: the two products of all experts over tiles of rows (see `align`), and the sum over each token's
+"""Grouped GEMM: the two products of all experts over tiles of rows (see `alignment`), and the sum over each token's
 experts.
 
     gate_up   rows of x, gathered  x  [2 F, H] of the tile's expert  ->  activation        [rows, F]
@@ -28,7 +28,7 @@ from baton.kernels.launch import cdiv, next_power_of_2
 from baton.kernels.moe.weights import ExpertWeights
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-from .align import RowTiles
+from .alignment import RowTiles
 from .elementwise import activation_constants, dequantized, down_scales, gate_up_scales, gated
 from .options import ProductOptions
 
