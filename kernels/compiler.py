@@ -32,7 +32,7 @@ from . import compile_server
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0  # between one variant and the next
-_PIPE_BYTES = 1 << 20  # orders of some hundred variants: who submits is not held up while the processes still import
+_PIPE_BYTES = 1 << 20  # some hundred orders: `submit` does not block while the processes still import
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-CACHES_BYTES = 256 << 20  # more than the last cache of any device that this runs on: who cycles through it reads memory
+CACHES_BYTES = 256 << 20  # more than any device's last cache: cycling through so many bytes reads memory
 MEASURE_S = {"cpu": 0.15, "cuda": 0.04}
 MEASUREMENTS = 5
 MOST_NODES = 256  # calls in one graph: enough that buffers of half a megabyte, cycled through, leave the last cache

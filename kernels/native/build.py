@@ -86,7 +86,7 @@ def _cpu_flags() -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile next to `path` and renames: whoever is second among several processes replaces equal by equal."""
+    """Compile next to `path`, then rename: of several processes, the second replaces the file by an equal one."""
     sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         objects = [os.path.join(folder, source.stem + ".o") for source in sources]

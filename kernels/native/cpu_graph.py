@@ -8,7 +8,7 @@ workspace, and `recording.answer` holds what comes out.
 
 A run of so many rows serves fewer, too. `record(run, workspace, sizes)` is told which numbers of rows there are, all
 different, and `replay(*sizes)` how many of each there are this time. Calls that take `ROWS` compute no more than these;
-others compute all that were recorded, and nobody reads the rest.
+others compute all that were recorded, of which the rest is ignored.
 """
 
 from __future__ import annotations

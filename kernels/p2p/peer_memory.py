@@ -10,8 +10,8 @@ There is no barrier and no flag. A sender writes values into the memory of the o
 none of them is EMPTY, takes them, and leaves EMPTY behind. EMPTY is -0.0, for which senders write 0.0. Where values are
 not summed but brought as they are, they go in words of 32 bits, of which only one, two times EMPTY, is not sent.
 
-Two turns are enough: whoever sends in turn n + 2 has received all of n + 1, so everyone had launched n + 1, and so had
-ended n, in which it emptied what it had read.
+Two turns are enough: a rank that sends in turn n + 2 has received all of n + 1, so all ranks had launched n + 1, and so
+had ended n, in which they emptied what they had read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PeerMemory:
         self.room_bytes = room_bytes
         self.addresses = torch.tensor(addresses, dtype=torch.int64).to(device)  # [size]
         self.turns = torch.zeros(CHANNELS, dtype=torch.int32, device=device)  # how often each channel was used
-        self.ended = torch.zeros(1, dtype=torch.int32, device=device)  # 1 once nobody is to be waited for
+        self.ended = torch.zeros(1, dtype=torch.int32, device=device)  # 1 once kernels must stop waiting
         self._keeps = keeps
         if device.type == "cuda":
             self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
@@ -110,7 +110,7 @@ def total_bytes(room_bytes: int) -> int:
 
 
 class _Mapping:
-    """This rank's memory, and the others' as mapped into this process. Proofs of access lie behind the turns."""
+    """The memory of this rank, and of the others as mapped into this process. Proofs of access lie behind the turns."""
 
     def __init__(self, rank: int, size: int, room_bytes: int) -> None:
         self._rank = rank

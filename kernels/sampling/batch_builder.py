@@ -283,8 +283,8 @@ def _both(asked: Tensor | None, mask: Tensor | None) -> Tensor | None:
 def upload(record: T, device: torch.device) -> T:
     """Copy each host tensor of `record`, also those in dataclasses within it, to `device` in one copy.
 
-    They travel in one pinned buffer, which torch takes back when the copy is done: nobody waits. Tensors that are on a
-    device already stay as they are, and so does everything on a CPU.
+    They travel in one pinned buffer, which torch takes back when the copy is done: the caller does not wait. Tensors
+    that are on a device already stay as they are, and so does everything on a CPU.
     """
     if device.type == "cpu":
         return record

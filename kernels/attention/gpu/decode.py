@@ -1,15 +1,15 @@
-"""Attention of sequences with one query token each over their pages: what a decode step does.
+"""Decode attention for any GPU, head size and cache type: sequences with one query token each, over their pages.
 
 A memory-bound kernel: every key and value is read once, and the work lies in keeping enough reads in flight.
 
 * The query heads that read the same KV head are the rows of one small matrix product (padded to the 16 that it needs).
-* Programs have equal shares of the keys of the whole step (`plan.py`). In its share a program goes from sequence to
-  sequence, and in a sequence from unit to unit; the reads of the next units are under way all the time.
+* Programs have equal shares of the keys of the whole step (`decode_plan.py`). In its share a program goes from sequence
+  to sequence, and in a sequence from unit to unit; the reads of the next units are under way all the time.
 * A short step is a chain of waits for memory: share, page, key. So a program asks for its first pages while the kernel
   before it still runs: they are in L2 when the query is there.
-* A sequence that lies in one share is written at once. The parts of one that is shared out are put together by the
-  program that comes last, in the order of the shares, so that the result does not depend on who came when; or, where
-  the plan says so, by a kernel behind this one (`decode_combine`).
+* A sequence that lies in one share is written at once. The parts of one that lies in several are combined in the order
+  of the shares, whichever program comes last: by the program that comes last, or, where the plan says so, by a kernel
+  behind this one (`decode_combine`).
 
 Scores are kept in units of log 2: the device's exponential has base 2.
 """
@@ -372,7 +372,7 @@ def _combine(
     PADDED_DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Put together the parts of a sequence that begins in `first_share` and ends in `last_share`."""
+    """Combine the parts of a sequence that begins in `first_share` and ends in `last_share`, and write the result."""
     row = tl.arange(0, PADDED_GROUP)[None, :]
     dim = tl.arange(0, PADDED_DIM)[None, None, :]
     total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)

@@ -1,4 +1,4 @@
-"""The parts of decode attention, put together by a kernel of its own.
+"""Combines the parts of decode attention, in a kernel behind the one that stores them.
 
 Where a step has few sequences, and one of them is long, it lies in dozens of shares. The program that comes last with a
 part of it would add them up alone, while the others are idle; here every query head of a sequence has a program. That
@@ -65,7 +65,7 @@ def _add_parts(
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One query head of one sequence. Where its parts lie follows from lengths, as in `plan.write_shares`."""
+    """Combine one query head of one sequence. Its parts follow from lengths, as in `decode_plan.write_shares`."""
     let_next_start()
     seq, head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, SEQS)

@@ -1,4 +1,4 @@
-"""Attention of sequences with one query token each for Hopper, over caches in E4M3: see `decode_tma`.
+"""Decode attention for Hopper over E4M3 caches: see `decode_tma`.
 
     scores [64, rows]   = keys query                 for either half of a unit; keys become float16 in registers
     sums   [dims, rows] = values^T softmax(scores)   and so do values: products of 8 bits add up some 14 bits only
@@ -63,7 +63,7 @@ def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> Decode
 
 
 def serves(q: Tensor, kv: Tensor) -> bool:
-    """Whether the queries suit this kernel."""
+    """Return true for queries that suit this kernel."""
     return q.dtype in IN_16_BITS and kv.dtype == torch.float8_e4m3fn
 
 
@@ -77,7 +77,7 @@ def tma_decode(
     *,
     out: Tensor,
 ) -> None:
-    """As `decode.paged_decode`, for what `plan_tma_decode` and `serves` take."""
+    """Decode as `decode.paged_decode` does, for what `plan_tma_decode` and `serves` take."""
     dim, scales = q.shape[2], {"k_scale": rule.k_scale, "v_scale": rule.v_scale}
     decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS[dim], BOXES[dim], out=out, **scales)
 
@@ -159,7 +159,7 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
 
 @gluon.jit
 def _put_query(queries, seq, head, query_memory, shape):
-    """Put the heads that read a KV head where products read them, and gives what each [ROWS] was divided by."""
+    """Store the heads that read a KV head as a right operand, and return the divisor of each [ROWS]."""
     query = load_query(queries, seq, head, shape).to(gl.float32)
     largest = gl.max(gl.abs(query), 1)
     unit = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)  # no mantissa: a power of two
@@ -172,7 +172,9 @@ def _put_query(queries, seq, head, query_memory, shape):
 
 @gluon.jit
 def _multiply_keys(unit, query_memory, shape):
-    """What each half of a unit of keys [UNIT, DIM] makes of the query, [KEYS, ROWS]. All warps have read the keys."""
+    """Multiply each half of a unit of keys [UNIT, DIM] by the query: [KEYS, ROWS]. All warps have read the keys
+    afterwards.
+    """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, shape.MMA, 2)
     BOX_8: gl.constexpr = unit.layout
     query = query_memory.permute((1, 0))
@@ -188,7 +190,7 @@ def _multiply_keys(unit, query_memory, shape):
 
 @gluon.jit
 def _pairs_of_values(unit, half: gl.constexpr, num_keys, shape):
-    """Half a unit of values as left operands [DIM / 2, KEYS] of products: dimensions 0, 2, ... and 1, 3, ..."""
+    """Load half a unit of values as left operands [DIM / 2, KEYS] of products: dimensions 0, 2, ... and 1, 3, ..."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, shape.MMA, 2)
     pair = view_as(gl.uint16, unit, [HALVES, KEYS, shape.DIM // 2], BOX).index(half).permute((1, 0)).load(LEFT)
     pair = _without_tail(pair, num_keys)
@@ -199,7 +201,7 @@ def _pairs_of_values(unit, half: gl.constexpr, num_keys, shape):
 
 @gluon.jit
 def _values(unit, half: gl.constexpr, num_keys, shape):
-    """Half a unit of values as the left operand [DIM, KEYS] of a product."""
+    """Load half a unit of values as the left operand [DIM, KEYS] of a product."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, shape.MMA, 2)
     BOX_8: gl.constexpr = unit.layout
     value = view(unit, [HALVES, KEYS, shape.DIM], BOX_8).index(half).permute((1, 0)).load(LEFT).to(gl.float16)
@@ -208,7 +210,7 @@ def _values(unit, half: gl.constexpr, num_keys, shape):
 
 @gluon.jit
 def _without_tail(value, num_keys):
-    """Return zeros behind the sequence's end: what is there may be anything, and zero times infinity is not zero."""
+    """Zero what lies behind the sequence's end: it may be anything, and zero times infinity is not zero."""
     if num_keys < KEYS:
         column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, value.type.layout)), 0)
         value = gl.where(column < num_keys, value, gl.zeros_like(value))
@@ -247,7 +249,7 @@ def attend_share(
     APART: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """One share of the keys, for one KV head and the GROUP query heads that read it.
+    """Attend one share of the keys, for one KV head and the GROUP query heads that read it.
 
     `pages` has boxes [page, DIM] of kv seen as rows of one head's dims.
     """

@@ -1,4 +1,4 @@
-"""Attention of sequences with one query token each for Hopper, over caches in 16 bits: see `decode_tma`.
+"""Decode attention for Hopper over 16-bit caches: see `decode_tma`.
 
     scores [unit, rows] = keys query                         keys are the rows of both products: what a warp group
     sums   [dims, rows] = values^T softmax(scores)           multiplies is full, and neither passes through registers
@@ -51,7 +51,7 @@ def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> Decode
 
 
 def serves(q: Tensor, kv: Tensor, rule: AttentionRule) -> bool:
-    """Whether the queries and the rule suit this kernel: no other type than the cache's, and no scales."""
+    """Return true for queries and rules that suit this kernel: the cache's own type, and no scales."""
     return q.dtype == kv.dtype and not rule.is_scaled
 
 
@@ -65,7 +65,7 @@ def tma_decode(
     *,
     out: Tensor,
 ) -> None:
-    """As `decode.paged_decode`, for what `plan_tma_decode` and `serves` take."""
+    """Decode as `decode.paged_decode` does, for what `plan_tma_decode` and `serves` take."""
     fitting = FITTINGS[q.shape[2]]
     decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, fitting, BOX.value, out=out)
 
@@ -150,7 +150,7 @@ def attend_share(
     APART: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """One share of the keys, for one KV head and the GROUP query heads that read it.
+    """Attend one share of the keys, for one KV head and the GROUP query heads that read it.
 
     `pages` has boxes [page, slab] of kv seen as rows of one head's dims.
     """

@@ -109,9 +109,9 @@ def plan_shares(
 ) -> Shares:
     """Partition the newest `window` keys of every sequence of `seq_lens` [num_seqs] int32 over `num_shares` programs.
 
-    A share has at least `min_units` units, so that a short step does not fall into crumbs. Every sequence has at least
-    one unit, even where it has no key: somebody must write its result. No part has arrived, for any of `num_heads` KV
-    heads; every layer leaves it so for the next. Looks at shapes only: safe inside a graph.
+    A share has at least `min_units` units, so that a short step is not cut too small. Every sequence has at least one
+    unit, even where it has no key, so that some program writes its result. The counts of arrivals are 0 for each of
+    `num_heads` KV heads; every layer leaves them so for the next. Looks at shapes only: safe inside a captured graph.
 
     Kernels launched after this one may read the words and `seq_lens` before they wait for the kernel before them:
     it is launched the ordinary way, so that none starts before it has ended.

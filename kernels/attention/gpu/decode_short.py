@@ -1,4 +1,4 @@
-"""Attention of one short sequence with one query token: a decode step of a lightly loaded engine.
+"""Decode attention of one short sequence: a decode step of a lightly loaded engine.
 
 Nothing here is slow but waiting: for the query, which the kernel before writes, and for lengths, block ids and keys,
 each of which says where the next lies. Only the query and the newest key and value come from this step, so all else is

@@ -5,7 +5,7 @@
 
 A prompt of a hundred tokens is a chain of waits for memory, so programs start early, small tiles make many of them, and
 few keys stay with one program. Those of a chunk behind a long context are split: programs leave their parts in a
-workspace, and the last one to arrive puts them together, in the order of the splits, whoever came when.
+workspace, and the last one to arrive combines them, in the order of the splits.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _gemm_kernel(
 ):
     """One program: a tile TOKENS x COLUMNS of the result, or of SPLIT shares of its depth one.
 
-    Who is last with a tile adds the shares in their order, so that the sum does not depend on who that is.
+    The last program of a tile adds the shares in their order, so that the sum does not depend on which one that is.
     """
     token_tile, column_tile = _tile(num_tokens, num_columns, TOKENS, COLUMNS, BAND)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)

@@ -78,7 +78,7 @@ def _combine(
     query, head = row // HEADS, group * HEADS + row % HEADS
     wait_for_previous()
     let_next_start()
-    if PADS:  # the items have room for all tokens, whosoever they are
+    if PADS:  # the items have room for all tokens, padding included
         token = item * (ROWS // HEADS) + query
         is_token = (token < num_tokens) & (head < num_heads)
         slot = tl.load(slots_ptr + token, mask=is_token, other=0)

@@ -2,7 +2,7 @@
 back.
 
 Who has no expert of a token is not sent its row, and does not wait for it: which rows come follows from the tokens'
-routing, which goes to everybody, ahead of the row and with every block of it. On the way back both ends know already.
+routing, which goes to all ranks, ahead of the row and with every block of it. On the way back both ends know already.
 There a row that is not served is sent as its first vector, of zeros: so every program hears from every rank in every
 turn, which is what two turns rest on (see `memory`).
 

@@ -57,7 +57,7 @@ def draw_tokens(
 ) -> Tensor:
     """Draw token ids `[R]` int64 of the rows, or `NO_TOKEN`, among logits from `floors` `[R]` float32 upwards.
 
-    `meetings` `[R, MEETING_WORDS]` int32 must be as `truncate` leaves them: nothing reached, nobody arrived.
+    `meetings` `[R, MEETING_WORDS]` int32 must be as `truncate` leaves them: no score published, no program arrived.
     """
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

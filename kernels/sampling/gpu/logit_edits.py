@@ -1,7 +1,7 @@
 """Edits of logits before sampling: masks of allowed tokens, and penalties on the tokens of a row's history.
 
 Tokens are counted in a table that is zero before and after: one pass over the history adds, the next takes each count
-out again, and whoever finds it not zero is the one who changes the logit.
+out again, and the program that finds it not zero changes the logit.
 
     history    7 9 7 | 7 4        prompt | output
     counts     7: 1 + in prompt   9: in prompt   4: 1                then    7: taken once, others find 0
