@@ -15,7 +15,7 @@ __all__ = ["SHORT_CONTEXTS", "AttentionBatch", "AttentionRule", "paged_attention
 
 
 def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int) -> AttentionBatch:
-    """Return the batch, with the plan that its device's kernels need; call it once a step, before the first layer.
+    """Return the batch with the plan that its device's kernels need. Call it once a step, before the first layer.
 
     On a GPU this launches a few small kernels and looks at shapes only, so that a captured graph may hold it: whenever
     the graph runs, the plan is made anew from the lengths that lie on the device then.

@@ -43,7 +43,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 
 def attention_case(name: str, sequences: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> BenchCase:
-    """Return the arithmetic counted is that of whichever of the two forms, absorbed or expanded, needs less."""
+    """Build a case whose FLOP are those of the form, absorbed or expanded, that needs fewer."""
     batch, kv, q = step(sequences, dtype, device)
     up = UpProjection(torch.randn(HEADS * (NOPE + VALUE), RANK, dtype=dtype, device=device) / 20, HEADS, NOPE, VALUE)
     prepared = prepare(batch, num_heads=HEADS, head_dim=NOPE + ROPE)

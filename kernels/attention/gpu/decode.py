@@ -84,7 +84,7 @@ def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -
 def decode_plan(
     batch: AttentionBatch, options: dict[str, int], *, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> DecodePlan:
-    """Return the plan with given options: those of `DEFAULT`."""
+    """Return the plan for given options, which have the keys of `DEFAULT`."""
     device = batch.seq_lens.device
     num_shares = shares_that_fill(device, num_kv_heads, options["programs"])
     return DecodePlan(
@@ -278,7 +278,7 @@ def attend_share(
 
 @triton.jit
 def _sequence(seq, is_read, seq_lens, block_tables, table_rows, table_stride):
-    """Return the length of a sequence, and where its block ids begin; anything where it is not to be read."""
+    """Return the length of a sequence and a pointer to its block ids; undefined where it is not to be read."""
     table_row = seq
     if table_rows is not None:
         table_row = tl.load(table_rows + seq, mask=is_read, other=0)

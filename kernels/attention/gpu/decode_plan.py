@@ -141,8 +141,8 @@ def shares_that_fill(device: torch.device, num_heads: int, programs_per_multipro
 
 @triton.jit
 def part_number(share, begins):
-    """Return the number of a part in the workspace: a share has one of the sequence that `begins` in it and is cut at
-    its end, and one of the sequence that began before it.
+    """Return the number of a part: each share has room for one of the sequence that `begins` in it, and for one of the
+    sequence that began before.
     """
     return share * 2 + begins.to(tl.int32)
 

@@ -284,7 +284,7 @@ def _known(tile, start, vocab_size, GROUPS: tl.constexpr):
 
 @triton.jit
 def _first_of(is0, is1, is2, is3, start, vocab_size):
-    """Return the lowest of the tile's tokens that are meant."""
+    """Return the lowest of the tile's tokens for which a condition holds."""
     first = start + _offset(is0.shape[0])
     token = tl.where(is0, first, vocab_size)
     token = tl.minimum(token, tl.where(is1, first + LANES, vocab_size))
