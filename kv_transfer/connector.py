@@ -1,8 +1,8 @@
-"""The engine's `KVConnector`: hand-offs over NIXL or UCX, in a thread of their own.
+"""The engine's `KVConnector`: hand-offs in a thread of their own.
 
 step loop ──calls──> queue ──> transfer thread: sockets, transport, state machines  ──events──> poll()
                                   │                                                └──> wake()
-                                  └──orders──> other ranks' CrewMember
+                                  └──orders──> other ranks' ReadServant
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from baton.engine.core.layout import KVRegion
 from baton.engine.net.curve import ClusterKey
 
 from .errors import RankLost, TransferThreadDied, TransportError
-from .group.crew import Crew, CrewSocket
 from .group.rank_reader import RankReader
-from .handoff.coordinator import Handoff
+from .group.rpc import GroupSocket
+from .group.tp_read_group import TpReadGroup, gather
+from .handoff.coordinator import HandoffCoordinator
 from .lease_clock import ahead_of_monotonic_s, lease_now
 from .net.channel import Channel, ZmqChannel
 from .protocol.messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
@@ -31,7 +32,7 @@ from .protocol.stats import TransferStats
 from .settings import PeerInfo, TransferSettings
 from .threads import ChannelThread
 from .transports import Transport
-from .transports.opening import START_TIMEOUT_S, open_transport
+from .transports.factory import START_TIMEOUT_S, open_transport
 
 __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
 
@@ -58,16 +59,16 @@ class TransferConnector(GrowingConnector):
         key: ClusterKey | None,
         settings: TransferSettings | None = None,
         wake: Callable[[], None] = lambda: None,
-        crew: CrewSocket | None = None,
-        buffered: bool = False,
+        read_socket: GroupSocket | None = None,
+        staged: bool = False,
     ) -> None:
-        """`host`: the address of this machine that peers reach. Without a `key` anyone may talk: for tests only.
+        """`host` is the address of this machine that peers reach. Without a `key` any process may connect: for tests.
 
-        `crew`: where the other ranks of a tensor-parallel group join, of which this is rank 0; it is closed with the
-        connector, and stays open where this raises. They must all be there before this returns, or it raises
-        `TransportError`. `buffered`: the region is a host buffer's.
+        The other ranks of a tensor-parallel group, of which this is rank 0, join at `read_socket`; it is closed with
+        the connector, and stays open where this raises. All must have joined before this returns, or it raises
+        `TransportError`. `staged`: the region is that of staging slots.
         """
-        self._buffered = buffered
+        self._staged = staged
         self._me = EngineKey(engine_id, epoch)
         self._region = region
         self._settings = settings or TransferSettings()
@@ -75,17 +76,17 @@ class TransferConnector(GrowingConnector):
         self._fingerprint = region.layout.fingerprint
         self._wake = wake
         self._ids = itertools.count(1)
-        self._commands: collections.deque[Callable[[Handoff], None]] = collections.deque()
+        self._commands: collections.deque[Callable[[HandoffCoordinator], None]] = collections.deque()
         self._events: collections.deque[ConnectorEvent] = collections.deque()
         self._stats = TransferStats()
         self._stats_due = 0.0
-        self._has_told = False  # the engine, in this round
+        self._has_emitted = False  # in this round
         self._failure: Exception | None = None
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
-        self._crew_socket = crew
+        self._read_socket = read_socket
         self._channel = ZmqChannel(host, key, silence_s=self._settings.silence_s)
-        if crew is not None:
-            self._channel.watch(crew.channel)
+        if read_socket is not None:
+            self._channel.watch(read_socket.channel)
         self.address = self._channel.address  # this engine's `kv_address`
         self._thread = ChannelThread("baton-transfer", self._channel, self._run)
         self._thread.open(START_TIMEOUT_S)
@@ -135,8 +136,8 @@ class TransferConnector(GrowingConnector):
         self._enqueue(lambda handoff: handoff.cancel(transfer_id))
 
     def poll(self) -> list[ConnectorEvent]:
-        """What happened since the last call, in order. Raises `TransferThreadDied` once nothing more can happen."""
-        failure = self._failure  # looked at first: what was told before the thread died is delivered before it raises
+        """Return what has happened since the last call, in order. Raises `TransferThreadDied` once nothing more can."""
+        failure = self._failure  # read first: events from before the thread died are returned before this raises
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -145,23 +146,23 @@ class TransferConnector(GrowingConnector):
         return events
 
     def peers_changed(self, live: Collection[PeerInfo]) -> None:
-        """All engines that are alive now. Those with our layout are connected and warmed; whoever left is dropped."""
+        """Take the engines that are alive now: connect those with our layout, and forget those that left."""
         snapshot = list(live)
         self._enqueue(lambda handoff: handoff.peers_changed(snapshot))
 
     def stats(self) -> TransferStats:
-        """As of the transfer thread's last event, or some milliseconds ago."""
+        """Return the counters as of the transfer thread's last event, or some milliseconds ago."""
         return self._stats
 
     def close(self) -> None:
-        """Gives up all receives and offers, waits a little for reads that still run, deregisters the memory."""
+        """Give up all receives and offers, wait a little for reads that still run, deregister the memory."""
         with self._gate:
             self._thread.end()
         self._thread.close()
-        if self._crew_socket is not None:
-            self._crew_socket.close()
+        if self._read_socket is not None:
+            self._read_socket.close()
 
-    def _enqueue(self, command: Callable[[Handoff], None]) -> None:
+    def _enqueue(self, command: Callable[[HandoffCoordinator], None]) -> None:
         with self._gate:
             if self._thread.is_closing or self._failure is not None:
                 return
@@ -171,8 +172,8 @@ class TransferConnector(GrowingConnector):
     # ------------------------------------------------------------------ in the transfer thread
 
     def _run(self, ready: Callable[[], None]) -> None:
-        crew = self._make_crew()
-        handoff = self._make_handoff(self._channel, crew)
+        group = self._make_group()
+        handoff = self._make_handoff(self._channel, group)
         ready()
         try:
             while not self._thread.is_closing:
@@ -184,28 +185,30 @@ class TransferConnector(GrowingConnector):
         except Exception as error:
             logger.exception("the transfer thread of %s died", self._me.engine_id)
             self._die(handoff, error)
-        crew.close()
+        group.close()
 
-    def _round(self, handoff: Handoff) -> float:
-        self._has_told = False
+    def _round(self, handoff: HandoffCoordinator) -> float:
+        self._has_emitted = False
         pause_s = handoff.pump(self._commands_given)
         now = time.monotonic()
-        if pause_s >= STATS_EVERY_S or self._has_told or now >= self._stats_due:  # not in each round of one that polls
+        if (
+            pause_s >= STATS_EVERY_S or self._has_emitted or now >= self._stats_due
+        ):  # not in each round of a thread that polls
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
         return pause_s
 
-    def _commands_given(self) -> Iterator[Callable[[Handoff], None]]:
+    def _commands_given(self) -> Iterator[Callable[[HandoffCoordinator], None]]:
         while self._commands:
             yield self._commands.popleft()
 
-    def _tell(self, event: ConnectorEvent) -> None:
+    def _emit(self, event: ConnectorEvent) -> None:
         self._events.append(_by_monotonic(event) if isinstance(event, Received) else event)
         self._wake()
-        if not self._has_told:
-            self._has_told = True
-            time.sleep(0)  # who was woken needs Python's lock, and would get it when this round is over: 100 us later
+        if not self._has_emitted:
+            self._has_emitted = True
+            time.sleep(0)  # the step loop needs Python's lock, and would get it only after this round, 100 us later
 
-    def _wind_up(self, handoff: Handoff) -> None:
+    def _wind_up(self, handoff: HandoffCoordinator) -> None:
         for command in self._commands_given():
             command(handoff)
         handoff.abandon("the engine is closing")
@@ -213,8 +216,8 @@ class TransferConnector(GrowingConnector):
         while handoff.any_access and time.monotonic() < deadline:
             self._channel.wait(self._round(handoff))
 
-    def _die(self, handoff: Handoff, error: Exception) -> None:
-        """Whatever broke, no request may wait for ever: receives fail, and `poll` raises after it has told so."""
+    def _die(self, handoff: HandoffCoordinator, error: Exception) -> None:
+        """Fail all receives after an error, so that no request waits for ever; then `poll` raises."""
         try:
             handoff.abandon(f"KV transfers stopped: {error}")
         except Exception:
@@ -222,23 +225,26 @@ class TransferConnector(GrowingConnector):
         self._failure = error
         self._wake()
 
-    def _make_handoff(self, channel: Channel, crew: Crew) -> Handoff:
-        return Handoff(self._me, channel, crew, self._settings, lease_now, self._tell)
+    def _make_handoff(self, channel: Channel, group: TpReadGroup) -> HandoffCoordinator:
+        return HandoffCoordinator(self._me, channel, group, self._settings, lease_now, self._emit)
 
     def _open_transport(self) -> Transport:
         return open_transport(self._settings, self._region, f"{self._me.engine_id}:{self._me.epoch}")
 
-    def _make_crew(self) -> Crew:
-        reader = RankReader(0, self._region, self._open_transport(), buffered=self._buffered)
+    def _make_group(self) -> TpReadGroup:
+        reader = RankReader(0, self._region, self._open_transport(), staged=self._staged)
         try:
-            return Crew(reader) if self._crew_socket is None else self._crew_socket.gather(reader, time.monotonic)
+            if self._read_socket is None:
+                return TpReadGroup(reader)
+            channel = self._read_socket.channel
+            return gather(reader, self._read_socket.size, channel, clock=time.monotonic, wait=channel.wait)
         except TransportError:
             reader.close()
             raise
 
 
 def _by_monotonic(event: Received) -> Received:
-    """The engine does not count by the clock of leases."""
+    """Convert an event's times from the clock of leases to the engine's clock."""
     if event.claimed_s is None or event.pulled_s is None:
         return event
     ahead_s = ahead_of_monotonic_s()

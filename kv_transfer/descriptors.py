@@ -1,13 +1,13 @@
-"""From block ids to byte ranges, between any two ways of sharing out KV heads over ranks.
+"""Turn block ids into byte ranges, between any two ways of dividing KV heads over ranks.
 
     holder, 2 ranks   [0 1] [2 3]        a reader's rank takes each of its heads from a rank that has it;
     reader, 4 ranks   [0][1][2][3]       heads of one rank that are neighbours there go together
 
-    holder's blocks   7  8  9  3         where both sides keep the same heads, one range for as many blocks
-    our blocks        2  3  4  5         as ascend together: [7..9] -> [2..4], [3] -> [5]
+    holder's blocks   7  8  9  3         where both sides keep the same heads, blocks that are neighbours on
+    our blocks        2  3  4  5         both sides share one range: [7..9] -> [2..4], [3] -> [5]
 
-A rank's share of a block is one contiguous range for all layers (`engine/core/layout.py`), and so is any run of heads
-in it. Heads that are less than the share of either side leave gaps between blocks: one range a block.
+A rank's part of a block is one contiguous range for all layers (`engine/core/layout.py`), and so is any run of heads
+in it. Where fewer heads are read than either side keeps, there are gaps between blocks: one range a block.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .errors import TransportError
 from .transports import ByteRange
 
 
-class Share(NamedTuple):
-    """What one rank of the reader takes from one rank of the holder."""
+class AssignedHeads(NamedTuple):
+    """The heads that one rank of the reader reads from one rank of the holder."""
 
     holder_rank: int
     heads: range  # of the model
 
 
-class Cut(NamedTuple):
-    """Some heads of a block: where they lie in the holder's share of it and in ours, in bytes."""
+class HeadSlice(NamedTuple):
+    """Some heads of a block: their place in the holder's part of the block and in ours, in bytes."""
 
     num_bytes: int
     remote_offset: int
@@ -37,32 +37,32 @@ class Cut(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Nothing lies between these heads of one block and of the next."""
+        """True if nothing lies between these heads of one block and of the next."""
         return self.num_bytes == self.remote_block == self.local_block
 
 
-def shares(rank: int, heads: range, holders: Sequence[range]) -> list[Share]:
-    """From which ranks of the holder, which keep these heads each, rank `rank` of the reader takes its own `heads`.
+def assign_heads(rank: int, heads: range, holders: Sequence[range]) -> list[AssignedHeads]:
+    """Decide from which rank of the holder rank `rank` of the reader reads each of its own `heads`.
 
-    Every head once. Readers take turns at ranks that keep the same head. Raises `TransportError` for a head that nobody
-    keeps.
+    `holders` are the heads that each rank of the holder keeps. Readers take turns at ranks that keep the same head.
+    Raises `TransportError` for a head that no rank keeps.
     """
-    found: list[Share] = []
+    found: list[AssignedHeads] = []
     for head in heads:
         having = [number for number, kept in enumerate(holders) if head in kept]
         if not having:
             raise TransportError(f"KV head {head} is on none of the holder's {len(holders)} ranks")
         source = having[rank % len(having)]
         if found and found[-1].holder_rank == source:
-            found[-1] = Share(source, range(found[-1].heads.start, head + 1))
+            found[-1] = AssignedHeads(source, range(found[-1].heads.start, head + 1))
         else:
-            found.append(Share(source, range(head, head + 1)))
+            found.append(AssignedHeads(source, range(head, head + 1)))
     return found
 
 
-def cut(heads: range, remote: range, local: range, head_bytes: int) -> Cut:
-    """`heads`, out of blocks of which the holder's rank keeps the heads `remote` and ours the heads `local`."""
-    return Cut(
+def slice_heads(heads: range, remote: range, local: range, head_bytes: int) -> HeadSlice:
+    """Locate `heads` in blocks of which the holder's rank keeps the heads `remote` and ours the heads `local`."""
+    return HeadSlice(
         num_bytes=len(heads) * head_bytes,
         remote_offset=(heads.start - remote.start) * head_bytes,
         remote_block=len(remote) * head_bytes,
@@ -71,8 +71,8 @@ def cut(heads: range, remote: range, local: range, head_bytes: int) -> Cut:
     )
 
 
-def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piece: Cut) -> list[ByteRange]:
-    """As few ranges as possible, in order: one for each stretch of whole blocks that are neighbours on both sides."""
+def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piece: HeadSlice) -> list[ByteRange]:
+    """Return as few ranges as possible, in order: neighbouring whole blocks share one."""
     blocks = zip(source_blocks, local_blocks, strict=True)
     stretches = _stretches(blocks) if piece.whole else ((source, local, 1) for source, local in blocks)
     num_bytes, remote_offset, remote_block, local_offset, local_block = piece
@@ -83,7 +83,7 @@ def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piec
 
 
 def _stretches(blocks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Of neighbours: the first ones and their number. Every hand-off waits for it: one pass, a call a stretch."""
+    """Yield runs of neighbours: their first blocks and their number. It is on the path of every hand-off: one pass."""
     first_source = first_local = count = 0
     for source, local in blocks:
         if source - count == first_source and local - count == first_local:

@@ -1,11 +1,11 @@
-"""Digests of blocks, by which a reader proves that it has what the holder has. For debugging: it reads every byte.
+"""Digests of blocks, with which a reader checks that it has what the holder has. For debugging: every byte is read.
 
-A digest is that of one KV head's share of one block, which is one contiguous range on whichever rank keeps the head. So
-ranks that divide the heads in different ways can compare. Those of several blocks follow each other, block by block:
+A digest covers one KV head's part of one block, one contiguous range on every rank that keeps the head. So ranks that
+divide the heads in different ways can compare. Digests of several blocks follow each other, block by block:
 
     [block 0, head 0][block 0, head 1] ... [block 1, head 0] ...          each `DIGEST_BYTES` long
 
-`proofs.py` makes and compares them on all ranks of a group.
+`handoff/digest_check.py` makes and compares them on all ranks of a group.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import xxhash
 
 from baton.engine.core.layout import KVRegion
 
-from .copies.device_blocks import device_blocks
+from .block_copies import device_blocks
 
 DIGEST_BYTES = 8
 
-BlockBytes = Callable[[int], bytes | bytearray | memoryview]  # what a rank keeps of a block
+BlockBytes = Callable[[int], bytes | bytearray | memoryview]  # returns a rank's part of a block
 
 
 def region_bytes(region: KVRegion) -> BlockBytes:
-    """Reads a region where it lies. Memory of a GPU is copied to the host, block by block."""
+    """Return a function that reads blocks of a region. A GPU's memory is copied to the host block by block."""
     size = region.block_bytes
     if region.device == "cpu":
         return lambda block: (ctypes.c_char * size).from_address(region.address + block * size).raw
@@ -34,6 +34,7 @@ def region_bytes(region: KVRegion) -> BlockBytes:
 
 
 def digests_of(read: BlockBytes, blocks: Sequence[int], num_heads: int) -> bytes:
+    """Return the digests of a rank's parts of some blocks, in order."""
     return b"".join(_digests_of_block(bytes(read(block)), num_heads) for block in blocks)
 
 

@@ -12,7 +12,7 @@ from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
 
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
 from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
-from .protocol.receive import Patience
+from .protocol.receive import ReceiveTimeouts
 
 SHORTEST_STALL_S = 2.0  # a batch at 1 Gbit/s, and longer than threads of a busy machine wait for their turn
 
@@ -91,8 +91,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         return nixl_name(self.backends) if self.transport == "nixl" else self.transport
 
     @property
-    def patience(self) -> Patience:
-        return Patience(self.connect_s, self.retry_s, self.margin_s, self.renew_at)
+    def timeouts(self) -> ReceiveTimeouts:
+        return ReceiveTimeouts(self.connect_s, self.retry_s, self.margin_s, self.renew_at)
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -21,9 +21,8 @@ from .launch import Doors, EngineLaunch
 
 if TYPE_CHECKING:
     from baton.kv_transfer.connector import TransferConnector
-    from baton.kv_transfer.copies.host_buffer import HostBuffer
-    from baton.kv_transfer.group.crew import CrewSocket
-    from baton.kv_transfer.net.channel import RankSocket
+    from baton.kv_transfer.group.rpc import GroupSocket
+    from baton.kv_transfer.staging.host_buffer import HostBufferConnector
     from baton.kv_transfer.tiers.store import TierStore
 
 
@@ -34,36 +33,35 @@ class KVParts:
         self._launch = launch
         self._engine_id, self._epoch, self._host = engine_id, epoch, host
         self._wake = wake
-        self._crew: CrewSocket | None = None
-        self._copies: RankSocket | None = None
-        self._tier_ranks: RankSocket | None = None
-        self.connector: TransferConnector | HostBuffer | None = None
+        self._read_socket: GroupSocket | None = None
+        self._copy_socket: GroupSocket | None = None
+        self._tier_socket: GroupSocket | None = None
+        self.connector: TransferConnector | HostBufferConnector | None = None
         self.tiers: TierStore | None = None
 
     def open_doors(self) -> Doors:
         """For the other ranks of its tensor-parallel group."""
-        from baton.kv_transfer.group.crew import CrewSocket
-        from baton.kv_transfer.net.channel import RankSocket
+        from baton.kv_transfer.group.rpc import GroupSocket
 
         launch, size = self._launch, self._launch.tensor_parallel_size
-        if launch.hands_over:
-            self._crew = CrewSocket(size, self._host, launch.key)
+        if launch.transfers_kv:
+            self._read_socket = GroupSocket(size, self._host, launch.key)
             if launch.spec.transfer_settings().buffer != "device":
-                self._copies = RankSocket(size, self._host, launch.key)
+                self._copy_socket = GroupSocket(size, self._host, launch.key)
         if launch.tiers is not None:
-            self._tier_ranks = RankSocket(size, self._host, launch.key)
-        sockets = (self._crew, self._copies, self._tier_ranks)
+            self._tier_socket = GroupSocket(size, self._host, launch.key)
+        sockets = (self._read_socket, self._copy_socket, self._tier_socket)
         return Doors(*("" if socket is None else socket.address for socket in sockets))
 
     def give_up(self) -> None:
         """Where the engine could not be built: what was opened has threads at its doors, and comes first."""
         self.close()
-        for socket in (self._crew, self._copies, self._tier_ranks):
+        for socket in (self._read_socket, self._copy_socket, self._tier_socket):
             if socket is not None:
                 socket.close()
 
     def connect(self, region: KVRegion) -> KVConnector:
-        from baton.kv_transfer.copies.host_buffer import open_connector
+        from baton.kv_transfer.staging.host_buffer import open_connector
 
         self.connector = open_connector(
             region,
@@ -73,8 +71,8 @@ class KVParts:
             key=self._launch.key,
             settings=self._launch.spec.transfer_settings(),
             wake=self._wake,
-            crew=self._crew,
-            copies=self._copies,
+            read_socket=self._read_socket,
+            copy_socket=self._copy_socket,
         )
         return self.connector
 
@@ -88,7 +86,7 @@ class KVParts:
             name=f"{self._engine_id}:tiers",
             cpu_affinity=self._launch.spec.transfer_settings().cpu_affinity,
             wake=self._wake,
-            ranks=self._tier_ranks,
+            group_socket=self._tier_socket,
         )
         return self.tiers
 
@@ -104,8 +102,8 @@ def follow_kv_parts(
     launch: EngineLaunch, engine_id: str, member: Member, doors: Doors, ending: contextlib.ExitStack
 ) -> Callable[[KVRegion], None]:
     """What another rank does with its share of the blocks once it has them, until `ending`."""
-    from baton.kv_transfer.copies.group_copies import follow_connector
-    from baton.kv_transfer.tiers.ranks import follow_tiers
+    from baton.kv_transfer.staging.group_copies import follow_connector
+    from baton.kv_transfer.tiers.group import follow_tiers
 
     settings = launch.spec.transfer_settings()
 

@@ -31,7 +31,7 @@ class EngineLaunch:
         return self.spec.engine_config(self.role).world_size
 
     @property
-    def hands_over(self) -> bool:
+    def transfers_kv(self) -> bool:
         return self.role is not Role.UNIFIED
 
     @property

@@ -144,7 +144,7 @@ class EngineWorker:
     def _build(self, member: Member) -> EngineRecord:
         from baton.engine.startup.build import build_engine
 
-        connect = self._kv.connect if self._launch.hands_over else None
+        connect = self._kv.connect if self._launch.transfers_kv else None
         open_tiers = self._kv.open_tiers if self._launch.tiers is not None else None
         try:
             engine = build_engine(self._config, connect, member, open_tiers=open_tiers)

@@ -17,7 +17,7 @@ from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.protocol.receive_table import ReceiveOutcome
 from baton.kv_transfer.protocol.stats import TransferStats
-from baton.kv_transfer.tiers.books import Loss
+from baton.kv_transfer.tiers.tier_index import Loss
 
 from .dispatch.timeline import Stamp, Timeline
 

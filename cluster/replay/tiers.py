@@ -1,4 +1,4 @@
-"""KV tiers without memory or files: the books are those of real ones, and copies take the time that a formula says."""
+"""KV tiers without memory or files: the index is that of real ones, and copies take the time that a formula says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import CopyId, Restored, Stored, Tier, TierEvent, TierRead, TierStats
-from baton.kv_transfer.tiers.booked import BookedTiers
-from baton.kv_transfer.tiers.books import Move, TierBooks
 from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.tiers.tier_index import IndexedTiers, Move, TierIndex
 
 from .engines import Speed, VirtualTime
 
@@ -24,7 +23,7 @@ class _Job:
     is_restore: bool
 
 
-class VirtualTiers(BookedTiers):
+class VirtualTiers(IndexedTiers):
     """A `KVTiers` that loses nothing. One copy at a time; restores overtake stores."""
 
     def __init__(self, time: VirtualTime, speed: Speed, num_host_blocks: int, num_disk_blocks: int) -> None:
@@ -35,7 +34,7 @@ class VirtualTiers(BookedTiers):
             Tier.HOST: BLOCK_SIZE / speed.host_tokens_per_s,
             Tier.DISK: BLOCK_SIZE / speed.disk_tokens_per_s,
         }
-        self._books = TierBooks(num_host_blocks, num_disk_blocks)
+        self._index = TierIndex(num_host_blocks, num_disk_blocks)
         self._ids = itertools.count()
         self._restores: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
@@ -43,17 +42,17 @@ class VirtualTiers(BookedTiers):
         self._events: list[TierEvent] = []
 
     def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        return self._begin(self._stores, self._books.store(hashes, block_ids), is_restore=False)
+        return self._begin(self._stores, self._index.store(hashes, block_ids), is_restore=False)
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        return self._begin(self._restores, self._books.restore(hashes, block_ids), is_restore=True)
+        return self._begin(self._restores, self._index.restore(hashes, block_ids), is_restore=True)
 
     def poll(self) -> list[TierEvent]:
         events, self._events = self._events, []
         return events
 
     def stats(self) -> TierStats:
-        return TierStats(blocks=self._books.num_kept(), evictions=self._books.evictions)
+        return TierStats(blocks=self._index.num_kept(), evictions=self._index.evictions)
 
     def _begin(self, queue: deque[_Job], moves: list[Move], *, is_restore: bool) -> CopyId:
         job = _Job(next(self._ids), moves, is_restore)
@@ -73,9 +72,9 @@ class VirtualTiers(BookedTiers):
     def _end(self, job: _Job) -> None:
         for move in job.moves:
             if job.is_restore:
-                self._books.restored(move, None)
+                self._index.restored(move, None)
             else:
-                self._books.stored(move, None)
+                self._index.stored(move, None)
         self._events.append(self._restored(job) if job.is_restore else Stored(job.copy_id))
         self.on_event()
         self._copy()

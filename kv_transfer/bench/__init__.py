@@ -19,8 +19,8 @@ import msgspec
 from baton.engine.core.layout import KVLayout
 from baton.engine.net.curve import ClusterKey
 
-from .ranks import BenchFailed, Prompt, RankProcess, Ranks, Seat
-from .stages import Stage, since_asked
+from .ranks import BenchFailed, Prompt, RankProcess, Ranks, RankSpec
+from .stages import HandoffStage, since_asked
 
 __all__ = ["BenchFailed", "Row", "measure", "table"]
 
@@ -66,7 +66,7 @@ def measure(
     """
     largest = max(-(-length // layout.block_size) for length in num_tokens) * max(in_flight)
     num_blocks = -(-largest // run_blocks) * run_blocks
-    holder = Seat(
+    holder = RankSpec(
         side="holder",
         layout=layout,
         num_blocks=num_blocks,
@@ -109,7 +109,7 @@ def _stage_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     heads = [f"{row['num_tokens']} x {row['in_flight']}" for row in rows]
     lines = ["", f"{'us since it was asked':<24}" + "".join(f"{head:>10}" for head in heads)]
-    for stage in Stage:
+    for stage in HandoffStage:
         lines.append(f"{stage:<24}" + "".join(f"{row['stages_us'][stage]:10.0f}" for row in rows))
     raw = (row["num_bytes"] / row["raw_gb_per_s"] / 1e3 for row in rows)
     return [*lines, f"{'raw NIXL, all of it':<24}" + "".join(f"{each:10.0f}" for each in raw)]
@@ -121,8 +121,8 @@ class _Bench:
     def __init__(self, holders: list[RankProcess], readers: list[RankProcess]) -> None:
         self._holders, self._readers = holders, readers
         self._layout = holders[0].seat.layout
-        self._stamped = tuple(Stage) if holders[0].seat.staged else ()
-        self._stages: list[dict[Stage, float]] = []
+        self._stamped = tuple(HandoffStage) if holders[0].seat.staged else ()
+        self._stages: list[dict[HandoffStage, float]] = []
         raw = [holder.call("raw") for holder in holders]
         kept = [holder.seat.heads for holder in holders]
         for reader in readers:

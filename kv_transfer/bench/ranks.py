@@ -18,11 +18,11 @@ from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.net.curve import ClusterKey
 
 from ..connector import PeerInfo, TransferConnector
-from ..descriptors import Cut, block_ranges, cut, shares
+from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
 from ..errors import TransferError
-from ..group.crew import CrewSocket
-from ..group.crew_member import CrewMember
-from .stages import Stage, StagedConnector
+from ..group.read_member import join_tp_read_group
+from ..group.rpc import GroupSocket
+from .stages import HandoffStage, StampedConnector
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -72,7 +72,7 @@ def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankSpec:
     """Which rank of which side a process is."""
 
     side: str
@@ -83,7 +83,7 @@ class Seat:
     key: ClusterKey
     size: int
     rank: int = 0
-    leader: str = ""  # where rank 0's `CrewSocket` is
+    leader: str = ""  # where rank 0's `GroupSocket` is
     staged: bool = False  # rank 0 stamps what it does
 
     @property
@@ -109,13 +109,13 @@ class _Source:
 
     peer: Any  # NIXL's name for it
     raw: _Raw
-    piece: Cut
+    piece: HeadSlice
 
 
 class _Rank:
     """One rank of either side, in its own process: memory, its part in the transfers, and an agent for raw NIXL."""
 
-    def __init__(self, seat: Seat, tell_address: Callable[[str], None]) -> None:
+    def __init__(self, seat: RankSpec, tell_address: Callable[[str], None]) -> None:
         num_bytes = seat.num_blocks * seat.block_bytes
         self._seat = seat
         self._memory = _Memory.allocate(num_bytes, seat.device, seat.first_device + seat.rank, seed=seat.first_device)
@@ -125,27 +125,35 @@ class _Rank:
         if seat.rank == 0:
             self._lead(region, tell_address)
         else:
-            self._member = CrewMember(region, rank=seat.rank, leader=seat.leader, engine_id=seat.side, key=seat.key)
+            self._member = join_tp_read_group(
+                region, rank=seat.rank, leader=seat.leader, engine_id=seat.side, key=seat.key
+            )
         self._raw = _raw_agent(f"raw {seat.side} {seat.rank}", self._memory, num_bytes)
         self._sources: list[_Source] = []
 
     def _lead(self, region: KVRegion, tell_address: Callable[[str], None]) -> None:
-        seat, crew = self._seat, None
+        seat, read_socket = self._seat, None
         if seat.size > 1:
-            crew = CrewSocket(seat.size, "127.0.0.1", seat.key)
-            tell_address(crew.address)
+            read_socket = GroupSocket(seat.size, "127.0.0.1", seat.key)
+            tell_address(read_socket.address)
         self._news = threading.Event()
-        make = StagedConnector if seat.staged else TransferConnector
+        make = StampedConnector if seat.staged else TransferConnector
         self._connector = make(
-            region, engine_id=seat.side, epoch=1, host="127.0.0.1", key=seat.key, wake=self._on_news, crew=crew
+            region,
+            engine_id=seat.side,
+            epoch=1,
+            host="127.0.0.1",
+            key=seat.key,
+            wake=self._on_news,
+            read_socket=read_socket,
         )
 
     def _on_news(self) -> None:
-        self._stamp(Stage.TOLD)
+        self._stamp(HandoffStage.TOLD)
         self._news.set()
 
-    def _stamp(self, stage: Stage) -> None:
-        if isinstance(self._connector, StagedConnector):
+    def _stamp(self, stage: HandoffStage) -> None:
+        if isinstance(self._connector, StampedConnector):
             self._connector.stamps.note(stage)
 
     def idle(self) -> None:
@@ -162,9 +170,9 @@ class _Rank:
 
     def meet(self, holders: Sequence[_Raw], kept: Sequence[range], address: str) -> None:
         seat = self._seat
-        for share in shares(seat.rank, seat.heads, kept):
-            holder = holders[share.holder_rank]
-            piece = cut(share.heads, kept[share.holder_rank], seat.heads, seat.layout.head_bytes)
+        for assigned in assign_heads(seat.rank, seat.heads, kept):
+            holder = holders[assigned.holder_rank]
+            piece = slice_heads(assigned.heads, kept[assigned.holder_rank], seat.heads, seat.layout.head_bytes)
             self._sources.append(_Source(self._raw.add_remote_agent(holder.metadata), holder, piece))
         if seat.rank == 0:
             self._connector.peers_changed([PeerInfo("holder", 1, address, seat.layout.fingerprint)])
@@ -175,7 +183,7 @@ class _Rank:
 
     def receive(self, tickets: Sequence[bytes], targets: Sequence[list[int]]) -> float:
         """Seconds until all blocks are here."""
-        self._stamp(Stage.ASKED)
+        self._stamp(HandoffStage.ASKED)
         begin = time.perf_counter()
         waiting = {
             self._connector.receive("bench", 0, ticket, 0, target)
@@ -190,12 +198,12 @@ class _Rank:
                     raise BenchFailed(f"a hand-off failed: {event}")
                 waiting.remove(event.transfer_id)
         seconds = time.perf_counter() - begin
-        self._stamp(Stage.ANSWERED)
+        self._stamp(HandoffStage.ANSWERED)
         return seconds
 
-    def stages(self) -> dict[Stage, float]:
+    def stages(self) -> dict[HandoffStage, float]:
         """Since they were last asked for, in seconds of the machine's clock. Only of a rank 0 that is `staged`."""
-        assert isinstance(self._connector, StagedConnector), "asked of a seat that is not staged"
+        assert isinstance(self._connector, StampedConnector), "asked of a seat that is not staged"
         return self._connector.stamps.take()
 
     def receive_raw(self, prompts: Sequence[Prompt]) -> float:
@@ -231,7 +239,7 @@ class _Rank:
         return handle, self._raw.transfer(handle)
 
 
-def _serve(pipe: Connection, seat: Seat) -> None:
+def _serve(pipe: Connection, seat: RankSpec) -> None:
     rank = _Rank(seat, pipe.send)
     pipe.send("ready")
     while True:
@@ -244,7 +252,7 @@ def _serve(pipe: Connection, seat: Seat) -> None:
 class RankProcess:
     """A `_Rank` elsewhere: `order` and `answer` are the two halves of a call."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: RankSpec) -> None:
         self.seat = seat
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
@@ -282,7 +290,7 @@ class Ranks:
             rank.process.kill()
             rank.process.join()
 
-    def start(self, seat: Seat) -> list[RankProcess]:
+    def start(self, seat: RankSpec) -> list[RankProcess]:
         """A group, in the order of its ranks. Raises `UnevenHeads`."""
         seat.layout.heads_of(0, seat.size)
         leader = self._start(seat)
@@ -296,6 +304,6 @@ class Ranks:
             rank.answer()  # it is ready
         return group
 
-    def _start(self, seat: Seat) -> RankProcess:
+    def _start(self, seat: RankSpec) -> RankProcess:
         self._running.append(RankProcess(seat))
         return self._running[-1]

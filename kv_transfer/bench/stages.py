@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..connector import TransferConnector
-from ..group.crew import Crew
-from ..handoff.coordinator import Handoff
+from ..group.tp_read_group import TpReadGroup
+from ..handoff.coordinator import HandoffCoordinator
 from ..net.channel import Channel, Route
 from ..protocol.messages import Claim, Granted, decode
 from ..transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
 
 
-class Stage(enum.StrEnum):
+class HandoffStage(enum.StrEnum):
     """In about this order. What a hand-off does several times is stamped with the last one."""
 
     ASKED = "asked"
@@ -40,17 +40,17 @@ class Stamps:
     """Of one engine. Written by its transfer thread and by whoever asks it, read when both are at rest."""
 
     def __init__(self) -> None:
-        self._at: dict[Stage, float] = {}
-        self._messages: list[tuple[float, dict[type, Stage], bytes]] = []  # decoded later: that takes time, too
+        self._at: dict[HandoffStage, float] = {}
+        self._messages: list[tuple[float, dict[type, HandoffStage], bytes]] = []  # decoded later: that takes time, too
 
-    def note(self, stage: Stage) -> None:
+    def note(self, stage: HandoffStage) -> None:
         self._at[stage] = time.perf_counter()
 
-    def note_message(self, meanings: dict[type, Stage], data: bytes) -> None:
+    def note_message(self, meanings: dict[type, HandoffStage], data: bytes) -> None:
         """The stage is known when it is known which message this is."""
         self._messages.append((time.perf_counter(), meanings, data))
 
-    def take(self) -> dict[Stage, float]:
+    def take(self) -> dict[HandoffStage, float]:
         """In seconds of `time.perf_counter`; and forgets them."""
         at, messages, self._at, self._messages = self._at, self._messages, {}, []
         for moment, meanings, data in messages:
@@ -76,13 +76,13 @@ class _StampedChannel:
 
     def send(self, route: Route, data: bytes) -> bool:
         sent = self._channel.send(route, data)
-        self._stamps.note_message({Claim: Stage.CLAIM_SENT, Granted: Stage.GRANT_SENT}, data)
+        self._stamps.note_message({Claim: HandoffStage.CLAIM_SENT, Granted: HandoffStage.GRANT_SENT}, data)
         return sent
 
     def receive(self) -> list[tuple[Route, bytes]]:
         arrived = self._channel.receive()
         for _, data in arrived:
-            self._stamps.note_message({Claim: Stage.CLAIM_HERE, Granted: Stage.GRANT_HERE}, data)
+            self._stamps.note_message({Claim: HandoffStage.CLAIM_HERE, Granted: HandoffStage.GRANT_HERE}, data)
         return arrived
 
     def lost(self) -> list[Route]:
@@ -117,13 +117,13 @@ class _StampedTransport:
 
     def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
         read = self._transport.read(peer, ranges)
-        self._stamps.note(Stage.READ_POSTED)
+        self._stamps.note(HandoffStage.READ_POSTED)
         return read
 
     def poll(self, read: ReadHandle) -> ReadState:
         state = self._transport.poll(read)
         if state is ReadState.DONE:
-            self._stamps.note(Stage.READ_DONE)
+            self._stamps.note(HandoffStage.READ_DONE)
         return state
 
     def release(self, read: ReadHandle) -> bool:
@@ -136,7 +136,7 @@ class _StampedTransport:
         self._transport.close()
 
 
-class StagedConnector(TransferConnector):
+class StampedConnector(TransferConnector):
     """A `TransferConnector` whose `stamps` tell when it did what since they were last taken."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -146,16 +146,18 @@ class StagedConnector(TransferConnector):
     def _open_transport(self) -> Transport:
         return _StampedTransport(super()._open_transport(), self.stamps)
 
-    def _make_handoff(self, channel: Channel, crew: Crew) -> Handoff:
-        return super()._make_handoff(_StampedChannel(channel, self.stamps), crew)
+    def _make_handoff(self, channel: Channel, group: TpReadGroup) -> HandoffCoordinator:
+        return super()._make_handoff(_StampedChannel(channel, self.stamps), group)
 
-    def _commands_given(self) -> Iterator[Callable[[Handoff], None]]:
+    def _commands_given(self) -> Iterator[Callable[[HandoffCoordinator], None]]:
         for command in super()._commands_given():
-            self.stamps.note(Stage.AWAKE)
+            self.stamps.note(HandoffStage.AWAKE)
             yield command
 
 
-def since_asked(reader: Mapping[Stage, float], holder: Mapping[Stage, float]) -> dict[Stage, float]:
+def since_asked(
+    reader: Mapping[HandoffStage, float], holder: Mapping[HandoffStage, float]
+) -> dict[HandoffStage, float]:
     """Microseconds of each stage, from what both sides' stamps say."""
-    of_holder = {stage: holder[stage] for stage in (Stage.CLAIM_HERE, Stage.GRANT_SENT)}
-    return {stage: (at - reader[Stage.ASKED]) * 1e6 for stage, at in {**reader, **of_holder}.items()}
+    of_holder = {stage: holder[stage] for stage in (HandoffStage.CLAIM_HERE, HandoffStage.GRANT_SENT)}
+    return {stage: (at - reader[HandoffStage.ASKED]) * 1e6 for stage, at in {**reader, **of_holder}.items()}

@@ -1,7 +1,7 @@
-"""One rank's part of an engine's reads: its own KV heads of blocks, from all the ranks of a holder that have them.
+"""Read one rank's KV heads of blocks from all the ranks of a holder that have them.
 
-A peer is a whole group of ranks, a read one list of blocks; to the transport below they are several agents and several
-lists of byte ranges. Handles are given out by the caller, so that all ranks of a group know a thing by one name.
+Here a peer is a whole group of ranks, and a read is one list of blocks; to the transport below they are several agents
+and several lists of byte ranges. The caller chooses the handles, so that all ranks of a group use the same ones.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from msgspec import Meta
 from baton.engine.core.layout import KVRegion
 
 from .. import codec
-from ..descriptors import Cut, block_ranges, cut, shares
+from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
 from ..digests import DIGEST_BYTES, BlockBytes, digests_of, region_bytes
 from ..errors import MalformedMessage, TransportError
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from .rpc import MAX_RANKS
 
 State = TypeVar("State", PeerState, ReadState)
 
-MAX_RANKS = 1024
-
-# From the best to the worst: a whole is what the worst of its parts is.
+# From the best to the worst: the state of a whole is the worst of its parts' states.
 _SEVERITY: tuple[PeerState | ReadState, ...] = (
     *(PeerState.CONNECTED, PeerState.CONNECTING, PeerState.BROKEN),
     *(ReadState.DONE, ReadState.RUNNING, ReadState.FAILED),
@@ -33,7 +32,7 @@ _SEVERITY: tuple[PeerState | ReadState, ...] = (
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """What others need to know of one rank to read its share of the blocks."""
+    """What other engines need to know of one rank to read its share of the blocks."""
 
     first_head: Annotated[int, Meta(ge=0, lt=2**16)]
     num_heads: Annotated[int, Meta(ge=1, lt=2**16)]
@@ -49,7 +48,7 @@ _decode_group: Callable[[bytes], list[RankMemory]] = codec.decoder(_Group, "meta
 
 
 def group_metadata(ranks: Sequence[RankMemory]) -> bytes:
-    """What a peer's `add_peer` needs to read a whole group."""
+    """Encode what a peer's `add_peer` needs to read a whole group."""
     return codec.encode(ranks)
 
 
@@ -59,13 +58,13 @@ def worst(states: Iterable[State]) -> State:
 
 @dataclasses.dataclass(slots=True)
 class _Source:
-    """One rank of a holder that has heads of ours."""
+    """One rank of a holder from which we read some of our heads."""
 
     peer: PeerHandle
-    piece: Cut
+    slice: HeadSlice
     rank: int
-    heads: range  # that we read from it
-    kept: range  # all that it keeps
+    heads: range  # read from this rank
+    kept: range  # all heads that this rank keeps
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,10 +75,10 @@ class _Read:
 
 
 class RankReader:
-    """Reads blocks into `region` by means of `transport`, which knows the region.
+    """Reads blocks into `region` through `transport`, with which the region is registered.
 
-    `block_bytes`: how to look at what the region holds, where its address is not to be used. `buffered`: the region is
-    a host buffer's.
+    `block_bytes` reads a block of the region, for tests whose region has no address. `staged`: the region is that of
+    staging slots.
     """
 
     def __init__(
@@ -89,10 +88,10 @@ class RankReader:
         transport: Transport,
         block_bytes: BlockBytes | None = None,
         *,
-        buffered: bool = False,
+        staged: bool = False,
     ) -> None:
         self.rank = rank
-        self.buffered = buffered
+        self.staged = staged
         self.region = region
         self._transport = transport
         self._block_bytes = block_bytes
@@ -110,18 +109,18 @@ class RankReader:
         return RankMemory(self.region.first_head, self.region.num_heads, self._transport.metadata())
 
     def add_peer(self, peer: PeerHandle, metadata: bytes) -> None:
-        """Begins to connect to those ranks of a group that this one will read.
+        """Begin to connect to those ranks of a group that this one will read.
 
         Raises `MalformedMessage` or `TransportError` for metadata that make no sense; nothing was begun then.
         """
         holders = _decode_group(metadata)
         sources: list[_Source] = []
         try:
-            for share in shares(self.rank, self.region.heads, [holder.heads for holder in holders]):
-                holder = holders[share.holder_rank]
-                piece = cut(share.heads, holder.heads, self.region.heads, self.region.layout.head_bytes)
+            for assigned in assign_heads(self.rank, self.region.heads, [holder.heads for holder in holders]):
+                holder = holders[assigned.holder_rank]
+                piece = slice_heads(assigned.heads, holder.heads, self.region.heads, self.region.layout.head_bytes)
                 peer_rank = self._transport.add_peer(holder.transport)
-                sources.append(_Source(peer_rank, piece, share.holder_rank, share.heads, holder.heads))
+                sources.append(_Source(peer_rank, piece, assigned.holder_rank, assigned.heads, holder.heads))
         except Exception:
             for source in sources:
                 self._transport.remove_peer(source.peer)
@@ -132,21 +131,21 @@ class RankReader:
         return worst(self._transport.peer_state(source.peer) for source in self._peers[peer])
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        """Forgets a peer of which no read is left."""
+        """Forget a peer of which no read is left."""
         for source in self._peers.pop(peer):
             self._transport.remove_peer(source.peer)
 
     def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Begins to read the peer's `source_blocks` into our `blocks`, of the same number."""
+        """Begin to read the peer's `source_blocks` into our `blocks`, of the same number."""
         entry = self._reads[read] = _Read([])
         for source in self._peers[peer]:
-            ranges = block_ranges(source_blocks, blocks, source.piece)
+            ranges = block_ranges(source_blocks, blocks, source.slice)
             try:
                 entry.parts.append(self._transport.read(source.peer, ranges))
             except TransportError as error:
                 entry.state, entry.reason = ReadState.FAILED, str(error)
                 return
-            self.num_bytes += len(blocks) * source.piece.num_bytes
+            self.num_bytes += len(blocks) * source.slice.num_bytes
             self.num_descriptors += len(ranges)
 
     def poll(self, read: ReadHandle) -> ReadState:
@@ -158,28 +157,28 @@ class RankReader:
         return entry.state
 
     def reason(self, read: ReadHandle) -> str:
-        """Why it is FAILED."""
+        """Return why a FAILED read failed."""
         return self._reads[read].reason
 
     def release(self, read: ReadHandle) -> bool:
-        """For a read that is DONE or FAILED. True: forgotten, and nothing can write into our region any more."""
+        """Forget a read that is DONE or FAILED. Returns False while it may still write into our region."""
         entry = self._reads[read]
-        entry.parts = [part for part in entry.parts if not self._let_go(part)]
+        entry.parts = [part for part in entry.parts if not self._release_part(part)]
         if entry.parts:
             return False
         del self._reads[read]
         return True
 
     def digests(self, blocks: Sequence[int]) -> bytes:
-        """Of our heads of these blocks. Raises `MalformedMessage` for one that there is not."""
+        """Return the digests of our heads of some blocks. Raises `MalformedMessage` for a block that does not exist."""
         if any(not 0 <= block < self.region.num_blocks for block in blocks):
             raise MalformedMessage(f"blocks {list(blocks)} are to be digested, and there are {self.region.num_blocks}")
         if self._block_bytes is None:
             self._block_bytes = region_bytes(self.region)
         return digests_of(self._block_bytes, blocks, self.region.num_heads)
 
-    def objection(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> str:
-        """Where our blocks are not what that peer's ranks have, by their digests; nothing where all are.
+    def difference(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> str:
+        """Compare our blocks with the digests of that peer's ranks. Returns the first difference, or an empty string.
 
         Raises as `digests`.
         """
@@ -197,12 +196,12 @@ class RankReader:
         return ""
 
     def progress(self) -> None:
-        """Serves peers that read our memory over lanes that need our CPU."""
+        """Serve peers that read our memory over lanes that need our CPU."""
         self._transport.progress()
 
     def close(self) -> None:
         self._transport.close()
 
-    def _let_go(self, part: ReadHandle) -> bool:
-        """Another part may have failed while this one runs on."""
+    def _release_part(self, part: ReadHandle) -> bool:
+        """Release a part that has ended; it may still run where another part has failed."""
         return self._transport.poll(part) is not ReadState.RUNNING and self._transport.release(part)

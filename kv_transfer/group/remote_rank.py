@@ -1,58 +1,56 @@
-"""A rank of the group that is another process, as rank 0 knows it."""
+"""A rank of the group that is another process, as rank 0's reads see it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from ..errors import RankLost
-from ..net.channel import Channel, Route
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
-from .crew_messages import (
+from .rank_reader import RankMemory
+from .read_messages import (
     AddPeer,
-    Attend,
     CheckHandle,
     CheckReport,
-    Compare,
-    Farewell,
+    CompareBlocks,
     MakeDigests,
-    Order,
+    MakeProgress,
     PeerReport,
     ReadReport,
     RemovePeer,
     Report,
     StartRead,
-    encode,
 )
-from .rank_reader import RankMemory
 
 logger = logging.getLogger(__name__)
 
-ATTEND_EVERY_S = 0.5
-ATTEND_FOR_S = 2 * ATTEND_EVERY_S
-MAX_UNANSWERED = 20  # a rank that leaves so many `Attend`s in a row without a word is lost
+ASK_ALIVE_EVERY_S = 0.5
+SERVE_FOR_S = 2 * ASK_ALIVE_EVERY_S
+MAX_UNANSWERED = 20  # a rank that leaves so many `MakeProgress` in a row without a word is lost
 
 
 class RemoteRank:
     """Used like a `RankReader`.
 
-    Orders go out at once; answers are what it has reported so far. Calls raise `RankLost` once it cannot be reached.
+    Orders go out at once; answers are what the rank has reported so far. Calls raise `RankLost` once it cannot be
+    reached.
     """
 
     def __init__(
-        self, rank: int, memory: RankMemory, route: Route, channel: Channel, clock: Callable[[], float]
+        self, rank: int, memory: RankMemory, send: Callable[[msgspec.Struct], None], clock: Callable[[], float]
     ) -> None:
         self.rank = rank
         self.memory = memory
-        self.route = route
         self.num_bytes = 0
         self.num_descriptors = 0
-        self._channel = channel
+        self._send = send
         self._clock = clock
         self._peers: dict[PeerHandle, PeerState] = {}
         self._reads: dict[ReadHandle, ReadReport] = {}
         self._checks: dict[CheckHandle, CheckReport | None] = {}
-        self._attend_at = 0.0
+        self._ask_alive_at = 0.0
         self._unanswered = 0
 
     def add_peer(self, peer: PeerHandle, metadata: bytes) -> None:
@@ -88,7 +86,7 @@ class RemoteRank:
 
     def compare(self, check: CheckHandle, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> None:
         self._checks[check] = None
-        self._send(Compare(check, peer, list(blocks), tuple(by_rank)))
+        self._send(CompareBlocks(check, peer, list(blocks), tuple(by_rank)))
 
     def report_of(self, check: CheckHandle) -> CheckReport | None:
         return self._checks[check]
@@ -97,16 +95,17 @@ class RemoteRank:
         del self._checks[check]
 
     def progress(self) -> None:
-        if self._clock() < self._attend_at:
+        """Ask the rank to serve its readers and to say that it is alive, twice a second at most."""
+        if self._clock() < self._ask_alive_at:
             return
         if self._unanswered == MAX_UNANSWERED:
-            raise RankLost(f"rank {self.rank} has not answered for {MAX_UNANSWERED * ATTEND_EVERY_S:g} s")
+            raise RankLost(f"rank {self.rank} has not answered for {MAX_UNANSWERED * ASK_ALIVE_EVERY_S:g} s")
         self._unanswered += 1
-        self._attend_at = self._clock() + ATTEND_EVERY_S
-        self._send(Attend(ATTEND_FOR_S))
+        self._ask_alive_at = self._clock() + ASK_ALIVE_EVERY_S
+        self._send(MakeProgress(SERVE_FOR_S))
 
     def watch(self) -> None:
-        """Sees to it that whatever it owes us an answer for ends: with the answer, or with `RankLost`."""
+        """Make sure that every answer the rank owes will come, or `RankLost` is raised."""
         if self._reads or self._checks or PeerState.CONNECTING in self._peers.values():
             self.progress()
 
@@ -127,9 +126,3 @@ class RemoteRank:
                 if report.check not in self._checks:
                     raise RankLost(f"rank {self.rank} reports of digests that it was not asked for")
                 self._checks[report.check] = report
-            case Farewell():
-                raise RankLost(f"rank {self.rank} cannot go on: {report.reason}")
-
-    def _send(self, order: Order) -> None:
-        if not self._channel.send(self.route, encode(order)):
-            raise RankLost(f"the connection to rank {self.rank} is broken")

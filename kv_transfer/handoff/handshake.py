@@ -1,4 +1,9 @@
-"""What two engines must agree on before one reads the other's blocks: it stands in every greeting and every ticket."""
+"""Handshakes: what two engines must agree on before one reads the other's blocks, and the holder's answers.
+
+A handshake tells a reader how to reach the holder's memory. It also makes the holder serve the reader for a while: over
+some lanes, such as TCP, a read goes on only while the holder makes progress. A reader that begins a handshake is about
+to read, or reads without a grant that would tell the holder so (`peers.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,17 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..errors import MalformedMessage
-from ..group.crew import Crew
+from ..group.tp_read_group import TpReadGroup
 from ..net.channel import Route
-from ..protocol.messages import DigestMode, EngineKey, Hello, Ticket, Unwelcome, Welcome
-from .message_router import Mail
+from ..protocol.messages import DigestMode, EngineKey, HandshakeAccepted, HandshakeRefused, HandshakeRequest, Ticket
+from .message_router import MessageRouter
 
-SERVE_AFTER_HELLO_S = 2.0
+SERVE_AFTER_HANDSHAKE_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pairing:
-    """One engine's side of it."""
+class PairingTerms:
+    """One engine's side of what both must agree on. Every handshake and every ticket carries it."""
 
     key: EngineKey
     fingerprint: str
@@ -26,27 +31,27 @@ class Pairing:
     num_blocks: int
 
     @classmethod
-    def of(cls, key: EngineKey, crew: Crew, digest: DigestMode) -> Pairing:
-        layout = crew.layout
-        return cls(key, layout.fingerprint, crew.transport_name, digest, layout.block_size, crew.num_blocks)
+    def of(cls, key: EngineKey, group: TpReadGroup, digest: DigestMode) -> PairingTerms:
+        layout = group.layout
+        return cls(key, layout.fingerprint, group.transport_name, digest, layout.block_size, group.num_blocks)
 
-    def hello(self, to: EngineKey) -> Hello:
-        return Hello(self.key, to, self.fingerprint, self.transport, self.digest)
+    def request(self, to: EngineKey) -> HandshakeRequest:
+        return HandshakeRequest(self.key, to, self.fingerprint, self.transport, self.digest)
 
-    def objection(self, hello: Hello) -> str:
-        """Why who greets cannot read our blocks; nothing where it can."""
-        if hello.to != self.key:
-            return f"engine {hello.to.engine_id} (epoch {hello.to.epoch}) is gone; here is {self.key.engine_id}"
-        if hello.fingerprint != self.fingerprint:
-            return f"its KV layout is {self.fingerprint}, the reader's is {hello.fingerprint}"
-        if hello.transport != self.transport:
-            return f"its transport is {self.transport}, the reader's is {hello.transport}"
-        if hello.digest is not self.digest:
-            return f"its transfer.digest is {self.digest.value!r}, the reader's is {hello.digest.value!r}"
+    def objection(self, request: HandshakeRequest) -> str:
+        """Return why the sender cannot read our blocks; an empty string if it can."""
+        if request.to != self.key:
+            return f"engine {request.to.engine_id} (epoch {request.to.epoch}) is gone; here is {self.key.engine_id}"
+        if request.fingerprint != self.fingerprint:
+            return f"its KV layout is {self.fingerprint}, the reader's is {request.fingerprint}"
+        if request.transport != self.transport:
+            return f"its transport is {self.transport}, the reader's is {request.transport}"
+        if request.digest is not self.digest:
+            return f"its transfer.digest is {self.digest.value!r}, the reader's is {request.digest.value!r}"
         return ""
 
     def check(self, ticket: Ticket, first_block: int, block_ids: Sequence[int]) -> Ticket:
-        """Raises `MalformedMessage` for a ticket that this engine cannot use for these blocks."""
+        """Raise `MalformedMessage` for a ticket that this engine cannot use for these blocks."""
         if ticket.fingerprint != self.fingerprint:
             raise MalformedMessage(f"the ticket's KV layout is {ticket.fingerprint}, this engine's {self.fingerprint}")
         if ticket.transport != self.transport:
@@ -67,31 +72,31 @@ class Pairing:
         return ticket
 
 
-class Greetings:
-    """Times are seconds on the caller's clock."""
+class HandshakeResponder:
+    """Answers readers' handshakes. Times are seconds on the caller's clock."""
 
-    def __init__(self, me: Pairing, crew: Crew, mail: Mail) -> None:
-        self._me = me
-        self._crew = crew
-        self._mail = mail
+    def __init__(self, terms: PairingTerms, group: TpReadGroup, router: MessageRouter) -> None:
+        self._terms = terms
+        self._group = group
+        self._router = router
         self._serve_until = 0.0
         self._round_at = 0.0
         self._answered: set[Route] = set()  # in this round
 
-    def answer(self, route: Route, hello: Hello, now: float) -> None:
-        """Once a round: those of hours come at once over a connection that could not be made before."""
+    def answer(self, route: Route, request: HandshakeRequest, now: float) -> None:
+        """Answer one request a round: a connection that was down for hours delivers hours of requests at once."""
         if now != self._round_at:
             self._round_at, self._answered = now, set()
         if route in self._answered:
             return
         self._answered.add(route)
-        reason = self._me.objection(hello)
+        reason = self._terms.objection(request)
         if reason:
-            self._mail.send(route, Unwelcome(hello.to, hello.sender, reason))
+            self._router.send(route, HandshakeRefused(request.to, request.sender, reason))
             return
-        self._serve_until = max(self._serve_until, now + SERVE_AFTER_HELLO_S)
-        self._mail.send(route, Welcome(self._me.key, hello.sender, self._crew.metadata))
+        self._serve_until = max(self._serve_until, now + SERVE_AFTER_HANDSHAKE_S)
+        self._router.send(route, HandshakeAccepted(self._terms.key, request.sender, self._group.metadata))
 
-    def any_lately(self, now: float) -> bool:
-        """Someone is to be served for it."""
+    def is_serving(self, now: float) -> bool:
+        """Return whether a reader is to be served because of its handshake."""
         return now < self._serve_until

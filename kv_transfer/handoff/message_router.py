@@ -1,7 +1,7 @@
-"""Messages of hand-offs on their way over a channel. What cannot be read or sent is dropped, and counted.
+"""Encode, decode and route the messages of hand-offs. Messages that cannot be read or sent are dropped and counted.
 
-    us as a reader    Hello, Claim, Finish ... ──connection that we opened──> holder
-    us as a holder    Welcome, Granted ...     ──connection on which the reader asked──> reader
+    as a reader    HandshakeRequest, Claim, Finish ... ──connection that we opened──> holder
+    as a holder    HandshakeAccepted, Granted ...      ──connection on which the reader asked──> reader
 
 One thread uses it.
 """
@@ -20,19 +20,21 @@ logger = logging.getLogger(__name__)
 MAX_READER_ROUTES = 4096
 
 
-class Mail:
+class MessageRouter:
+    """Messages over one channel; it remembers over which connection each reader can be answered."""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._readers: dict[EngineKey, Route] = {}  # who asked last comes last
+        self._readers: dict[EngineKey, Route] = {}  # the reader that asked last comes last
         self.malformed = 0
         self.unsent = 0
 
     def receive(self) -> Iterator[tuple[Route, Message]]:
-        """All that has come by now. It is decoded as the caller goes on."""
+        """Take all messages that have come by now; they are decoded as the caller iterates."""
         return self._decoded(self._channel.receive())
 
     def remember(self, reader: EngineKey, route: Route) -> None:
-        """Answers go back to it this way. Who has been silent for longest is forgotten."""
+        """Answer a reader over this connection from now on. The reader that has been silent longest is forgotten."""
         self._readers.pop(reader, None)
         self._readers[reader] = route
         if len(self._readers) > MAX_READER_ROUTES:
@@ -42,7 +44,7 @@ class Mail:
         self.send(self._readers.get(reader), message)
 
     def send(self, route: Route | None, message: Message) -> None:
-        """None: there is no way to whom it is for."""
+        """Send a message. A route of None means that the other end cannot be reached."""
         if route is None or not self._channel.send(route, encode(message)):
             self.unsent += 1
 

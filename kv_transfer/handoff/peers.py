@@ -1,12 +1,12 @@
 """Engines whose memory we may read: connected and warmed when they appear, not at their first request.
 
-connect, Hello ──> GREETING ──Welcome──> WARMING ──memory answers──> READY
-                      ^  │                  │                          │
-                      │  └─Unwelcome─> REFUSED                         │
-                      └───── the transport or the connection broke ────┘
+connect ──> HANDSHAKE ──accepted──> WARMING ──memory answers──> READY
+              ^   │                    │                          │
+              │   └─refused─> REFUSED  │                          │
+              └───── the transport or the connection broke ───────┘
 
-Some lanes need the CPU of who is read, and that knows of a reader by its grants only. So whoever reads without one is
-heard again and again: a peer is greeted until it is READY, and while a read of it runs that was given up.
+Some lanes need the CPU of the engine that is read, which knows its readers by their grants only. So handshakes are
+repeated for reads without a grant: until a peer is READY, and while a read of it still runs that was given up.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import logging
 from collections.abc import Callable, Collection, Container
 
 from ..errors import TransferError, TransportError
-from ..group.crew import Crew
+from ..group.tp_read_group import TpReadGroup
 from ..net.channel import Channel, Route
-from ..protocol.messages import EngineKey, Unwelcome, Welcome, encode
+from ..protocol.messages import EngineKey, HandshakeAccepted, HandshakeRefused, encode
 from ..settings import PeerInfo
 from ..transports import PeerHandle, PeerState
-from .handshake import SERVE_AFTER_HELLO_S, Pairing
+from .handshake import SERVE_AFTER_HANDSHAKE_S, PairingTerms
 
 logger = logging.getLogger(__name__)
 
-MAX_GREET_PAUSE_S = 10.0
-HELP_EVERY_S = SERVE_AFTER_HELLO_S / 2
+MAX_HANDSHAKE_PAUSE_S = 10.0
+REPEAT_FOR_READS_S = SERVE_AFTER_HANDSHAKE_S / 2
 
 
 class PeerStatus(enum.Enum):
-    GREETING = enum.auto()
+    HANDSHAKE = enum.auto()
     WARMING = enum.auto()
     READY = enum.auto()
     REFUSED = enum.auto()
 
 
-_UNREADY = (PeerStatus.GREETING, PeerStatus.WARMING)
+_UNREADY = (PeerStatus.HANDSHAKE, PeerStatus.WARMING)
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,27 +45,27 @@ class Peer:
     key: EngineKey
     address: str
     route: Route
-    listed: bool  # the directory knows it; otherwise a ticket named it first
-    greet_at: float
-    greet_pause_s: float
-    status: PeerStatus = PeerStatus.GREETING
+    listed: bool  # the directory knows it; otherwise only a ticket has named it
+    handshake_at: float
+    handshake_pause_s: float
+    status: PeerStatus = PeerStatus.HANDSHAKE
     memory: PeerHandle | None = None
     warming_since: float = 0.0
     refusal: str = ""
-    is_cut_off: bool = False  # it was connected, its connection broke, and nothing has begun anew
+    is_cut_off: bool = False  # its connection broke, and no handshake has succeeded since
 
 
 class Peers:
-    """All peers of one engine. Times are seconds on the caller's clock."""
+    """The peers of one engine. Times are seconds on the caller's clock."""
 
-    def __init__(self, me: Pairing, channel: Channel, crew: Crew, retry_s: float) -> None:
-        self._me = me
+    def __init__(self, terms: PairingTerms, channel: Channel, group: TpReadGroup, retry_s: float) -> None:
+        self._terms = terms
         self._channel = channel
-        self._crew = crew
+        self._group = group
         self._retry_s = retry_s
         self._peers: dict[EngineKey, Peer] = {}
-        self._retired: dict[PeerHandle, EngineKey] = {}  # forgotten by the transport once no read of it is left
-        self._unpaired: set[EngineKey] = set()  # live engines of another layout, told once
+        self._retired: dict[PeerHandle, EngineKey] = {}  # forgotten by the transport once no read from it is left
+        self._unpaired: set[EngineKey] = set()  # live engines of another layout, each logged once
 
     def get(self, key: EngineKey) -> Peer | None:
         return self._peers.get(key)
@@ -76,17 +76,17 @@ class Peers:
 
     @property
     def warming_since(self) -> float | None:
-        """The youngest."""
+        """When the youngest warming began; None if no peer is warming."""
         warming = (peer.warming_since for peer in self._peers.values() if peer.status is PeerStatus.WARMING)
         return max(warming, default=None)
 
     @property
-    def next_greeting(self) -> float | None:
-        """But for peers that are greeted for a read's sake: reads are looked at sooner."""
-        return min((peer.greet_at for peer in self._peers.values() if peer.status in _UNREADY), default=None)
+    def next_handshake(self) -> float | None:
+        """When the next handshake is due, except those repeated for reads: a running read is looked at sooner."""
+        return min((peer.handshake_at for peer in self._peers.values() if peer.status in _UNREADY), default=None)
 
     def changed(self, live: Collection[PeerInfo], now: float) -> list[EngineKey]:
-        """Connects to those that are new. Returns those that left; they are forgotten."""
+        """Connect to new engines, and forget those that left. Returns the latter."""
         paired = {info.key: info for info in live if self._pairs(info)}
         self._unpaired &= {info.key for info in live}
         left = [peer.key for peer in self._peers.values() if peer.listed and peer.key not in paired]
@@ -100,59 +100,59 @@ class Peers:
         return left
 
     def connect(self, key: EngineKey, address: str, now: float) -> Peer:
-        """The peer, known or new. Raises `TransportError` for an address that is none."""
+        """Return the peer, known or new. Raises `TransportError` for an address that is none."""
         peer = self._peers.get(key)
         if peer is None:
             route = self._channel.connect(address)
-            peer = Peer(key, address, route, listed=False, greet_at=now, greet_pause_s=self._retry_s)
+            peer = Peer(key, address, route, listed=False, handshake_at=now, handshake_pause_s=self._retry_s)
             self._peers[key] = peer
         return peer
 
     def forget_idle(self, waited_for: Callable[[EngineKey], bool], reads: Callable[[PeerHandle], bool]) -> None:
-        """Drops peers that only a ticket named, once no receive and no read needs them."""
+        """Forget peers that only a ticket named, once no receive and no read needs them."""
         for peer in [peer for peer in self._peers.values() if not peer.listed]:
             is_read = peer.key in self._retired.values() or (peer.memory is not None and reads(peer.memory))
             if not is_read and not waited_for(peer.key):
                 self._forget(peer.key)
 
     def broke(self, key: EngineKey, now: float) -> PeerHandle | None:
-        """A read of it failed. If the endpoint did, it does not recover: begin anew. The memory that was lost so."""
+        """Connect a peer anew if a failed read broke its endpoint. Returns the memory that was lost, if any."""
         peer = self._peers.get(key)
-        if peer is None or peer.memory is None or self._crew.peer_state(peer.memory) is not PeerState.BROKEN:
+        if peer is None or peer.memory is None or self._group.peer_state(peer.memory) is not PeerState.BROKEN:
             return None
         lost = peer.memory
         self._retire(peer)
-        peer.status, peer.greet_at = PeerStatus.GREETING, now
+        peer.status, peer.handshake_at = PeerStatus.HANDSHAKE, now
         return lost
 
-    def cut_off(self, route: Route, now: float) -> Peer | None:
-        """The peer over whose connection nothing can be had until it answers a greeting; None where that is no news."""
+    def connection_lost(self, route: Route, now: float) -> Peer | None:
+        """Connect a peer anew whose connection broke. Returns it; None where nothing was connected."""
         peer = next((peer for peer in self._peers.values() if peer.route == route), None)
         if peer is None or peer.memory is None:
             return None
         self._retire(peer)
-        peer.status, peer.greet_at, peer.is_cut_off = PeerStatus.GREETING, now, True
+        peer.status, peer.handshake_at, peer.is_cut_off = PeerStatus.HANDSHAKE, now, True
         return peer
 
-    def on_welcome(self, route: Route, message: Welcome, now: float) -> bool:
-        """False: not the answer to a greeting of ours."""
+    def on_accepted(self, route: Route, message: HandshakeAccepted, now: float) -> bool:
+        """Begin to warm a peer's memory. Returns False if the message answers no handshake of ours."""
         peer = self._answering(route, message)
         if peer is None:
             return False
-        if not self._may_be_connected(peer):  # it was to serve us
+        if not self._may_be_connected(peer):  # the handshake was repeated only to be served
             return True
         peer.is_cut_off = False
         try:
-            peer.memory = self._crew.add_peer(message.metadata)
+            peer.memory = self._group.add_peer(message.metadata)
         except TransferError as error:
             logger.warning("cannot reach the memory of %s: %s", peer.key.engine_id, error)
-            self._again_later(peer, now)
+            self._schedule_handshake(peer, now)
         else:
             peer.status, peer.warming_since = PeerStatus.WARMING, now
         return True
 
-    def on_unwelcome(self, route: Route, message: Unwelcome) -> Peer | None:
-        """The peer that will not have us; None if it was not asked."""
+    def on_refused(self, route: Route, message: HandshakeRefused) -> Peer | None:
+        """Note that a peer refuses to pair. Returns it; None if the message answers no handshake of ours."""
         peer = self._answering(route, message)
         if peer is None or peer.status not in _UNREADY:
             return None
@@ -162,68 +162,68 @@ class Peers:
         return peer
 
     def poll(self, now: float, reads: Callable[[PeerHandle], bool], given_up: Container[PeerHandle]) -> list[EngineKey]:
-        """Warms, lets go of memories that have no `reads` left, greets. Returns the peers that became ready.
+        """Warm peers, forget memories that have no `reads` left, send handshakes. Returns peers that became ready.
 
-        `given_up`: reads of these memories run, for which their peers promise nothing any more.
+        `given_up` are memories from which reads still run without a grant.
         """
         warming = [peer for peer in self._peers.values() if peer.status is PeerStatus.WARMING]
         ready = [peer.key for peer in warming if self._warm(peer, now)]
         for memory in [memory for memory in self._retired if not reads(memory)]:
-            self._let_go(memory, now)
+            self._forget_memory(memory, now)
         for peer in self._peers.values():
-            if now >= peer.greet_at and (peer.status in _UNREADY or peer.memory in given_up):
-                self._greet(peer, now)
+            if now >= peer.handshake_at and (peer.status in _UNREADY or peer.memory in given_up):
+                self._send_handshake(peer, now)
         return ready
 
     def _may_be_connected(self, peer: Peer) -> bool:
-        """Not while reads of its last memory run: the transport knows both by the same name, and drops both at once."""
-        return peer.status is PeerStatus.GREETING and peer.key not in self._retired.values()
+        """Return False while reads of the peer's last memory run: both share a name, and the transport drops both."""
+        return peer.status is PeerStatus.HANDSHAKE and peer.key not in self._retired.values()
 
     def _pairs(self, info: PeerInfo) -> bool:
-        if info.key == self._me.key:
+        if info.key == self._terms.key:
             return False
-        if info.fingerprint == self._me.fingerprint:
+        if info.fingerprint == self._terms.fingerprint:
             return True
         if info.key not in self._unpaired:
             self._unpaired.add(info.key)
             logger.info("not paired with %s: its KV layout is %s", info.engine_id, info.fingerprint)
         return False
 
-    def _answering(self, route: Route, message: Welcome | Unwelcome) -> Peer | None:
+    def _answering(self, route: Route, message: HandshakeAccepted | HandshakeRefused) -> Peer | None:
         peer = self._peers.get(message.sender)
-        expected = peer is not None and peer.route == route and message.to == self._me.key
+        expected = peer is not None and peer.route == route and message.to == self._terms.key
         return peer if expected else None
 
-    def _greet(self, peer: Peer, now: float) -> None:
-        self._channel.send(peer.route, encode(self._me.hello(peer.key)))
-        self._again_later(peer, now)
+    def _send_handshake(self, peer: Peer, now: float) -> None:
+        self._channel.send(peer.route, encode(self._terms.request(peer.key)))
+        self._schedule_handshake(peer, now)
 
-    def _again_later(self, peer: Peer, now: float) -> None:
-        if peer.status not in _UNREADY or peer.key in self._retired.values():  # for the sake of a read
-            peer.greet_at = now + HELP_EVERY_S
+    def _schedule_handshake(self, peer: Peer, now: float) -> None:
+        if peer.status not in _UNREADY or peer.key in self._retired.values():  # repeated for a read
+            peer.handshake_at = now + REPEAT_FOR_READS_S
             return
-        peer.greet_at = now + peer.greet_pause_s
-        peer.greet_pause_s = min(2 * peer.greet_pause_s, MAX_GREET_PAUSE_S)
+        peer.handshake_at = now + peer.handshake_pause_s
+        peer.handshake_pause_s = min(2 * peer.handshake_pause_s, MAX_HANDSHAKE_PAUSE_S)
 
     def _warm(self, peer: Peer, now: float) -> bool:
         assert peer.memory is not None
-        state = self._crew.peer_state(peer.memory)
+        state = self._group.peer_state(peer.memory)
         if state is PeerState.CONNECTED:
-            peer.status, peer.greet_pause_s = PeerStatus.READY, self._retry_s
+            peer.status, peer.handshake_pause_s = PeerStatus.READY, self._retry_s
             logger.info("connected to %s at %s", peer.key.engine_id, peer.address)
             return True
         if state is PeerState.BROKEN:
-            peer.status = PeerStatus.GREETING
-            self._again_later(peer, now)
+            peer.status = PeerStatus.HANDSHAKE
+            self._schedule_handshake(peer, now)
             self._retire(peer)
         return False
 
-    def _let_go(self, memory: PeerHandle, now: float) -> None:
-        """The peer may be connected anew: at once, where that has not been tried in vain."""
+    def _forget_memory(self, memory: PeerHandle, now: float) -> None:
+        """Forget a memory. Its peer may be connected anew: at once, unless that has been tried in vain."""
         peer = self._peers.get(self._retired.pop(memory))
-        self._crew.remove_peer(memory)
-        if peer is not None and peer.status is PeerStatus.GREETING and peer.greet_pause_s == self._retry_s:
-            peer.greet_at = min(peer.greet_at, now)
+        self._group.remove_peer(memory)
+        if peer is not None and peer.status is PeerStatus.HANDSHAKE and peer.handshake_pause_s == self._retry_s:
+            peer.handshake_at = min(peer.handshake_at, now)
 
     def _forget(self, key: EngineKey) -> None:
         peer = self._peers.pop(key)

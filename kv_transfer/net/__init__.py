@@ -1,1 +1,1 @@
-"""How engines reach each other: a channel for small messages, its key, its silence; a fake of it in virtual time."""
+"""Channels that carry small messages between engines."""

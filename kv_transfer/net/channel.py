@@ -1,7 +1,7 @@
 """The control channel: small messages between engines.
 
     reader's DEALER, one a peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
-    other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`crew.py`, `team.py`)
+    other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`group/rpc.py`)
 
 Whoever reads connects; answers go back over the connection on which the question came. Messages may be lost when a
 connection breaks: the state machines ask again. One over which nothing comes any more breaks, too (`silence.py`). A
@@ -27,10 +27,9 @@ from ..errors import TransportError
 Route = int | bytes  # a connection that we opened, or the one on which a peer's message came
 
 MAX_MESSAGE_BYTES = 4 << 20
-GROUP_SILENCE_S = 10.0  # within a group, where a connection that breaks is the end of all its ranks
-LOOK_EVERY_S = 0.02  # for broken connections: who reads comes by every 100 us
-CONNECT_MS = 1_000  # then anew: the kernel asks a host that was away ever more rarely
-LINGER_MS = 200  # what was said last (Finish, Abort) still goes out when a socket is closed
+LOOK_EVERY_S = 0.02  # for broken connections: a thread that reads calls every 100 us
+CONNECT_MS = 1_000  # then connect anew: the kernel retries a host that was away ever more rarely
+LINGER_MS = 200  # the last messages (Finish, AbortRead) still go out when a socket is closed
 
 
 class Channel(Protocol):
@@ -45,15 +44,15 @@ class Channel(Protocol):
     def disconnect(self, route: Route) -> None: ...
 
     def send(self, route: Route, data: bytes) -> bool:
-        """False: dropped, since the peer is gone or takes nothing."""
+        """Send, or return False if the message was dropped: the peer is gone or takes nothing."""
         ...
 
     def receive(self) -> list[tuple[Route, bytes]]:
-        """Everything that has come."""
+        """Return all messages that have come, each with its connection."""
         ...
 
     def lost(self) -> list[Route]:
-        """Connections that we opened and that broke since the last call. They are being made again."""
+        """Return connections that we opened and that broke since the last call. They are being made again."""
         ...
 
     def close(self) -> None: ...
@@ -65,9 +64,9 @@ class ZmqChannel:
     def __init__(
         self, host: str | None, key: ClusterKey | None, port: int = 0, *, silence_s: float = SILENCE_S
     ) -> None:
-        """Binds `host` at once (None: it only connects); port 0 is a free one. Raises `TransportError`.
+        """Bind `host` at once (None: only connect); port 0 is any free one. Raises `TransportError`.
 
-        Without a key anyone who reaches the port may talk: for tests.
+        Without a key any process that reaches the port may connect: for tests.
         """
         self._key = key
         self._silence_s = silence_s
@@ -80,7 +79,7 @@ class ZmqChannel:
         self._broken: set[int] = set()
         self._looked_at_s = 0.0
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()  # all that ends a wait
+        self._poller = zmq.Poller()  # everything that ends a wait
         self._poller.register(self._wakeup, zmq.POLLIN)
         self._inbox = zmq.Poller()  # messages alone
         self._server: zmq.Socket[bytes] | None = None
@@ -128,7 +127,7 @@ class ZmqChannel:
 
     def receive(self) -> list[tuple[Route, bytes]]:
         arrived: list[tuple[Route, bytes]] = []
-        for socket, _ in self._inbox.poll(0):  # of many peers: to try each takes ten times as long
+        for socket, _ in self._inbox.poll(0):  # with many peers, trying each socket takes ten times as long
             link = self._links.get(socket)
             for frames in _drain(socket):
                 route: Route = frames.pop(0) if link is None else link
@@ -143,12 +142,12 @@ class ZmqChannel:
         return broken
 
     def watch(self, other: ZmqChannel) -> None:
-        """From now on `wait` also returns when a message has come to where `other` is bound."""
+        """Let `wait` also return when a message has come to the address of `other`."""
         assert other._server is not None, "only what is bound can be watched"
         self._poller.register(other._server, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when a message is there, after `wake`, or after the timeout; below 1 ms it sleeps through.
+        """Return when a message is there, after `wake`, or after the timeout; a timeout below 1 ms is slept through.
 
         It sleeps even for 0 s, and other threads of Python run meanwhile (`pacing.sleep_precisely`).
         """
@@ -162,7 +161,7 @@ class ZmqChannel:
             self._look_at_connections()
 
     def wake(self) -> None:
-        """Ends a `wait`, from any thread."""
+        """End a `wait`, from any thread."""
         os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
@@ -190,7 +189,7 @@ class ZmqChannel:
         return server
 
     def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """And what tells when its connection breaks."""
+        """Connect; returns the socket, and the monitor that tells when its connection breaks."""
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
         opened: list[zmq.Socket[bytes]] = []
@@ -217,44 +216,15 @@ class ZmqChannel:
         return socket
 
 
-class RankSocket:
-    """Where the other ranks of a group reach rank 0. Bound when made, so that `address` can be told to them early.
-
-    Without a `key` anyone may join: for tests only.
-    """
-
-    def __init__(self, size: int, host: str, key: ClusterKey | None) -> None:
-        self.size = size
-        self.channel = ZmqChannel(host, key, silence_s=GROUP_SILENCE_S)
-        self.address = self.channel.address
-        self._closed = False
-
-    def close(self) -> None:
-        """Closing twice changes nothing. Must be called: a context that is collected with open sockets may hang."""
-        if not self._closed:
-            self._closed = True
-            self.channel.close()
-
-
-def join_ranks(leader: str, key: ClusterKey | None) -> tuple[ZmqChannel, Route]:
-    """How another rank reaches rank 0's `RankSocket`, at `leader`. Raises `TransportError` where that is no address."""
-    channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
-    try:
-        return channel, channel.connect(leader)
-    except TransportError:
-        channel.close()
-        raise
-
-
 def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Both: a context waits for all its sockets to be closed."""
+    """Close both: a context waits for all its sockets."""
     dealer.disable_monitor()
     monitor.close()
     dealer.close()
 
 
 def _drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """All that is there. Asked for: to try, and to catch what is raised in the end, takes twice as long."""
+    """Return all messages that are there. Asking first takes half as long as trying and catching `zmq.Again`."""
     messages = []
     try:
         while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -25,8 +25,8 @@ class Emit(msgspec.Struct, frozen=True):
     event: ConnectorEvent
 
 
-class Read(msgspec.Struct, frozen=True):
-    """Read blocks [start, stop) of a receive, the next ones; the first of them begins its pull.
+class ReadBlocks(msgspec.Struct, frozen=True):
+    """ReadBlocks blocks [start, stop) of a receive, the next ones; the first of them begins its pull.
 
     It ends in `read_finished` when all of the receive's blocks are there, or in `read_failed` and `read_released`.
     """
@@ -36,17 +36,17 @@ class Read(msgspec.Struct, frozen=True):
     stop: int
 
 
-class StopRead(msgspec.Struct, frozen=True):
+class StopReading(msgspec.Struct, frozen=True):
     """Begin nothing further for a receive; `read_released` once nothing can write any more."""
 
     receive: TransferId
 
 
-class Verify(msgspec.Struct, frozen=True):
+class CompareDigests(msgspec.Struct, frozen=True):
     """Compare some of what was read with the holder's digests. Ends in `matched` or `corrupt`."""
 
     receive: TransferId
     digests: Digests
 
 
-Action = SendToReader | SendToHolder | Emit | Read | StopRead | Verify
+Action = SendToReader | SendToHolder | Emit | ReadBlocks | StopReading | CompareDigests

@@ -4,7 +4,7 @@
                  │ abort, withdraw, │ finish, abort,        │ finish, abort,
                  └ expiry           └ expiry                └ expiry ──────────> RELEASED
 
-A grant is a promise to one reader. Until `expires_at` only that reader can end it (Finish, Abort): not `withdraw`,
+A grant is a promise to one reader. Until `expires_at` only that reader can end it (Finish, AbortRead): not `withdraw`,
 which merely asks, and not the news that the reader is dead, which may be a partition.
 The promise grows with every claim and renewal that is granted and never shrinks. A claim that waited because this
 process stood still is counted from when it may have arrived: the grant is for what is left of the lease by then.
@@ -27,9 +27,10 @@ from .actions import Action, Emit, SendToReader
 from .messages import (
     DIGEST_BLOCKS,
     MAX_DIGESTS_BYTES,
-    Abort,
+    AbortRead,
     AskDigests,
     Claim,
+    ClaimRefused,
     Digests,
     EngineKey,
     Finish,
@@ -39,7 +40,6 @@ from .messages import (
     Grown,
     LeaseKey,
     ReaderKey,
-    Refused,
     Renew,
     Withdrawn,
 )
@@ -67,11 +67,11 @@ class LeaseEvent(enum.Enum):
     EXPIRY = "expiry"
 
 
-class Answer(enum.Enum):
+class LeaseReply(enum.Enum):
     """What the reader is told."""
 
     GRANTED = "Granted"
-    REFUSED = "Refused"
+    REFUSED = "ClaimRefused"
     WITHDRAWN = "Withdrawn"
     GROWN = "Grown"
     DIGESTS = "Digests"  # once they are known
@@ -82,16 +82,16 @@ class LeaseRow:
     """What follows an event in a state."""
 
     then: LeaseState
-    answer: Answer | None = None
+    answer: LeaseReply | None = None
     ended: OfferOutcome | None = None  # the engine is told
     counted: bool = False  # as stale: it changes nothing
 
 
 _OFFERED, _GRANTED, _ASKED, _RELEASED = LeaseState
-_E, _A = LeaseEvent, Answer
+_E, _A = LeaseEvent, LeaseReply
 
 
-def _stays(state: LeaseState, answer: Answer | None = None, *, counted: bool = False) -> LeaseRow:
+def _stays(state: LeaseState, answer: LeaseReply | None = None, *, counted: bool = False) -> LeaseRow:
     return LeaseRow(state, answer, counted=counted)
 
 
@@ -217,7 +217,7 @@ class LeaseTable:
         return [action for lease in due for action in self._on(lease, LeaseEvent.EXPIRY)]
 
     def on_message(self, message: FromReader, now: float, arrived: float | None = None) -> list[Action]:
-        """Answer a reader. `arrived`: the earliest time at which the message may have come, if that was not now."""
+        """LeaseReply a reader. `arrived`: the earliest time at which the message may have come, if that was not now."""
         lease = self._named_by(message.lease)
         event = _event_of(message, lease)
         ended: list[Action] = []
@@ -244,23 +244,25 @@ class LeaseTable:
             lease.state = row.then
         return [] if row.answer is None else self._tell(row.answer, lease, message)
 
-    def _tell(self, answer: Answer, lease: Lease | None, message: FromReader | None) -> list[Action]:
-        if answer is Answer.REFUSED:
+    def _tell(self, answer: LeaseReply, lease: Lease | None, message: FromReader | None) -> list[Action]:
+        if answer is LeaseReply.REFUSED:
             assert message is not None, "only who asks is refused"
-            refused = Refused(message.lease, message.reader, self._why_refused(lease, message.lease))
+            refused = ClaimRefused(message.lease, message.reader, self._why_refused(lease, message.lease))
             return [SendToReader(message.reader.engine, refused)]
         assert lease is not None, "what was released is only refused"
         assert lease.reader is not None, "nobody else is told"
         said = self._said(answer, lease, lease.reader, message)
         return [] if said is None else [SendToReader(lease.reader.engine, said)]
 
-    def _said(self, answer: Answer, lease: Lease, reader: ReaderKey, message: FromReader | None) -> FromHolder | None:
+    def _said(
+        self, answer: LeaseReply, lease: Lease, reader: ReaderKey, message: FromReader | None
+    ) -> FromHolder | None:
         match answer, message:
-            case Answer.GRANTED, Claim() | Renew():
+            case LeaseReply.GRANTED, Claim() | Renew():
                 return Granted(lease.key, reader, message.number, lease.granted_s, lease.num_ready)
-            case Answer.GROWN, _:
+            case LeaseReply.GROWN, _:
                 return Grown(lease.key, reader, lease.num_ready)
-            case Answer.DIGESTS, AskDigests():
+            case LeaseReply.DIGESTS, AskDigests():
                 return self._digests_of(lease, reader, message.first)
         return Withdrawn(lease.key, reader)
 
@@ -289,13 +291,13 @@ class LeaseTable:
 
 
 def _event_of(message: FromReader, lease: Lease | None) -> LeaseEvent:
-    ends = isinstance(message, Finish | Abort)
+    ends = isinstance(message, Finish | AbortRead)
     if lease is not None and lease.reader not in (None, message.reader):
         return LeaseEvent.STRANGER_ENDS if ends else LeaseEvent.STRANGER_ASKS
     match message:
         case Finish():
             return LeaseEvent.EARLY_FINISH if lease is not None and lease.grows else LeaseEvent.FINISH
-        case Abort():
+        case AbortRead():
             return LeaseEvent.ABORT
         case AskDigests():
             return LeaseEvent.ASK_DIGESTS

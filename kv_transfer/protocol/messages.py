@@ -1,17 +1,17 @@
 """What engines say to each other about blocks, and the ticket that starts it.
 
     reader                                holder
-      Hello ------------------------------->        who are you, do our layouts match?
-        <------------------------------ Welcome     how to reach my memory (or Unwelcome: why not)
+      HandshakeRequest ------------------------------->        who are you, do our layouts match?
+        <------------------------------ HandshakeAccepted     how to reach my memory (or HandshakeRefused: why not)
       Claim ------------------------------->        I read what this ticket offers
-        <------------------------------ Granted     held for lease_s from when you sent that (or Refused)
+        <------------------------------ Granted     held for lease_s from when you sent that (or ClaimRefused)
         <-------------------------------- Grown     so many blocks are written by now (of an offer that grows)
       Renew ------------------------------->        I am not done
         <------------------------------ Granted
       AskDigests -------------------------->        I have read it all: what should it be? (only to verify)
         <------------------------------ Digests     of so many blocks; the next ones are asked for when these match
         <---------------------------- Withdrawn     please give up
-      Finish | Abort ---------------------->        I need it no longer
+      Finish | AbortRead ---------------------->        I need it no longer
 
 An end that does not know itself in a message counts and drops it.
 
@@ -74,7 +74,7 @@ class ReaderKey(msgspec.Struct, frozen=True, array_like=True):
     receive: Id  # the reader's transfer id
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class HandshakeRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
     sender: EngineKey
     to: EngineKey
     fingerprint: Name
@@ -82,13 +82,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     digest: DigestMode
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class HandshakeAccepted(msgspec.Struct, frozen=True, array_like=True, tag=1):
     sender: EngineKey
     to: EngineKey
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]  # of the transport
 
 
-class Unwelcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class HandshakeRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Sender is whom the hello was meant for, who may be another than who answers."""
 
     sender: EngineKey
@@ -119,19 +119,19 @@ class Granted(LeaseMessage, frozen=True, tag=5):
     num_ready: Id  # of the offer's blocks, leading ones that are written
 
 
-class Refused(LeaseMessage, frozen=True, tag=6):
+class ClaimRefused(LeaseMessage, frozen=True, tag=6):
     reason: Reason
 
 
 class Withdrawn(LeaseMessage, frozen=True, tag=7):
-    """The holder would like its blocks back before the lease ends; it waits for `Abort` or `Finish`."""
+    """The holder would like its blocks back before the lease ends; it waits for `AbortRead` or `Finish`."""
 
 
 class Finish(LeaseMessage, frozen=True, tag=8):
     """All is read."""
 
 
-class Abort(LeaseMessage, frozen=True, tag=9):
+class AbortRead(LeaseMessage, frozen=True, tag=9):
     """Nothing of it counts."""
 
 
@@ -155,9 +155,9 @@ class Digests(LeaseMessage, frozen=True, tag=12):
     by_rank: tuple[Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)], ...]
 
 
-FromReader = Claim | Renew | AskDigests | Finish | Abort
-FromHolder = Granted | Grown | Refused | Withdrawn | Digests
-Message = Hello | Welcome | Unwelcome | FromReader | FromHolder
+FromReader = Claim | Renew | AskDigests | Finish | AbortRead
+FromHolder = Granted | Grown | ClaimRefused | Withdrawn | Digests
+Message = HandshakeRequest | HandshakeAccepted | HandshakeRefused | FromReader | FromHolder
 
 encode: Callable[[Message], bytes] = codec.encode
 decode: Callable[[bytes], Message] = codec.decoder(Message, "transfer message")

@@ -11,7 +11,7 @@ from .receive_table import ReceiveState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Patience:
+class ReceiveTimeouts:
     """How long a reader waits for what, in seconds."""
 
     connect_s: float  # until the holder's memory can be reached
@@ -29,7 +29,7 @@ class Receive:
     block_ids: list[int]  # ours, of the same number
     deadline: float  # without progress it fails here
     num_ready: int  # of the ticket's blocks, leading ones that may be read
-    num_unproven: int  # of our blocks, the last ones; none where nobody wants to know
+    num_unverified: int  # of our blocks, the last ones; none where nobody wants to know
     state: ReceiveState = ReceiveState.RESERVED
     sent_at: dict[int, float] = dataclasses.field(default_factory=dict)  # unanswered claims and renewals by number
     last_number: int = 0
@@ -56,7 +56,7 @@ class Receive:
     @property
     def due(self) -> float:
         """When something is to be done about it, if nothing happens."""
-        return min(self.deadline, self.ask_at) if self.state is ReceiveState.PULLING else self.deadline
+        return min(self.deadline, self.ask_at) if self.state is ReceiveState.READING else self.deadline
 
     def claim(self, now: float, retry_s: float) -> Claim | Renew:
         """What is sent now, and unless it is answered again `retry_s` later."""
@@ -87,20 +87,20 @@ class Receive:
 
     @property
     def all_is_there(self) -> bool:
-        return self.all_is_read and self.granted_until is not None and not self.num_unproven
+        return self.all_is_read and self.granted_until is not None and not self.num_unverified
 
     @property
     def lacks_digests(self) -> bool:
-        return self.all_is_read and self.digests is None and self.num_unproven > 0
+        return self.all_is_read and self.digests is None and self.num_unverified > 0
 
     @property
-    def first_unproven(self) -> int:
+    def first_unverified(self) -> int:
         """Of the ticket's blocks, whose last ones are ours."""
-        return self.ticket.num_blocks - self.num_unproven
+        return self.ticket.num_blocks - self.num_unverified
 
     def lacks(self, digests: Digests) -> bool:
         """They are what was asked for."""
-        return self.lacks_digests and digests.first == self.first_unproven and digests.count <= self.num_unproven
+        return self.lacks_digests and digests.first == self.first_unverified and digests.count <= self.num_unverified
 
     def what_took_too_long(self, connect_s: float) -> str:
         holder = f"{self.ticket.lease.holder.engine_id} at {self.ticket.kv_address}"

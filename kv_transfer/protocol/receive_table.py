@@ -11,7 +11,7 @@ import enum
 
 class ReceiveState(enum.Enum):
     RESERVED = enum.auto()
-    PULLING = enum.auto()
+    READING = enum.auto()
     QUARANTINED = enum.auto()
     COMMITTED = enum.auto()
     FREED = enum.auto()
@@ -25,7 +25,7 @@ class ReceiveEvent(enum.Enum):
     UNASKED = "Granted, Digests that nothing asked for"
     GROWN = "Grown"
     DIGESTS = "Digests"
-    REFUSED = "Refused"
+    REFUSED = "ClaimRefused"
     WITHDRAWN = "Withdrawn"
     READ_FINISHED = "read finished"
     READ_FAILED = "read failed"
@@ -53,7 +53,7 @@ class ReceiveOutcome(enum.StrEnum):
     CORRUPT = "corrupt"
 
 
-class Say(enum.Enum):
+class Reaction(enum.Enum):
     """What is done, in this order."""
 
     ASK = "Claim or Renew"
@@ -63,7 +63,7 @@ class Say(enum.Enum):
     RECEIVED = "tell Received"
     FAILED = "tell ReceiveFailed"
     FINISH = "Finish"
-    ABORT = "Abort"
+    ABORT = "AbortRead"
     STOP = "stop the read"  # if it runs; QUARANTINED is left at once if not
     RELEASED = "tell BlocksReleased"
 
@@ -73,76 +73,80 @@ class ReceiveRow:
     """What follows an event in a state."""
 
     then: ReceiveState
-    says: tuple[Say, ...] = ()
+    says: tuple[Reaction, ...] = ()
     outcome: ReceiveOutcome | None = None
     counted: bool = False  # as stale: it changes nothing
 
 
-_RESERVED, _PULLING, _QUARANTINED, _COMMITTED, _FREED = ReceiveState
+_RESERVED, _READING, _QUARANTINED, _COMMITTED, _FREED = ReceiveState
 _E = ReceiveEvent
-_BY_ITSELF = (Say.FAILED, Say.ABORT, Say.STOP)  # the holder, which may keep blocks for us, learns that it need not
-_BY_THE_HOLDER = (Say.FAILED, Say.STOP)
+_BY_ITSELF = (
+    Reaction.FAILED,
+    Reaction.ABORT,
+    Reaction.STOP,
+)  # the holder may still keep blocks for us
+_BY_THE_HOLDER = (Reaction.FAILED, Reaction.STOP)
 
 
-def _fails(outcome: ReceiveOutcome, *says: Say) -> ReceiveRow:
+def _fails(outcome: ReceiveOutcome, *says: Reaction) -> ReceiveRow:
     return ReceiveRow(_QUARANTINED, says, outcome)
 
 
-def _stays(state: ReceiveState, *says: Say) -> ReceiveRow:
+def _stays(state: ReceiveState, *says: Reaction) -> ReceiveRow:
     return ReceiveRow(state, says)
 
 
-def _stale(state: ReceiveState, *says: Say) -> ReceiveRow:
+def _stale(state: ReceiveState, *says: Reaction) -> ReceiveRow:
     return ReceiveRow(state, says, counted=True)
 
 
 RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
-    (_RESERVED, _E.PEER_READY): ReceiveRow(_PULLING, (Say.ASK, Say.READ)),
-    (_RESERVED, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, Say.FAILED),
-    (_RESERVED, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, Say.FAILED),
+    (_RESERVED, _E.PEER_READY): ReceiveRow(_READING, (Reaction.ASK, Reaction.READ)),
+    (_RESERVED, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, Reaction.FAILED),
+    (_RESERVED, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, Reaction.FAILED),
     (_RESERVED, _E.GRANT): _stale(_RESERVED),
     (_RESERVED, _E.UNASKED): _stale(_RESERVED),
     (_RESERVED, _E.GROWN): _stale(_RESERVED),
     (_RESERVED, _E.REFUSED): _stale(_RESERVED),
     (_RESERVED, _E.WITHDRAWN): _stale(_RESERVED),
-    (_RESERVED, _E.OVERDUE): _fails(ReceiveOutcome.EXPIRED, Say.FAILED),
-    (_RESERVED, _E.CANCEL): _fails(ReceiveOutcome.CANCELLED, Say.FAILED),
-    (_RESERVED, _E.CLOSE): _fails(ReceiveOutcome.FAILED, Say.FAILED),
-    (_PULLING, _E.PEER_READY): _stays(_PULLING),
-    (_PULLING, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, *_BY_THE_HOLDER),
-    (_PULLING, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, *_BY_ITSELF),
-    (_PULLING, _E.GRANT): _stays(_PULLING, Say.READ, Say.ASK_DIGESTS),
-    (_PULLING, _E.UNASKED): _stale(_PULLING),
-    (_PULLING, _E.GROWN): _stays(_PULLING, Say.READ, Say.ASK_DIGESTS),
-    (_PULLING, _E.DIGESTS): _stays(_PULLING, Say.VERIFY),
-    (_PULLING, _E.REFUSED): _fails(ReceiveOutcome.REFUSED, *_BY_THE_HOLDER),
-    (_PULLING, _E.WITHDRAWN): _fails(ReceiveOutcome.WITHDRAWN, *_BY_ITSELF),
-    (_PULLING, _E.READ_FINISHED): _stays(_PULLING, Say.ASK_DIGESTS),
-    (_PULLING, _E.READ_FAILED): _fails(ReceiveOutcome.FAILED, *_BY_ITSELF),
-    (_PULLING, _E.MATCHED): _stays(_PULLING, Say.ASK_DIGESTS),
-    (_PULLING, _E.CORRUPT): _fails(ReceiveOutcome.CORRUPT, *_BY_ITSELF),
-    (_PULLING, _E.COMPLETE): ReceiveRow(_COMMITTED, (Say.RECEIVED, Say.FINISH), ReceiveOutcome.RECEIVED),
-    (_PULLING, _E.TOO_LATE): _fails(ReceiveOutcome.EXPIRED, *_BY_ITSELF),
-    (_PULLING, _E.ASK_DUE): _stays(_PULLING, Say.ASK, Say.ASK_DIGESTS),
-    (_PULLING, _E.OVERDUE): _fails(ReceiveOutcome.EXPIRED, *_BY_ITSELF),
-    (_PULLING, _E.CANCEL): _fails(ReceiveOutcome.CANCELLED, *_BY_ITSELF),
-    (_PULLING, _E.CLOSE): _fails(ReceiveOutcome.FAILED, *_BY_ITSELF),
+    (_RESERVED, _E.OVERDUE): _fails(ReceiveOutcome.EXPIRED, Reaction.FAILED),
+    (_RESERVED, _E.CANCEL): _fails(ReceiveOutcome.CANCELLED, Reaction.FAILED),
+    (_RESERVED, _E.CLOSE): _fails(ReceiveOutcome.FAILED, Reaction.FAILED),
+    (_READING, _E.PEER_READY): _stays(_READING),
+    (_READING, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, *_BY_THE_HOLDER),
+    (_READING, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, *_BY_ITSELF),
+    (_READING, _E.GRANT): _stays(_READING, Reaction.READ, Reaction.ASK_DIGESTS),
+    (_READING, _E.UNASKED): _stale(_READING),
+    (_READING, _E.GROWN): _stays(_READING, Reaction.READ, Reaction.ASK_DIGESTS),
+    (_READING, _E.DIGESTS): _stays(_READING, Reaction.VERIFY),
+    (_READING, _E.REFUSED): _fails(ReceiveOutcome.REFUSED, *_BY_THE_HOLDER),
+    (_READING, _E.WITHDRAWN): _fails(ReceiveOutcome.WITHDRAWN, *_BY_ITSELF),
+    (_READING, _E.READ_FINISHED): _stays(_READING, Reaction.ASK_DIGESTS),
+    (_READING, _E.READ_FAILED): _fails(ReceiveOutcome.FAILED, *_BY_ITSELF),
+    (_READING, _E.MATCHED): _stays(_READING, Reaction.ASK_DIGESTS),
+    (_READING, _E.CORRUPT): _fails(ReceiveOutcome.CORRUPT, *_BY_ITSELF),
+    (_READING, _E.COMPLETE): ReceiveRow(_COMMITTED, (Reaction.RECEIVED, Reaction.FINISH), ReceiveOutcome.RECEIVED),
+    (_READING, _E.TOO_LATE): _fails(ReceiveOutcome.EXPIRED, *_BY_ITSELF),
+    (_READING, _E.ASK_DUE): _stays(_READING, Reaction.ASK, Reaction.ASK_DIGESTS),
+    (_READING, _E.OVERDUE): _fails(ReceiveOutcome.EXPIRED, *_BY_ITSELF),
+    (_READING, _E.CANCEL): _fails(ReceiveOutcome.CANCELLED, *_BY_ITSELF),
+    (_READING, _E.CLOSE): _fails(ReceiveOutcome.FAILED, *_BY_ITSELF),
     (_QUARANTINED, _E.PEER_READY): _stays(_QUARANTINED),
     (_QUARANTINED, _E.PEER_LOST): _stays(_QUARANTINED),
     (_QUARANTINED, _E.CUT_OFF): _stays(_QUARANTINED),
-    (_QUARANTINED, _E.GRANT): _stale(_QUARANTINED, Say.ABORT),
+    (_QUARANTINED, _E.GRANT): _stale(_QUARANTINED, Reaction.ABORT),
     (_QUARANTINED, _E.UNASKED): _stale(_QUARANTINED),
     (_QUARANTINED, _E.GROWN): _stale(_QUARANTINED),
     (_QUARANTINED, _E.REFUSED): _stale(_QUARANTINED),
-    (_QUARANTINED, _E.WITHDRAWN): _stale(_QUARANTINED, Say.ABORT),
+    (_QUARANTINED, _E.WITHDRAWN): _stale(_QUARANTINED, Reaction.ABORT),
     (_QUARANTINED, _E.READ_FINISHED): _stays(_QUARANTINED),
     (_QUARANTINED, _E.READ_FAILED): _stays(_QUARANTINED),
-    (_QUARANTINED, _E.READ_RELEASED): ReceiveRow(_FREED, (Say.RELEASED,)),
+    (_QUARANTINED, _E.READ_RELEASED): ReceiveRow(_FREED, (Reaction.RELEASED,)),
     (_QUARANTINED, _E.CANCEL): _stays(_QUARANTINED),
-    (_FREED, _E.GRANT): _stale(_FREED, Say.ABORT),  # somebody still holds blocks for it: let them go
+    (_FREED, _E.GRANT): _stale(_FREED, Reaction.ABORT),  # somebody still holds blocks for it: let them go
     (_FREED, _E.UNASKED): _stale(_FREED),
     (_FREED, _E.GROWN): _stale(_FREED),
     (_FREED, _E.REFUSED): _stale(_FREED),
-    (_FREED, _E.WITHDRAWN): _stale(_FREED, Say.ABORT),
+    (_FREED, _E.WITHDRAWN): _stale(_FREED, Reaction.ABORT),
     (_FREED, _E.CANCEL): _stays(_FREED),
 }

@@ -1,6 +1,6 @@
 """The reader's half of a hand-off: blocks that fill, and the rule by which their content counts.
 
-    receive ──> RESERVED ──peer is ready──> PULLING ──grant AND read in time (AND digests)──> COMMITTED
+    receive ──> RESERVED ──peer is ready──> READING ──grant AND read in time (AND digests)──> COMMITTED
                    │                           │
                    │ fail, cancel              │ fail, cancel, refused, withdrawn, too late, peer lost, corrupt
                    │                           v
@@ -21,10 +21,11 @@ from collections.abc import Iterable, Sequence
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed, TransferId
 
-from .actions import Action, Emit, Read, SendToHolder, StopRead, Verify
+from .actions import Action, CompareDigests, Emit, ReadBlocks, SendToHolder, StopReading
 from .messages import (
-    Abort,
+    AbortRead,
     AskDigests,
+    ClaimRefused,
     DigestMode,
     Digests,
     EngineKey,
@@ -33,20 +34,19 @@ from .messages import (
     Granted,
     Grown,
     ReaderKey,
-    Refused,
     Ticket,
     Withdrawn,
 )
-from .receive import Patience, Receive
-from .receive_table import RECEIVE_TABLE, ReceiveEvent, ReceiveOutcome, ReceiveState, Say
+from .receive import Receive, ReceiveTimeouts
+from .receive_table import RECEIVE_TABLE, Reaction, ReceiveEvent, ReceiveOutcome, ReceiveState
 
 
 class ReceiveTable:
     """All receives of one engine that are neither committed nor freed. Times are seconds on the caller's clock."""
 
-    def __init__(self, engine: EngineKey, patience: Patience, digest: DigestMode = DigestMode.OFF) -> None:
+    def __init__(self, engine: EngineKey, timeouts: ReceiveTimeouts, digest: DigestMode = DigestMode.OFF) -> None:
         self.engine = engine
-        self.patience = patience
+        self.timeouts = timeouts
         self.outcomes: collections.Counter[ReceiveOutcome] = collections.Counter()
         self.stale_messages = 0
         self._verifies = digest is DigestMode.VERIFY
@@ -93,9 +93,9 @@ class ReceiveTable:
             first_block,
             source,
             list(block_ids),
-            deadline=now + self.patience.connect_s,
+            deadline=now + self.timeouts.connect_s,
             num_ready=min(ticket.num_ready, ticket.num_blocks),
-            num_unproven=len(block_ids) if self._verifies else 0,
+            num_unverified=len(block_ids) if self._verifies else 0,
         )
 
     def cancel(self, receive: TransferId) -> list[Action]:
@@ -136,8 +136,8 @@ class ReceiveTable:
         actions: list[Action] = []
         for receive in self._active():
             if now >= receive.deadline:
-                actions += self._on(receive, ReceiveEvent.OVERDUE, receive.what_took_too_long(self.patience.connect_s))
-            elif receive.state is ReceiveState.PULLING and now >= receive.ask_at:
+                actions += self._on(receive, ReceiveEvent.OVERDUE, receive.what_took_too_long(self.timeouts.connect_s))
+            elif receive.state is ReceiveState.READING and now >= receive.ask_at:
                 actions += self._on(receive, ReceiveEvent.ASK_DUE, now=now)
         return actions
 
@@ -148,7 +148,7 @@ class ReceiveTable:
         known = self._receives[receive]
         known.writable = False
         known.read_finished_at = now
-        known.ask_soon(now, self.patience.retry_s)
+        known.ask_soon(now, self.timeouts.retry_s)
         actions = self._on(known, ReceiveEvent.READ_FINISHED, now=now)
         return actions + self._commit_if_all_is_there(known)
 
@@ -162,12 +162,12 @@ class ReceiveTable:
         return self._on(known, ReceiveEvent.READ_RELEASED)
 
     def matched(self, receive: TransferId, now: float) -> list[Action]:
-        """The blocks of `Verify` are what the holder has."""
+        """The blocks of `CompareDigests` are what the holder has."""
         known = self._receives[receive]
         assert known.digests is not None, "they were compared"
-        known.num_unproven -= known.digests.count
+        known.num_unverified -= known.digests.count
         known.digests = None
-        known.ask_soon(now, self.patience.retry_s)
+        known.ask_soon(now, self.timeouts.retry_s)
         return self._on(known, ReceiveEvent.MATCHED) + self._commit_if_all_is_there(known)
 
     def corrupt(self, receive: TransferId, reason: str) -> list[Action]:
@@ -176,7 +176,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ which receives
 
     def _active(self) -> list[Receive]:
-        return [r for r in self._receives.values() if r.state in (ReceiveState.RESERVED, ReceiveState.PULLING)]
+        return [r for r in self._receives.values() if r.state in (ReceiveState.RESERVED, ReceiveState.READING)]
 
     def _of(self, holder: EngineKey) -> Iterable[Receive]:
         return [receive for receive in self._receives.values() if receive.ticket.lease.holder == holder]
@@ -192,9 +192,9 @@ class ReceiveTable:
 
     def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
         """What a message means in the table, after what it says has been noted."""
-        pulling = receive is not None and receive.state is ReceiveState.PULLING
+        pulling = receive is not None and receive.state is ReceiveState.READING
         match message:
-            case Refused():
+            case ClaimRefused():
                 return ReceiveEvent.REFUSED, f"the holder refused: {message.reason}"
             case Withdrawn():
                 return ReceiveEvent.WITHDRAWN, "the holder withdrew the offer"
@@ -218,15 +218,15 @@ class ReceiveTable:
         if sent_at is None:
             return False
         receive.grow(message.num_ready)
-        until = sent_at + message.lease_s - self.patience.margin_s
+        until = sent_at + message.lease_s - self.timeouts.margin_s
         if receive.granted_until is None or until > receive.granted_until:
             receive.granted_until = receive.deadline = until
-            receive.ask_at = max(now, sent_at + message.lease_s * self.patience.renew_at)
-        receive.ask_soon(now, self.patience.retry_s)
+            receive.ask_at = max(now, sent_at + message.lease_s * self.timeouts.renew_at)
+        receive.ask_soon(now, self.timeouts.retry_s)
         return True
 
     def _commit_if_all_is_there(self, receive: Receive) -> list[Action]:
-        if receive.state is not ReceiveState.PULLING or not receive.all_is_there:
+        if receive.state is not ReceiveState.READING or not receive.all_is_there:
             return []
         assert receive.read_finished_at is not None
         assert receive.granted_until is not None
@@ -244,9 +244,9 @@ class ReceiveTable:
         """For a receive that is over, or was another process's."""
         row = RECEIVE_TABLE[ReceiveState.FREED, event]
         self.stale_messages += row.counted
-        if Say.ABORT not in row.says or message.reader.engine != self.engine:
+        if Reaction.ABORT not in row.says or message.reader.engine != self.engine:
             return []
-        return [SendToHolder(message.lease.holder, Abort(message.lease, message.reader))]
+        return [SendToHolder(message.lease.holder, AbortRead(message.lease, message.reader))]
 
     def _on(self, receive: Receive, event: ReceiveEvent, reason: str = "", now: float = 0.0) -> list[Action]:
         """What the table says. `reason`: why it failed, if it did."""
@@ -264,28 +264,28 @@ class ReceiveTable:
 
     # ------------------------------------------------------------------ actions out
 
-    def _say(self, say: Say, receive: Receive, reason: str, now: float) -> list[Action]:
+    def _say(self, say: Reaction, receive: Receive, reason: str, now: float) -> list[Action]:
         lease, holder = receive.ticket.lease, receive.ticket.lease.holder
         match say:
-            case Say.ASK:
-                return [SendToHolder(holder, receive.claim(now, self.patience.retry_s))]
-            case Say.READ:
+            case Reaction.ASK:
+                return [SendToHolder(holder, receive.claim(now, self.timeouts.retry_s))]
+            case Reaction.READ:
                 more = receive.order()
-                return [] if more is None else [Read(receive.id, more.start, more.stop)]
-            case Say.ASK_DIGESTS:
-                asked = AskDigests(lease, receive.key, receive.first_unproven)
+                return [] if more is None else [ReadBlocks(receive.id, more.start, more.stop)]
+            case Reaction.ASK_DIGESTS:
+                asked = AskDigests(lease, receive.key, receive.first_unverified)
                 return [SendToHolder(holder, asked)] if receive.lacks_digests else []
-            case Say.VERIFY:
-                return [] if receive.digests is None else [Verify(receive.id, receive.digests)]
-            case Say.STOP:
-                return [StopRead(receive.id)] if receive.writable else []
-            case Say.FINISH:
+            case Reaction.VERIFY:
+                return [] if receive.digests is None else [CompareDigests(receive.id, receive.digests)]
+            case Reaction.STOP:
+                return [StopReading(receive.id)] if receive.writable else []
+            case Reaction.FINISH:
                 return [SendToHolder(holder, Finish(lease, receive.key))]
-            case Say.ABORT:
-                return [SendToHolder(holder, Abort(lease, receive.key))]
-            case Say.RECEIVED:
+            case Reaction.ABORT:
+                return [SendToHolder(holder, AbortRead(lease, receive.key))]
+            case Reaction.RECEIVED:
                 return [Emit(Received(receive.id, receive.first_claim_at, receive.read_finished_at))]
-            case Say.FAILED:
+            case Reaction.FAILED:
                 return [Emit(ReceiveFailed(receive.id, reason))]
-            case Say.RELEASED:
+            case Reaction.RELEASED:
                 return [Emit(BlocksReleased(receive.id))]

@@ -1,19 +1,18 @@
-"""One rank's two files on a disk: blocks in slots, and an index that says which block is where.
+"""One rank's two files on a disk: blocks in slots, and an index of which block is in which slot.
 
-    blocks-3.kv       slot 0 | slot 1 | ...                         each as large as this rank's share of a block
+    blocks-3.kv       slot 0 | slot 1 | ...                         each the size of this rank's share of a block
     blocks-3.index    header (4096 bytes) | record 0 | record 1 | ...   64 bytes each
 
     record            hash of the prefix | digest of the slot's bytes | number | digest of the record
 
-The header is text: `head -c 4096`. A slot is written before its record. So after a process was killed a record either
-fits to its slot, or the digest of the slot is another: then the slot is worthless, which whoever reads it finds out.
-Nothing is ever flushed; after a power failure it is the digests again that tell. Numbers tell which of two records of
-one block is newer, and which block was used last: a record is written again, with a higher number, when its block was
-used.
+The header is text: `head -c 4096`. A slot is written before its record. So after a process was killed either a record
+matches its slot, or the slot has another digest and is worthless, which the next read finds out. Nothing is ever
+flushed; after a power failure the digests tell as well. Numbers tell which of two records of one block is newer, and
+which block was used last: when a block is used, its record is written again with a higher number.
 
-Whoever uses the files keeps the index locked, and the lock ends with the process. Rank 0 of an engine takes the first
-pair in the folder that nobody uses and that was written for the same blocks, or else begins a new one. A pair belongs
-to a *set*, one pair a rank: the other ranks take, or begin, theirs of rank 0's set.
+An engine keeps the index of its files locked, and the lock ends with the process. Rank 0 takes the first pair in the
+folder that is not locked and was written for the same blocks, or else creates a new one. A pair belongs to a *set*, one
+pair a rank: the other ranks take, or create, theirs of rank 0's set.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class TierRefused(TransferError):
-    """A setting cannot be used: what was found, and what to change."""
+    """A setting of tiers cannot be used; the text says what was found and what to change."""
 
 
 class DiskFull(TransferError):
@@ -61,11 +60,11 @@ class DiskFull(TransferError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """For whose blocks a pair of files was made."""
+    """The blocks for which a pair of files was made."""
 
     format: int
     fingerprint: str  # of the layout: model, type, block size and version
-    model: str  # for people
+    model: str  # to be read by people
     rank: int
     num_ranks: int
     first_head: int
@@ -95,15 +94,15 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 OF_ALL_RANKS = ("format", "fingerprint", "model", "num_ranks", "num_heads", "slot_bytes")
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """Whose files are looked for."""
+class FileOwner(msgspec.Struct, frozen=True):
+    """The rank whose files are wanted."""
 
     rank: int = 0
     num_ranks: int = 1
-    file_set: str = ""  # rank 0's; empty: any that is free
+    file_set: str = ""  # that of rank 0; empty: any that is not locked
 
 
-ALONE = Seat()
+SINGLE_RANK = FileOwner()
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -118,26 +117,26 @@ def digest_of(data: memoryview) -> bytes:
 
 
 class DiskFiles:
-    """A locked pair of files with room for `num_slots` blocks.
+    """A locked pair of files with space for `num_slots` blocks.
 
     `records` are those of earlier processes, the least recently used first.
 
-    Raises `TierRefused` for a folder that cannot be used, `DiskFull` where the room cannot be had.
+    Raises `TierRefused` for a folder that cannot be used, `DiskFull` where the disk has too little space.
     """
 
-    def __init__(self, folder: Path, region: KVRegion, num_slots: int, seat: Seat = ALONE) -> None:
+    def __init__(self, folder: Path, region: KVRegion, num_slots: int, owner: FileOwner = SINGLE_RANK) -> None:
         self.slot_bytes = region.block_bytes
         self.num_slots = num_slots
-        wanted = Header.of(region, seat.rank, seat.num_ranks, seat.file_set)
+        wanted = Header.of(region, owner.rank, owner.num_ranks, owner.file_set)
         self._kept: dict[int, Record] = {}  # by slot
         with contextlib.ExitStack() as failing:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self.path, self._index, self._header = _claim(folder, wanted)
+                self.path, self._index, self._header = _open_pair(folder, wanted)
                 failing.callback(os.close, self._index)
                 self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
                 failing.callback(os.close, self.fd)
-                self._make_room()
+                self._allocate()
             except OSError as error:
                 if error.errno in NO_ROOM:
                     raise DiskFull(f"{folder}: no room for {num_slots * self.slot_bytes} bytes: {error}") from error
@@ -157,17 +156,17 @@ class DiskFiles:
         return self._header.file_set
 
     def note(self, slot: int, block_hash: BlockHash, data: memoryview) -> None:
-        """Says what the slot holds now: `data`, which has been written. Raises `OSError`."""
+        """Record that a slot holds `data` now, which has been written. Raises `OSError`."""
         self._write(Record(slot, block_hash, digest_of(data), next(self._numbers)))
 
     def note_use(self, slot: int, block_hash: BlockHash) -> None:
-        """The block was used later than all others. Nothing where the slot holds another by now. Raises `OSError`."""
+        """Record a use of the block, unless the slot holds another by now. Raises `OSError`."""
         known = self._kept.get(slot)
         if known is not None and known.block_hash == block_hash:
             self._write(msgspec.structs.replace(known, number=next(self._numbers)))
 
     def fits(self, slot: int, data: memoryview) -> bool:
-        """Whether `data`, which has been read from the slot, is what was written."""
+        """Return whether `data`, which has been read from the slot, is what was written."""
         known = self._kept.get(slot)
         return known is not None and digest_of(data) == known.digest
 
@@ -175,8 +174,8 @@ class DiskFiles:
         os.close(self.fd)
         os.close(self._index)
 
-    def _make_room(self) -> None:
-        """Takes all of the room now: a disk that fills up later does no harm."""
+    def _allocate(self) -> None:
+        """Allocate all of the space now: a disk that fills up later does no harm."""
         for file, num_bytes in ((self._index, HEADER_BYTES + self.num_slots * RECORD_BYTES), (self.fd, self.num_bytes)):
             before = os.fstat(file).st_size
             try:
@@ -216,8 +215,8 @@ class DiskFiles:
         self._kept[record.slot] = record
 
 
-def _claim(folder: Path, wanted: Header) -> tuple[Path, int, Header]:
-    """The file of blocks, the locked index beside it, and the index's header. Raises `OSError`."""
+def _open_pair(folder: Path, wanted: Header) -> tuple[Path, int, Header]:
+    """Return the file of blocks, the locked index beside it, and the index's header. Raises `OSError`."""
     known = sorted(folder.glob("blocks-*.index"), key=lambda path: (len(path.name), path.name))
     for path in known:
         found = _usable_header(path, wanted)
@@ -225,11 +224,13 @@ def _claim(folder: Path, wanted: Header) -> tuple[Path, int, Header]:
             index = _locked(path, LOCKED_FOR_S if wanted.file_set else 0.0)
             if index is not None:
                 return path.with_suffix(".kv"), index, found
-    return _begin(folder, wanted if wanted.file_set else msgspec.structs.replace(wanted, file_set=secrets.token_hex(8)))
+    return _create_pair(
+        folder, wanted if wanted.file_set else msgspec.structs.replace(wanted, file_set=secrets.token_hex(8))
+    )
 
 
-def _begin(folder: Path, header: Header) -> tuple[Path, int, Header]:
-    """A new pair under the first number that is free. Raises `OSError`."""
+def _create_pair(folder: Path, header: Header) -> tuple[Path, int, Header]:
+    """Create a pair under the first number that is free. Raises `OSError`."""
     for number in itertools.count():
         path = folder / f"blocks-{number}.index"
         index = _locked(path, 0.0, os.O_CREAT)
@@ -244,10 +245,10 @@ def _begin(folder: Path, header: Header) -> tuple[Path, int, Header]:
     raise AssertionError("numbers do not end")
 
 
-def _locked(path: Path, patience_s: float, flags: int = 0) -> int | None:
-    """The open index; None where another process keeps it. Raises `OSError`."""
+def _locked(path: Path, timeout_s: float, flags: int = 0) -> int | None:
+    """Open and lock an index; None where another process keeps it locked. Raises `OSError`."""
     index = os.open(path, os.O_RDWR | flags, 0o600)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -261,22 +262,22 @@ def _locked(path: Path, patience_s: float, flags: int = 0) -> int | None:
 
 
 def _usable_header(path: Path, wanted: Header) -> Header | None:
-    """None where the files are another's. Says so where nobody of this engine has a use for them; they stay."""
+    """Return the header if the files can be used. Rank 0 logs files that no rank of this engine can use; they stay."""
     with path.open("rb") as index:
         text = index.read(HEADER_BYTES)
-    if not text:  # whoever has made it has not come further yet
+    if not text:  # another process has created it just now
         return None
     try:
         found = msgspec.json.decode(text, type=Header)
     except msgspec.DecodeError:
-        what = "it holds no header of this version"
+        problem = "it holds no header of this version"
     else:
         differing = [name for name in OF_ALL_RANKS if getattr(found, name) != getattr(wanted, name)]
         if not differing:
             ours = found.rank == wanted.rank and wanted.file_set in ("", found.file_set)
             return found if ours else None
         pairs = (f"{name} is {getattr(found, name)!r}, not {getattr(wanted, name)!r}" for name in differing)
-        what = f"it was written for other blocks ({'; '.join(pairs)})"
+        problem = f"it was written for other blocks ({'; '.join(pairs)})"
     if wanted.rank == 0:
-        logger.warning("%s is not used: %s. Delete it with its .kv file if no engine needs them.", path, what)
+        logger.warning("%s is not used: %s. Delete it with its .kv file if no engine needs them.", path, problem)
     return None

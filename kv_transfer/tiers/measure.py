@@ -1,7 +1,7 @@
-"""How fast blocks go to the host's memory and back: `python -m baton.kv_transfer.tiers.measure --device cuda:0`.
+"""Measure copies to the host's memory and back: `python -m baton.kv_transfer.tiers.measure --device cuda:0`.
 
-Beside a thread that sleeps and one that keeps Python's interpreter busy, as a step loop may; all copies asked for at
-once, and one by one.
+They run beside a thread that sleeps and beside one that keeps the interpreter busy, as a step loop may; all copies are
+asked for at once, or one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from baton.engine.core.layout import KVLayout, KVRegion
 
-from ..copies.host_memory import HostMemory, Pair, open_copies
+from ..block_copies import SlotPair, open_block_copier
+from ..host_memory import HostMemory
 
 ROUNDS = 4
 
@@ -24,7 +25,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="where the blocks are: cpu or cuda:N")
-    parser.add_argument("--blocks", type=int, default=16, help="that are copied at a time")
+    parser.add_argument("--blocks", type=int, default=16, help="number of blocks copied at a time")
     parser.add_argument(
         "--layers", type=int, default=36, help="of 8 KV heads of 128 in bfloat16: 65536 bytes a block each"
     )
@@ -46,21 +47,23 @@ def main() -> None:
                 print(f"{how}: down {down:5.1f}, up {up:5.1f}", flush=True)
 
 
-def _rates(region: KVRegion, memory: HostMemory, calls: Sequence[Sequence[Pair]], *, busy: bool) -> tuple[float, float]:
-    """GB/s of copies in a thread of their own, beside this one."""
+def _rates(
+    region: KVRegion, memory: HostMemory, calls: Sequence[Sequence[SlotPair]], *, busy: bool
+) -> tuple[float, float]:
+    """Return GB/s down and up of copies in a thread of their own, beside this one."""
     rates: list[float] = []
     over = threading.Event()
 
     def copy() -> None:
-        copies = open_copies(region, memory)
+        copier = open_block_copier(region, memory)
         num_bytes = ROUNDS * sum(map(len, calls)) * region.block_bytes
-        for way in (copies.down, copies.up):
+        for copy_pairs in (copier.down, copier.up):
             for pairs in calls:
-                way(pairs)
+                copy_pairs(pairs)
             start = time.perf_counter()
             for _ in range(ROUNDS):
                 for pairs in calls:
-                    way(pairs)
+                    copy_pairs(pairs)
             rates.append(num_bytes / (time.perf_counter() - start) / 1e9)
         over.set()
 

@@ -1,4 +1,4 @@
-"""How much of which memory an engine may use behind its pool."""
+"""Settings of the tiers behind an engine's pool: how much memory of the host, and of a disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SAVE_S = 5.0
 
 
 class TierSettings(BaseModel):
-    """Of one rank of an engine. Raises `pydantic.ValidationError` for what cannot work."""
+    """Sizes for one rank of an engine. Raises `pydantic.ValidationError` for values that cannot work."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -30,5 +30,5 @@ class TierSettings(BaseModel):
 
     @property
     def save_s(self) -> float:
-        """How long an orderly end may take for what goes from the host's memory to the disk."""
+        """Seconds that an orderly end may take to save the host's blocks to the disk."""
         return SAVE_S if self.host_bytes and self.disk_bytes else 0.0

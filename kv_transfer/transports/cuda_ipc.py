@@ -33,7 +33,7 @@ from baton.engine.core.layout import KVRegion
 from .. import codec
 from ..errors import NotRegistrable, TransportError
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
-from .memory import check_ranges, use_device
+from .common import check_ranges, use_device
 
 if TYPE_CHECKING:
     import torch

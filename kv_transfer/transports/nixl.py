@@ -32,8 +32,7 @@ from .. import codec
 from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
-from .memory import PROBE_BYTES, WARM_BYTES, check_ranges, make_scratch, use_device
-from .stumbles import Stumbles
+from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucx_environment import LOST_TCP, defaults
 from .ucx_log import UcxLog
 
@@ -88,7 +87,7 @@ class NixlTransport:
         with _ucx_log.capturing(), defaults(LOST_TCP):
             bindings, api = import_nixl()
             self._errors = errors_of(bindings)
-            self._stumbles = Stumbles("NIXL", self._errors)
+            self._error_latch = ErrorLatch("NIXL", self._errors)
             gpu = use_device(region.device)
             self._memory: _Memory = "DRAM" if gpu is None else "VRAM"
             self._device = gpu or 0
@@ -204,7 +203,7 @@ class NixlTransport:
         return True
 
     def progress(self) -> None:
-        self._stumbles.survive(self._agent.get_new_notifs)
+        self._error_latch.call(self._agent.get_new_notifs)
         self._lingering = [h for h in self._lingering if self._state_of(h) is ReadState.RUNNING or not self._let_go(h)]
 
     def close(self) -> None:
@@ -217,7 +216,7 @@ class NixlTransport:
             _abandoned.append(self)
             return
         for registered in self._registered:
-            self._stumbles.survive(functools.partial(self._agent.deregister_memory, registered))
+            self._error_latch.call(functools.partial(self._agent.deregister_memory, registered))
         del self._agent
 
     def _register(self, address: int, num_bytes: int) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..errors import TransportError
 from . import ByteRange, ReadHandle, ReadState
-from .memory import check_ranges
+from .common import check_ranges
 from .nixl import errors_of, import_nixl
 
 logger = logging.getLogger(__name__)

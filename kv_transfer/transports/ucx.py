@@ -30,8 +30,7 @@ from .. import codec
 from ..codec import Name
 from ..errors import TransportError
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
-from .memory import PROBE_BYTES, WARM_BYTES, check_ranges, make_scratch, use_device
-from .stumbles import Stumbles
+from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_log import UcxLog
 
@@ -114,7 +113,7 @@ class UcxTransport:
                 raise TransportError(f"cannot make a UCX worker: {error}") from error
         self._memory = self._ucp.register(self._context.handle, self._address, self._num_bytes, kind)
         self._into_region = self._ucp.registered(self._memory)
-        self._stumbles = Stumbles("UCX", (self._ucxx.UCXError,))
+        self._error_latch = ErrorLatch("UCX", (self._ucxx.UCXError,))
         key = self._ucp.pack_key(self._context.handle, self._memory)
         worker = self._worker.address.tobytes()
         known = _Metadata(self._ucp.version, agent_name, worker, key, self._address, self._num_bytes)
@@ -284,7 +283,7 @@ class UcxTransport:
 
     def _advance(self) -> None:
         until = time.monotonic() + PROGRESS_S
-        while self._stumbles.survive(self._worker.progress_once) and time.monotonic() < until:
+        while self._error_latch.call(self._worker.progress_once) and time.monotonic() < until:
             pass
         for peer in list(self._lingering):
             self._settle(peer.warm_read)

@@ -14,7 +14,7 @@ from baton.cluster.engines.launch import EngineLaunch
 from baton.cluster.spec import load_spec
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.net.curve import ClusterKey
-from baton.kv_transfer.group.crew_member import CrewMember
+from baton.kv_transfer.group.read_member import join_tp_read_group
 from baton.kv_transfer.tiers.disk_files import TierRefused
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,7 +44,7 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
     parts = KVParts(launch, "prefill-0", 1, "127.0.0.1", lambda: None)
     doors = parts.open_doors()
     (own, _own_memory), (other, _other_memory) = share(0), share(1)
-    member = CrewMember(other, rank=1, leader=doors.reads, engine_id="prefill-0", key=launch.key)
+    member = join_tp_read_group(other, rank=1, leader=doors.reads, engine_id="prefill-0", key=launch.key)
     try:
         parts.connect(own)
         with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):

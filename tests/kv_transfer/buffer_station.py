@@ -14,12 +14,12 @@ import numpy as np
 from baton.engine.core.connector import ConnectorEvent, Offer, OfferEnded, OfferOutcome, TransferId
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.connector import TransferSettings, TransferStats
-from baton.kv_transfer.copies.host_buffer import HostBuffer
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.staging.host_buffer import HostBufferConnector
 
 LAYOUT = KVLayout(model="small", num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16")  # 4 KB a block
-PLACES = 8
-BY_HOST = TransferSettings(buffer="host", buffer_bytes=PLACES * LAYOUT.block_bytes)
+SLOTS = 8
+BY_HOST = TransferSettings(buffer="host", buffer_bytes=SLOTS * LAYOUT.block_bytes)
 PATIENCE_S = 40.0
 
 
@@ -31,7 +31,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Inner:
-    """What `HostBuffer` is built on, where the test decides what happens."""
+    """What `HostBufferConnector` is built on, where the test decides what happens."""
 
     offers_early = True
     address = "tcp://here"
@@ -94,16 +94,16 @@ class Inner:
 
 
 class Station:
-    """A `HostBuffer` of eight places over sixteen blocks, on an `Inner`."""
+    """A `HostBufferConnector` of eight slots over sixteen blocks, on an `Inner`."""
 
     def __init__(self) -> None:
         self.blocks = np.arange(16, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, axis=1)
         region = KVRegion(self.blocks.ctypes.data, 16, "cpu", LAYOUT, 0, 2)
         self.woken = threading.Event()
-        self.buffer = HostBuffer(region, settings=BY_HOST, engine_id="holder", wake=self.woken.set)
+        self.buffer = HostBufferConnector(region, settings=BY_HOST, engine_id="holder", wake=self.woken.set)
         self.inner: Inner = self.buffer._inner  # type: ignore[assignment]
 
-    def place(self, number: int) -> np.ndarray:
+    def slot(self, number: int) -> np.ndarray:
         size = LAYOUT.block_bytes
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.inner.region.address + number * size))
 
@@ -118,5 +118,5 @@ class Station:
         return found
 
     @property
-    def places_used(self) -> int:
+    def slots_used(self) -> int:
         return self.buffer.stats().buffer_blocks

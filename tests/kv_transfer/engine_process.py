@@ -18,10 +18,10 @@ from baton.engine.core.connector import ConnectorEvent, Offer, Received
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
-from baton.kv_transfer.copies.host_buffer import open_connector
 from baton.kv_transfer.errors import TransferThreadDied
-from baton.kv_transfer.group.crew import CrewSocket
-from baton.kv_transfer.group.crew_member import CrewMember
+from baton.kv_transfer.group.read_member import join_tp_read_group
+from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.staging.host_buffer import open_connector
 
 START_S = 60.0
 DEFAULT_SETTINGS = TransferSettings()
@@ -44,7 +44,7 @@ class Seat:
     settings: TransferSettings = DEFAULT_SETTINGS
     rank: int = 0
     size: int = 1
-    leader: str = ""  # the address of rank 0's `CrewSocket`
+    leader: str = ""  # the address of rank 0's `GroupSocket`
     environ: tuple[tuple[str, str], ...] = ()
     device: str = "cpu"  # or "cuda": the GPUs in turn, rank by rank
 
@@ -102,7 +102,7 @@ class Child:
         if seat.rank == 0:
             self._lead(seat, region, pipe)
         else:
-            self.member = CrewMember(
+            self.member = join_tp_read_group(
                 region,
                 rank=seat.rank,
                 leader=seat.leader,
@@ -112,10 +112,10 @@ class Child:
             )
 
     def _lead(self, seat: Seat, region: KVRegion, pipe: multiprocessing.connection.Connection) -> None:
-        crew = None
+        read_socket = None
         if seat.size > 1:
-            crew = CrewSocket(seat.size, "127.0.0.1", seat.key)
-            pipe.send(crew.address)
+            read_socket = GroupSocket(seat.size, "127.0.0.1", seat.key)
+            pipe.send(read_socket.address)
         self.news = threading.Event()
         self.connector = open_connector(
             region,
@@ -125,7 +125,7 @@ class Child:
             key=seat.key,
             settings=seat.settings,
             wake=self.news.set,
-            crew=crew,
+            read_socket=read_socket,
         )
         self.info = PeerInfo(seat.name, seat.epoch, self.connector.address, self.layout.fingerprint)
 

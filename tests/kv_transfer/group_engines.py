@@ -21,17 +21,16 @@ from baton.engine.parallel.member import Member
 from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
-from baton.kv_transfer.copies.group_copies import follow_connector
-from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector
-from baton.kv_transfer.group.crew import CrewSocket
-from baton.kv_transfer.net.channel import RankSocket
-from baton.kv_transfer.tiers.ranks import follow_tiers
+from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.staging.group_copies import follow_connector
+from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
+from baton.kv_transfer.tiers.group import follow_tiers
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 START_S = 90.0
 ANSWER_S = 60.0
-_CREW, _COPIES, _TIERS = "kv-crew", "kv-copies", "kv-tiers"
+_READS, _COPIES, _TIERS = "kv-crew", "kv-copies", "kv-tiers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +48,17 @@ class _Leader:
     """Rank 0. Every public method is an order."""
 
     def __init__(self, job: Job, member: Member) -> None:
-        crew = copies = ranks = None
+        read_socket = copy_socket = tier_socket = None
         if member.tensor_parallel_size > 1:
-            crew = CrewSocket(member.tensor_parallel_size, member.host, job.key)
-            copies, ranks = (RankSocket(member.tensor_parallel_size, member.host, job.key) for _ in range(2))
+            read_socket = GroupSocket(member.tensor_parallel_size, member.host, job.key)
+            copy_socket, tier_socket = (
+                GroupSocket(member.tensor_parallel_size, member.host, job.key) for _ in range(2)
+            )
             meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
-            for what, socket in ((_CREW, crew), (_COPIES, copies), (_TIERS, ranks)):
+            for what, socket in ((_READS, read_socket), (_COPIES, copy_socket), (_TIERS, tier_socket)):
                 meeting.put(what, socket.address)
 
-        def connect(region: KVRegion) -> TransferConnector | HostBuffer:
+        def connect(region: KVRegion) -> TransferConnector | HostBufferConnector:
             self._connector = open_connector(
                 region,
                 engine_id=job.name,
@@ -65,14 +66,16 @@ class _Leader:
                 host=member.host,
                 key=job.key,
                 settings=job.settings,
-                crew=crew,
-                copies=copies,
+                read_socket=read_socket,
+                copy_socket=copy_socket,
             )
             return self._connector
 
         def open_tiers(region: KVRegion) -> TierStore:
             assert job.tiers is not None
-            self._store = TierStore(region, job.tiers, name=f"{job.name}:tiers", cpu_affinity="any", ranks=ranks)
+            self._store = TierStore(
+                region, job.tiers, name=f"{job.name}:tiers", cpu_affinity="any", group_socket=tier_socket
+            )
             return self._store
 
         self._store: TierStore | None = None
@@ -147,7 +150,7 @@ def _follow(job: Job, member: Member) -> None:
         reader = follow_connector(
             region,
             rank=member.tp_rank,
-            leader=meeting.get(_CREW),
+            leader=meeting.get(_READS),
             copies=meeting.get(_COPIES),
             engine_id=job.name,
             key=job.key,

@@ -23,10 +23,11 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer.group.crew import gather
-from baton.kv_transfer.group.crew_member import Follower
 from baton.kv_transfer.group.rank_reader import RankReader
-from baton.kv_transfer.handoff.coordinator import Handoff
+from baton.kv_transfer.group.read_member import read_member
+from baton.kv_transfer.group.rpc import Member
+from baton.kv_transfer.group.tp_read_group import gather
+from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
 from baton.kv_transfer.protocol import messages
 from baton.kv_transfer.protocol.messages import EngineKey, LeaseKey, ReaderKey, Ticket
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
@@ -102,21 +103,21 @@ class Rank:
         self.region = KVRegion(0, NUM_BLOCKS, "cpu", world.layout, self.heads.start, len(self.heads))
         transport = world.fabric.attach(self.agent, self.memory)
         self.reader = RankReader(rank, self.region, transport, lambda block: b"".join(self.content(block)))
-        self.follower: Follower | None = None  # rank 0 has none
+        self.member: Member | None = None  # rank 0 has none
         if rank > 0:
             self.channel = world.wires.bind(f"{self.agent}")
             leader = self.channel.connect(f"{engine.engine_id}:{engine.epoch}:0")
-            self.follower = Follower(self.reader, self.channel, leader, world.clock)
+            self.member = read_member(self.reader, self.channel, leader, world.clock)
 
     def die(self, world: World) -> None:
         world.fabric.kill(self.agent)
-        if self.follower is not None:
+        if self.member is not None:
             self.channel.close()
-        self.follower = None
+        self.member = None
 
     def pump(self) -> None:
-        if self.follower is not None:
-            self.follower.pump()
+        if self.member is not None:
+            self.member.pump()
 
     def content(self, block: int) -> list[bytes]:
         """By head."""
@@ -147,9 +148,13 @@ class Engine:
         self.channel = world.network.bind(f"tcp://{name}")
         self.wire = world.wires.bind(f"{name}:{epoch}:0")
         self.ranks = [Rank(world, self.key, rank, size) for rank in range(size)]
-        crew = gather(self.ranks[0].reader, size, self.wire, clock=world.clock, wait=lambda _: world.clock.advance(0.1))
-        settings = msgspec.structs.replace(SETTINGS, batch_bytes=2 * crew.block_bytes, digest=world.digest)
-        self.handoff = Handoff(self.key, self.channel, crew, settings, world.clock, self.on_event, digest_blocks=2)
+        group = gather(
+            self.ranks[0].reader, size, self.wire, clock=world.clock, wait=lambda _: world.clock.advance(0.1)
+        )
+        settings = msgspec.structs.replace(SETTINGS, batch_bytes=2 * group.block_bytes, digest=world.digest)
+        self.handoff = HandoffCoordinator(
+            self.key, self.channel, group, settings, world.clock, self.on_event, digest_blocks=2
+        )
 
     @property
     def info(self) -> PeerInfo:

@@ -133,7 +133,7 @@ class World:
         """Without faults and with some patience everything ends, exactly once."""
         self.network.faults, self.fabric.faults = NetworkFaults(), TransportFaults()
         for name, engine in list(self.engines.items()):
-            if any(rank.follower is None for rank in engine.ranks[1:]):
+            if any(rank.member is None for rank in engine.ranks[1:]):
                 self.restart(name)  # whoever watches its processes has noticed by now
         self.tell_everyone()
         for engine in self.engines.values():

@@ -28,7 +28,7 @@ from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
-from baton.kv_transfer.handoff.coordinator import Handoff
+from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
 from baton.kv_transfer.net.channel import Route, ZmqChannel
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
 
@@ -463,7 +463,7 @@ def test_the_engine_is_woken_once_for_each_event(connector: TransferConnector, m
 def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[ZmqChannel] = []
     monkeypatch.setattr(ZmqChannel, "close", lambda channel: closed.append(channel))
-    monkeypatch.setattr(TransferConnector, "_make_crew", lambda self: 1 / 0)
+    monkeypatch.setattr(TransferConnector, "_make_group", lambda self: 1 / 0)
     region = KVRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
     with pytest.raises(ZeroDivisionError):
         TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
@@ -478,7 +478,7 @@ def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
 ) -> None:
     transfer = connector.receive("request", 0, ticket_of_nobody(), 0, [1])
     wait_until(lambda: connector.stats().receives_active == 1)
-    monkeypatch.setattr(Handoff, "pump", lambda self, calls: 1 / 0)
+    monkeypatch.setattr(HandoffCoordinator, "pump", lambda self, calls: 1 / 0)
     connector.cancel(12345)  # any call: the thread looks up
     failed, released = events_of(connector, 2)
     assert failed == ReceiveFailed(transfer, "KV transfers stopped: division by zero")

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.core.layout import KVLayout, UnevenHeads
-from baton.kv_transfer.descriptors import Cut, Share, block_ranges, cut, shares
+from baton.kv_transfer.descriptors import AssignedHeads, HeadSlice, assign_heads, block_ranges, slice_heads
 from baton.kv_transfer.errors import TransportError
 from baton.kv_transfer.transports import ByteRange
 
-WHOLE = Cut(num_bytes=100, remote_offset=0, remote_block=100, local_offset=0, local_block=100)
+WHOLE = HeadSlice(num_bytes=100, remote_offset=0, remote_block=100, local_offset=0, local_block=100)
 
 
 def a_layout(num_heads: int) -> KVLayout:
@@ -42,7 +42,7 @@ def test_no_blocks_are_no_ranges() -> None:
 
 @pytest.mark.parametrize(("remote", "local"), [(range(4), range(2, 4)), (range(2, 4), range(4)), (range(4), range(4))])
 def test_a_part_of_either_sides_share_is_one_range_a_block(remote: range, local: range) -> None:
-    part = cut(range(2, 4), remote, local, 10)
+    part = slice_heads(range(2, 4), remote, local, 10)
     assert part.num_bytes == 20
     ranges = block_ranges([0, 1, 2], [0, 1, 2], part)
     assert [piece.num_bytes for piece in ranges] == [20, 20, 20]
@@ -53,19 +53,21 @@ def test_a_part_of_either_sides_share_is_one_range_a_block(remote: range, local:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_groups_of_one_size_pair_rank_by_rank(size: int) -> None:
     kept = kept_by(size, 8)
-    assert [shares(rank, kept[rank], kept) for rank in range(size)] == [[Share(r, kept[r])] for r in range(size)]
+    assert [assign_heads(rank, kept[rank], kept) for rank in range(size)] == [
+        [AssignedHeads(r, kept[r])] for r in range(size)
+    ]
 
 
 def test_heads_that_are_neighbours_on_a_rank_go_together() -> None:
-    assert shares(0, range(8), kept_by(2, 8)) == [Share(0, range(4)), Share(1, range(4, 8))]
-    assert shares(1, range(4, 8), kept_by(4, 8)) == [Share(2, range(4, 6)), Share(3, range(6, 8))]
-    assert shares(3, range(6, 8), kept_by(2, 8)) == [Share(1, range(6, 8))]
+    assert assign_heads(0, range(8), kept_by(2, 8)) == [AssignedHeads(0, range(4)), AssignedHeads(1, range(4, 8))]
+    assert assign_heads(1, range(4, 8), kept_by(4, 8)) == [AssignedHeads(2, range(4, 6)), AssignedHeads(3, range(6, 8))]
+    assert assign_heads(3, range(6, 8), kept_by(2, 8)) == [AssignedHeads(1, range(6, 8))]
 
 
 def test_readers_take_turns_at_ranks_that_keep_the_same_head() -> None:
     latents = kept_by(4, 1)
-    assert [shares(rank, range(1), latents)[0].holder_rank for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert [shares(rank, kept_by(8, 2)[rank], kept_by(4, 2))[0].holder_rank for rank in range(8)] == [
+    assert [assign_heads(rank, range(1), latents)[0].holder_rank for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [assign_heads(rank, kept_by(8, 2)[rank], kept_by(4, 2))[0].holder_rank for rank in range(8)] == [
         *(0, 1, 0, 1),
         *(2, 3, 2, 3),
     ]
@@ -73,7 +75,7 @@ def test_readers_take_turns_at_ranks_that_keep_the_same_head() -> None:
 
 def test_a_head_that_nobody_keeps_is_named() -> None:
     with pytest.raises(TransportError, match="KV head 2 is on none of the holder's 1 ranks"):
-        shares(0, range(4), [range(2)])
+        assign_heads(0, range(4), [range(2)])
 
 
 @pytest.mark.parametrize(("heads", "size"), [(8, 3), (2, 3), (6, 4), (5, 2)])
@@ -104,9 +106,9 @@ def test_every_byte_of_every_rank_is_written_once_and_from_the_right_place(
     holders, readers = kept_by(holder_size, num_heads), kept_by(reader_size, num_heads)
     for rank, heads in enumerate(readers):
         written: dict[int, tuple[int, int, int]] = {}  # offset at the reader: block, head and byte at the holder
-        for share in shares(rank, heads, holders):
+        for share in assign_heads(rank, heads, holders):
             remote = holders[share.holder_rank]
-            for piece in block_ranges(source, target, cut(share.heads, remote, heads, head_bytes)):
+            for piece in block_ranges(source, target, slice_heads(share.heads, remote, heads, head_bytes)):
                 assert piece.num_bytes > 0
                 for at in range(piece.num_bytes):
                     block, inside = divmod(piece.remote + at, len(remote) * head_bytes)
@@ -126,9 +128,11 @@ def test_there_is_one_range_a_rank_for_a_run_and_else_one_a_block(groups: tuple[
     holders, readers = kept_by(holder_size, num_heads), kept_by(reader_size, num_heads)
     blocks = list(range(count))
     for rank, heads in enumerate(readers):
-        found = shares(rank, heads, holders)
+        found = assign_heads(rank, heads, holders)
         assert len(found) == len({head // len(holders[0]) for head in heads})
         for share in found:
             remote = holders[share.holder_rank]
             whole = share.heads == remote == heads
-            assert len(block_ranges(blocks, blocks, cut(share.heads, remote, heads, 8))) == (1 if whole else count)
+            assert len(block_ranges(blocks, blocks, slice_heads(share.heads, remote, heads, 8))) == (
+                1 if whole else count
+            )

@@ -1,4 +1,4 @@
-"""Greetings between two engines over the fakes."""
+"""HandshakeResponder between two engines over the fakes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout, KVRegion
-from baton.kv_transfer.group.crew import Crew
 from baton.kv_transfer.group.rank_reader import RankReader
-from baton.kv_transfer.handoff.coordinator import LISTEN_EVERY_S, Handoff
-from baton.kv_transfer.handoff.peers import MAX_GREET_PAUSE_S
+from baton.kv_transfer.group.tp_read_group import TpReadGroup
+from baton.kv_transfer.handoff.coordinator import LISTEN_EVERY_S, HandoffCoordinator
+from baton.kv_transfer.handoff.peers import MAX_HANDSHAKE_PAUSE_S
 from baton.kv_transfer.lease_clock import STOOD_STILL_S
 from baton.kv_transfer.pacing import POLL_SERVING_S
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     DigestMode,
     EngineKey,
-    Hello,
+    HandshakeRequest,
     LeaseKey,
     Ticket,
     encode,
@@ -67,15 +67,17 @@ class Engines:
         self.reader = self.engine("reader", reader_layout, "fake", reader_settings)
         self.reader_channel = self.network.bound("tcp://reader")
 
-    def engine(self, name: str, layout: KVLayout, transport_name: str, settings: TransferSettings) -> Handoff:
+    def engine(
+        self, name: str, layout: KVLayout, transport_name: str, settings: TransferSettings
+    ) -> HandoffCoordinator:
         size, memory = layout.block_bytes, bytearray(self.num_blocks * layout.block_bytes)
         transport = self.fabric.attach(name, memory)
         transport.name = transport_name
         self.transports[name] = transport
         channel = self.network.bind(f"tcp://{name}")
         region = KVRegion(0, self.num_blocks, "cpu", layout, 0, layout.num_kv_heads)
-        crew = Crew(RankReader(0, region, transport, lambda block: memory[block * size : (block + 1) * size]))
-        return Handoff(EngineKey(name, 1), channel, crew, settings, self.clock, self.events.append)
+        group = TpReadGroup(RankReader(0, region, transport, lambda block: memory[block * size : (block + 1) * size]))
+        return HandoffCoordinator(EngineKey(name, 1), channel, group, settings, self.clock, self.events.append)
 
     def pass_time(self, rounds: int = 20) -> None:
         for _ in range(rounds):
@@ -357,7 +359,7 @@ def test_a_peer_that_broke_while_it_was_warmed_is_greeted_again_unasked() -> Non
     engines.fabric.faults.break_peer = 1.0
     engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
     for _ in range(20):
-        assert engines.reader.pump() <= MAX_GREET_PAUSE_S
+        assert engines.reader.pump() <= MAX_HANDSHAKE_PAUSE_S
         engines.holder.pump()
         engines.clock.advance(0.1)
     engines.fabric.faults.break_peer = 0.0
@@ -421,7 +423,7 @@ def test_a_peer_is_connected_though_its_help_came_while_nobody_looked() -> None:
 def test_greetings_that_waited_for_a_connection_are_answered_once() -> None:
     engines = Engines()
     link = engines.reader_channel.connect("tcp://holder")
-    hello = Hello(EngineKey("reader", 1), EngineKey("holder", 1), OURS.fingerprint, "fake", DigestMode.OFF)
+    hello = HandshakeRequest(EngineKey("reader", 1), EngineKey("holder", 1), OURS.fingerprint, "fake", DigestMode.OFF)
     for _ in range(1000):
         engines.reader_channel.send(link, encode(hello))
     engines.clock.advance(0.1)

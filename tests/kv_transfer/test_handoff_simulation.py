@@ -16,13 +16,13 @@ from simulated_engine import LEASE_S, STALL_S, Engine, Violation, require
 from simulation import World
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
-from baton.kv_transfer.descriptors import Share, cut
+from baton.kv_transfer.descriptors import AssignedHeads, slice_heads
 from baton.kv_transfer.group import rank_reader
-from baton.kv_transfer.group.crew import Crew
-from baton.kv_transfer.group.crew_member import Follower
 from baton.kv_transfer.group.rank_reader import RankReader
+from baton.kv_transfer.group.read_member import ReadServant
+from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff.peers import Peers
-from baton.kv_transfer.handoff.reads import Pulls
+from baton.kv_transfer.handoff.reads import BlockReads
 from baton.kv_transfer.protocol.actions import Emit
 from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseRow, LeaseState, LeaseTable
 from baton.kv_transfer.protocol.messages import DigestMode
@@ -153,7 +153,7 @@ class HandoffMachine(RuleBasedStateMachine):
         receive = engine.receive(offering, 0)
         self.world.pump(engine)
         self.world.fabric.faults = faults
-        has_begun = receive in engine.handoff._pulls
+        has_begun = receive in engine.handoff._reads
         self.world.pass_time(STALL_S + 1.0)
         if has_begun and receive in engine.receives and self.world.engines[decode] is engine:
             require(engine.receives[receive].failed, "a read of which nothing comes is waited for")
@@ -348,12 +348,12 @@ def count_no_time_while_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = Pulls.__init__
+    init = BlockReads.__init__
 
     def patient(self, crew, batch_bytes, reads_in_flight, stall_s):
         init(self, crew, batch_bytes, reads_in_flight, math.inf)
 
-    monkeypatch.setattr(Pulls, "__init__", patient)
+    monkeypatch.setattr(BlockReads, "__init__", patient)
 
 
 def forget_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def forget_to_tell_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask_nobody_for_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pulls, "given_up", ())
+    monkeypatch.setattr(BlockReads, "given_up", ())
 
 
 BUGS = [
@@ -418,30 +418,32 @@ def test_a_planted_bug_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def commit_when_rank_0_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Crew, "poll", lambda self, read: self._own.poll(read))
+    monkeypatch.setattr(TpReadGroup, "poll", lambda self, read: self._own.poll(read))
 
 
 def release_what_only_rank_0_has_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Crew, "release", lambda self, read: self._own.release(read))
+    monkeypatch.setattr(TpReadGroup, "release", lambda self, read: self._own.release(read))
 
 
 def report_a_read_as_released_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Follower._report
+    report = ReadServant._report
     at_once = lambda self, read, state, reason, *, released: report(self, read, state, reason, released=True)  # noqa: E731
-    monkeypatch.setattr(Follower, "_report", at_once)
+    monkeypatch.setattr(ReadServant, "_report", at_once)
 
 
 def take_the_holders_first_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        rank_reader, "cut", lambda heads, remote, local, size: cut(heads, remote, local, size)._replace(remote_offset=0)
+        rank_reader,
+        "slice_heads",
+        lambda heads, remote, local, size: slice_heads(heads, remote, local, size)._replace(remote_offset=0),
     )
 
 
 def read_as_if_both_sides_had_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def same_rank(rank: int, heads: range, holders: Sequence[range]) -> list[Share]:
-        return [Share(rank % len(holders), heads)]
+    def same_rank(rank: int, heads: range, holders: Sequence[range]) -> list[AssignedHeads]:
+        return [AssignedHeads(rank % len(holders), heads)]
 
-    monkeypatch.setattr(rank_reader, "shares", same_rank)
+    monkeypatch.setattr(rank_reader, "assign_heads", same_rank)
 
 
 GROUP_BUGS = [
@@ -464,7 +466,7 @@ def test_a_bug_planted_in_a_group_is_caught(plant, monkeypatch: pytest.MonkeyPat
 
 
 def compare_no_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankReader, "objection", lambda self, peer, blocks, by_rank: "")
+    monkeypatch.setattr(RankReader, "difference", lambda self, peer, blocks, by_rank: "")
 
 
 def commit_before_the_digests_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +474,7 @@ def commit_before_the_digests_came(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def believing(self, receive, *values):
         start(self, receive, *values)
-        self[receive].num_unproven = 0
+        self[receive].num_unverified = 0
 
     monkeypatch.setattr(ReceiveTable, "start", believing)
 
@@ -481,7 +483,7 @@ def commit_when_some_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     matched = ReceiveTable.matched
 
     def believing(self, receive, now):
-        self[receive].num_unproven = self[receive].digests.count
+        self[receive].num_unverified = self[receive].digests.count
         return matched(self, receive, now)
 
     monkeypatch.setattr(ReceiveTable, "matched", believing)

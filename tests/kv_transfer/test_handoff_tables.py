@@ -9,13 +9,22 @@ from pathlib import Path
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
-from baton.kv_transfer.protocol.actions import Action, Emit, Read, SendToHolder, SendToReader, StopRead, Verify
-from baton.kv_transfer.protocol.leases import LEASE_TABLE, Answer, LeaseEvent, LeaseRow, LeaseState, LeaseTable
+from baton.kv_transfer.protocol.actions import (
+    Action,
+    CompareDigests,
+    Emit,
+    ReadBlocks,
+    SendToHolder,
+    SendToReader,
+    StopReading,
+)
+from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseReply, LeaseRow, LeaseState, LeaseTable
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
-    Abort,
+    AbortRead,
     AskDigests,
     Claim,
+    ClaimRefused,
     DigestMode,
     Digests,
     EngineKey,
@@ -24,14 +33,13 @@ from baton.kv_transfer.protocol.messages import (
     Grown,
     LeaseKey,
     ReaderKey,
-    Refused,
     Renew,
     Ticket,
     Withdrawn,
     runs_of,
 )
-from baton.kv_transfer.protocol.receive import Patience
-from baton.kv_transfer.protocol.receive_table import RECEIVE_TABLE, ReceiveEvent, ReceiveRow, ReceiveState, Say
+from baton.kv_transfer.protocol.receive import ReceiveTimeouts
+from baton.kv_transfer.protocol.receive_table import RECEIVE_TABLE, Reaction, ReceiveEvent, ReceiveRow, ReceiveState
 from baton.kv_transfer.protocol.receives import ReceiveTable
 
 PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
@@ -117,7 +125,7 @@ LEASE_EVENTS: dict[LeaseEvent, list[Callable[[LeaseTable], list[Action]]]] = {
     LeaseEvent.ASK_DIGESTS: [lambda it: it.on_message(AskDigests(LEASE, READER, 0), now=2.0)],
     LeaseEvent.FINISH: [lambda it: it.on_message(Finish(LEASE, READER), now=2.0)],
     LeaseEvent.EARLY_FINISH: [lambda it: it.on_message(Finish(LEASE, READER), now=2.0)],
-    LeaseEvent.ABORT: [lambda it: it.on_message(Abort(LEASE, READER), now=2.0)],
+    LeaseEvent.ABORT: [lambda it: it.on_message(AbortRead(LEASE, READER), now=2.0)],
     LeaseEvent.STRANGER_ASKS: [
         lambda it: it.on_message(Claim(LEASE, STRANGER, 5), now=2.0),
         lambda it: it.on_message(Renew(LEASE, STRANGER, 5), now=2.0),
@@ -125,7 +133,7 @@ LEASE_EVENTS: dict[LeaseEvent, list[Callable[[LeaseTable], list[Action]]]] = {
     ],
     LeaseEvent.STRANGER_ENDS: [
         lambda it: it.on_message(Finish(LEASE, STRANGER), now=2.0),
-        lambda it: it.on_message(Abort(LEASE, STRANGER), now=2.0),
+        lambda it: it.on_message(AbortRead(LEASE, STRANGER), now=2.0),
     ],
     LeaseEvent.ADVANCE: [lambda it: it.advance(1, 2, now=2.0)],
     LeaseEvent.WITHDRAW: [lambda it: it.withdraw(1)],
@@ -146,11 +154,11 @@ NO_SUCH_LEASE = {  # nobody is a stranger to what is granted to nobody; what is 
 }
 
 ANSWERS = {
-    Answer.GRANTED: Granted,
-    Answer.REFUSED: Refused,
-    Answer.WITHDRAWN: Withdrawn,
-    Answer.GROWN: Grown,
-    Answer.DIGESTS: Digests,
+    LeaseReply.GRANTED: Granted,
+    LeaseReply.REFUSED: ClaimRefused,
+    LeaseReply.WITHDRAWN: Withdrawn,
+    LeaseReply.GROWN: Grown,
+    LeaseReply.DIGESTS: Digests,
 }
 
 
@@ -193,7 +201,7 @@ def test_no_message_and_no_call_finds_a_pair_that_the_holders_table_lacks(state:
 
 def receives(state: ReceiveState, *, has_read: bool = False, digest: DigestMode = DigestMode.OFF) -> ReceiveTable:
     """One receive of three blocks in that state, or none, at time 1. QUARANTINED: its read still runs."""
-    made = ReceiveTable(ME, Patience(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5), digest)
+    made = ReceiveTable(ME, ReceiveTimeouts(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5), digest)
     ticket = Ticket(
         *(TICKET_VERSION, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 3, 10.0, digest, 3), runs_of([7, 8, 9])
     )
@@ -238,7 +246,7 @@ RECEIVE_EVENTS: dict[ReceiveEvent, list[Callable[[ReceiveTable], list[Action]]]]
     ReceiveEvent.UNASKED: [unasked_grant, digests_come],
     ReceiveEvent.GROWN: [lambda it: it.on_message(Grown(LEASE, READER, 3), now=2.0)],
     ReceiveEvent.DIGESTS: [digests_come],
-    ReceiveEvent.REFUSED: [lambda it: it.on_message(Refused(LEASE, READER, "no"), now=2.0)],
+    ReceiveEvent.REFUSED: [lambda it: it.on_message(ClaimRefused(LEASE, READER, "no"), now=2.0)],
     ReceiveEvent.WITHDRAWN: [lambda it: it.on_message(Withdrawn(LEASE, READER), now=2.0)],
     ReceiveEvent.READ_FINISHED: [lambda it: it.read_finished(1, now=2.0)],
     ReceiveEvent.READ_FAILED: [lambda it: it.read_failed(1, "link down")],
@@ -256,16 +264,16 @@ RECEIVE_EVENTS: dict[ReceiveEvent, list[Callable[[ReceiveTable], list[Action]]]]
 NEEDS_READ = {ReceiveEvent.COMPLETE, ReceiveEvent.DIGESTS, ReceiveEvent.MATCHED, ReceiveEvent.CORRUPT}
 NEEDS_DIGESTS = NEEDS_READ - {ReceiveEvent.COMPLETE}
 
-ACTIONS: dict[Say, object] = {
-    Say.ASK: Claim,
-    Say.READ: Read,
-    Say.VERIFY: Verify,
-    Say.RECEIVED: Received,
-    Say.FAILED: ReceiveFailed,
-    Say.FINISH: Finish,
-    Say.ABORT: Abort,
-    Say.STOP: StopRead,
-    Say.RELEASED: BlocksReleased,
+ACTIONS: dict[Reaction, object] = {
+    Reaction.ASK: Claim,
+    Reaction.READ: ReadBlocks,
+    Reaction.VERIFY: CompareDigests,
+    Reaction.RECEIVED: Received,
+    Reaction.FAILED: ReceiveFailed,
+    Reaction.FINISH: Finish,
+    Reaction.ABORT: AbortRead,
+    Reaction.STOP: StopReading,
+    Reaction.RELEASED: BlocksReleased,
 }
 
 
@@ -277,13 +285,13 @@ def kind(action: Action) -> type:
 
 def expected(row: ReceiveRow, event: ReceiveEvent, state: ReceiveState) -> list[object]:
     """What the row says, but for what there is no occasion to."""
-    idle = {Say.ASK_DIGESTS}  # nothing is verified here
-    if event in (ReceiveEvent.GRANT, ReceiveEvent.GROWN) and state is ReceiveState.PULLING:
-        idle.add(Say.READ)  # all was written at once
+    idle = {Reaction.ASK_DIGESTS}  # nothing is verified here
+    if event in (ReceiveEvent.GRANT, ReceiveEvent.GROWN) and state is ReceiveState.READING:
+        idle.add(Reaction.READ)  # all was written at once
     if event in NEEDS_READ or event is ReceiveEvent.TOO_LATE:
-        idle.add(Say.STOP)  # nothing runs any more
+        idle.add(Reaction.STOP)  # nothing runs any more
     said = [ACTIONS[say] for say in row.says if say not in idle]
-    nothing_runs = state is ReceiveState.RESERVED or (Say.STOP in row.says and Say.STOP in idle)
+    nothing_runs = state is ReceiveState.RESERVED or (Reaction.STOP in row.says and Reaction.STOP in idle)
     if row.then is ReceiveState.QUARANTINED and (
         (row.outcome is not None and nothing_runs) or event is ReceiveEvent.READ_FINISHED
     ):
@@ -292,14 +300,14 @@ def expected(row: ReceiveRow, event: ReceiveEvent, state: ReceiveState) -> list[
 
 
 def test_the_readers_table_has_a_row_for_every_message_and_every_call() -> None:
-    live = (ReceiveState.RESERVED, ReceiveState.PULLING, ReceiveState.QUARANTINED, ReceiveState.FREED)
+    live = (ReceiveState.RESERVED, ReceiveState.READING, ReceiveState.QUARANTINED, ReceiveState.FREED)
     from_outside = (
         *(ReceiveEvent.GRANT, ReceiveEvent.UNASKED, ReceiveEvent.GROWN, ReceiveEvent.REFUSED, ReceiveEvent.WITHDRAWN),
         ReceiveEvent.CANCEL,
     )
     assert RECEIVE_TABLE.keys() >= {(state, event) for state in live for event in from_outside}
     assert not [state for state, _ in RECEIVE_TABLE if state is ReceiveState.COMMITTED]  # it is forgotten at once
-    assert {event for state, event in RECEIVE_TABLE if state is ReceiveState.PULLING} == set(ReceiveEvent) - {
+    assert {event for state, event in RECEIVE_TABLE if state is ReceiveState.READING} == set(ReceiveEvent) - {
         ReceiveEvent.READ_RELEASED  # the read was stopped or has failed before
     }
 
@@ -308,7 +316,7 @@ def test_the_readers_table_has_a_row_for_every_message_and_every_call() -> None:
 def test_the_reader_does_what_its_row_says(state: ReceiveState, event: ReceiveEvent) -> None:
     row = RECEIVE_TABLE[state, event]
     for happen in RECEIVE_EVENTS[event]:
-        if happen is unasked_grant and state is not ReceiveState.PULLING:
+        if happen is unasked_grant and state is not ReceiveState.READING:
             continue  # where nothing was asked, any grant is one: the row GRANT
         digest = DigestMode.VERIFY if event in NEEDS_DIGESTS else DigestMode.OFF
         it = receives(state, has_read=event in NEEDS_READ, digest=digest)
@@ -327,7 +335,7 @@ def test_quarantine_ends_only_with_the_read() -> None:
         row = RECEIVE_TABLE.get((ReceiveState.QUARANTINED, event))
         if row is not None and event is not ReceiveEvent.READ_RELEASED:
             assert row.then is ReceiveState.QUARANTINED
-            assert Say.RELEASED not in row.says
+            assert Reaction.RELEASED not in row.says
     assert OfferOutcome.FINISHED not in {
         row.ended for (_, event), row in LEASE_TABLE.items() if event is not LeaseEvent.FINISH
     }

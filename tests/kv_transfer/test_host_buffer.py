@@ -1,4 +1,4 @@
-"""Hand-offs by way of the host's memory: between processes over NIXL, between engines, and where places run out."""
+"""Hand-offs by way of the host's memory: between processes over NIXL, between engines, and where slots run out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from buffer_station import BY_HOST, LAYOUT, PATIENCE_S, PLACES, Inner, Station, wait_until
+from buffer_station import BY_HOST, LAYOUT, PATIENCE_S, SLOTS, Inner, Station, wait_until
 from checkpoints import write_checkpoint
 from engine_process import EngineProcess
 from group_engines import GroupEngine
@@ -28,11 +28,11 @@ from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import TransferSettings
-from baton.kv_transfer.copies import host_buffer
-from baton.kv_transfer.copies.copier import Copier
-from baton.kv_transfer.copies.host_buffer import HostBuffer, open_connector
 from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.protocol.messages import DigestMode, Ticket
+from baton.kv_transfer.staging import host_buffer
+from baton.kv_transfer.staging.copy_thread import CopyThread
+from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,7 +65,7 @@ class TestBetweenProcesses:
     def test_shuffled_blocks_arrive_intact(self, pair: tuple[EngineProcess, EngineProcess]) -> None:
         prefill, decode = pair
         rng = random.Random(0)
-        for number in range(10):  # more blocks in all than there are places
+        for number in range(10):  # more blocks in all than there are slots
             source, target = rng.sample(range(64), 6), rng.sample(range(64), 6)
             offer = prefill.offer(f"request-{number}", source)
             transfer = decode.receive(offer.ticket, 0, target)
@@ -104,23 +104,23 @@ def station(monkeypatch: pytest.MonkeyPatch) -> Iterator[Station]:
 
 
 class TestPlaces:
-    def test_peers_are_told_of_the_places_in_the_same_layout(self, station: Station) -> None:
+    def test_peers_are_told_of_the_slots_in_the_same_layout(self, station: Station) -> None:
         region = station.inner.region
-        assert (region.num_blocks, region.device, region.layout) == (PLACES, "cpu", LAYOUT)
+        assert (region.num_blocks, region.device, region.layout) == (SLOTS, "cpu", LAYOUT)
 
     def test_a_block_is_ready_for_its_reader_only_when_it_is_copied(self, station: Station) -> None:
         offer = station.buffer.offer("r", 0, [5, 9], 32)
-        (inner_id, places), *_ = station.inner.offered.items()
+        (inner_id, slots), *_ = station.inner.offered.items()
         wait_until(lambda: station.inner.ready.get(inner_id) == 2)
-        assert [int(station.place(place)[-1]) for place in places] == [5, 9]
+        assert [int(station.slot(slot)[-1]) for slot in slots] == [5, 9]
         station.inner.events.append(OfferEnded(inner_id, OfferOutcome.FINISHED))
         assert station.events(1) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
-        assert station.places_used == 0
+        assert station.slots_used == 0
 
     def test_an_offer_without_room_is_refused_by_name_and_counted(self, station: Station) -> None:
         station.buffer.offer("a", 0, range(6), 96)
         offer = station.buffer.offer("b", 0, range(3), 48)
-        assert "has 2 of 8 places free and the prompt needs 3: raise transfer.buffer_bytes" in (
+        assert "has 2 of 8 slots free and the prompt needs 3: raise transfer.buffer_bytes" in (
             Ticket.decode(offer.ticket).refusal
         )
         assert station.events(1) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
@@ -135,7 +135,7 @@ class TestPlaces:
         _, inner_id = station.inner.received
         station.inner.events.append(Received(inner_id))
         assert station.events(1) == [Received(second)]
-        assert station.places_used == 0
+        assert station.slots_used == 0
 
     def test_a_receive_waits_for_room_no_longer_than_a_promise_lasts(
         self, station: Station, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +163,7 @@ class TestPlaces:
         transfer = station.buffer.receive("a", 0, b"", 0, range(9))
         failed, released = station.events(2)
         assert isinstance(failed, ReceiveFailed)
-        assert "needs 9 places of this engine's host buffer, which has 8" in failed.reason
+        assert "needs 9 slots of this engine's host buffer, which has 8" in failed.reason
         assert released == BlocksReleased(transfer)
 
     def test_what_is_refused_on_the_spot_wakes_the_step_loop(self, station: Station) -> None:
@@ -180,26 +180,26 @@ class TestPlaces:
 
     def test_blocks_are_filled_after_the_receive_was_committed(self, station: Station) -> None:
         transfer = station.buffer.receive("a", 0, b"", 0, [3, 12])
-        ((inner_id, places),) = station.inner.received.items()
-        for place, value in zip(places, (77, 88), strict=True):
-            station.place(place)[:] = value
+        ((inner_id, slots),) = station.inner.received.items()
+        for slot, value in zip(slots, (77, 88), strict=True):
+            station.slot(slot)[:] = value
         assert station.buffer.poll() == []
         assert station.blocks[[3, 12], 0].tolist() == [3, 12]
         station.inner.events.append(Received(inner_id, claimed_s=1.0, pulled_s=2.0))
         assert station.events(1) == [Received(transfer, claimed_s=1.0, pulled_s=2.0)]
         assert station.blocks[[3, 12], -1].tolist() == [77, 88]
 
-    def test_blocks_of_a_failed_receive_come_back_at_once_and_its_places_when_nothing_writes(
+    def test_blocks_of_a_failed_receive_come_back_at_once_and_its_slots_when_nothing_writes(
         self, station: Station
     ) -> None:
         transfer = station.buffer.receive("a", 0, b"", 0, [3])
         (inner_id,) = station.inner.received
         station.inner.events.append(ReceiveFailed(inner_id, "lost"))
         assert station.events(2) == [ReceiveFailed(transfer, "lost"), BlocksReleased(transfer)]
-        assert station.places_used == 1
+        assert station.slots_used == 1
         station.inner.events.append(BlocksReleased(inner_id))
         assert station.buffer.poll() == []
-        assert station.places_used == 0
+        assert station.slots_used == 0
 
     def test_a_receive_may_be_cancelled_while_it_waits_for_room(self, station: Station) -> None:
         station.buffer.receive("a", 0, b"", 0, range(8))
@@ -216,7 +216,7 @@ class TestPlaces:
         station.inner.events.append(Received(inner_id))  # crossed
         assert station.events(2) == [ReceiveFailed(transfer, "cancelled"), BlocksReleased(transfer)]
         assert station.blocks[3, 0] == 3
-        assert station.places_used == 0
+        assert station.slots_used == 0
 
     def test_a_receive_may_be_cancelled_while_it_is_copied(self, station: Station) -> None:
         transfer = station.buffer.receive("a", 0, b"", 0, [3])
@@ -226,30 +226,30 @@ class TestPlaces:
         station.buffer.cancel(transfer)
         station.buffer.cancel(transfer)
         assert station.events(2) == [ReceiveFailed(transfer, "cancelled"), BlocksReleased(transfer)]
-        assert station.places_used == 0
+        assert station.slots_used == 0
 
-    def test_places_of_an_ended_offer_are_kept_while_a_copy_writes_them(
+    def test_slots_of_an_ended_offer_are_kept_while_a_copy_writes_them(
         self, station: Station, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        may_copy, copy = threading.Event(), Copier._copy
+        may_copy, copy = threading.Event(), CopyThread._copy
 
-        def copy_late(copier: Copier, copies: Any, job: Any) -> None:
+        def copy_late(copier: CopyThread, copies: Any, job: Any) -> None:
             may_copy.wait(PATIENCE_S)
             copy(copier, copies, job)
 
-        monkeypatch.setattr(Copier, "_copy", copy_late)
+        monkeypatch.setattr(CopyThread, "_copy", copy_late)
         offer = station.buffer.offer_growing("r", 0, [5, 9], 32)
         station.buffer.advance(offer.transfer_id, 1)
         station.buffer.withdraw(offer.transfer_id)
         station.buffer.withdraw(offer.transfer_id + 100)  # unknown: ignored
         assert station.events(1) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
         station.buffer.advance(offer.transfer_id, 2)  # too late: ignored
-        assert station.places_used == 2
+        assert station.slots_used == 2
         may_copy.set()
 
         def all_back() -> bool:
             station.buffer.poll()
-            return station.places_used == 0
+            return station.slots_used == 0
 
         wait_until(all_back)
 
@@ -275,7 +275,7 @@ class TestChoice:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         opened = self.open(monkeypatch, buffer="auto")
-        assert isinstance(opened, HostBuffer)
+        assert isinstance(opened, HostBufferConnector)
         opened.close()
         assert "by way of the host's memory, which takes longer: cannot register 65536 bytes" in caplog.text
 

@@ -1,4 +1,4 @@
-"""Whatever happens to hand-offs by way of the host, in whichever order: each ends once, and all places come back."""
+"""Whatever happens to hand-offs by way of the host, in whichever order: each ends once, and all slots come back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
-from baton.kv_transfer.copies import host_buffer
-from baton.kv_transfer.copies.copier import Call
+from baton.kv_transfer.staging import host_buffer
+from baton.kv_transfer.staging.copy_thread import Call
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -22,22 +22,22 @@ BLOCKS = st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True)
 
 
 class Copies:
-    """A `Copier` whose copies end when the test says so, in order."""
+    """A `CopyThread` whose copies end when the test says so, in order."""
 
     def __init__(self, *_: object) -> None:
         self.jobs: collections.deque[tuple[Call, Call]] = collections.deque()
         self._done: list[Call] = []
 
-    def down(self, pairs: object, at_once: Call, done: Call) -> None:
-        self.jobs.append((at_once, done))
+    def down(self, pairs: object, after_copy: Call, on_poll: Call) -> None:
+        self.jobs.append((after_copy, on_poll))
 
-    def up(self, pairs: object, done: Call) -> None:
-        self.jobs.append((lambda: None, done))
+    def up(self, pairs: object, on_poll: Call) -> None:
+        self.jobs.append((lambda: None, on_poll))
 
     def end_one(self) -> None:
-        at_once, done = self.jobs.popleft()
-        at_once()
-        self._done.append(done)
+        after_copy, on_poll = self.jobs.popleft()
+        after_copy()
+        self._done.append(on_poll)
 
     def poll(self) -> list[Call]:
         done, self._done = self._done, []
@@ -54,7 +54,7 @@ class Orders(RuleBasedStateMachine):
     def begin(self) -> None:
         self.station = Station()
         self.buffer, self.inner = self.station.buffer, self.station.inner
-        self.copies: Copies = self.buffer._copier  # type: ignore[assignment]
+        self.copies: Copies = self.buffer._copies  # type: ignore[assignment]
         self.now = 0.0
         self.buffer._receives._clock = lambda: self.now
         self.offers: list[int] = []
@@ -131,7 +131,7 @@ class Orders(RuleBasedStateMachine):
             ends = [number for kind, number in self.heard if kind in (Received, BlocksReleased, OfferEnded)]
             assert sorted(ends) == sorted([*self.offers, *self.receives])
             assert all(count == 1 for count in self.heard.values())
-            assert self.station.places_used == 0
+            assert self.station.slots_used == 0
             self.buffer.close()
 
     def _let_all_end(self) -> None:
@@ -146,9 +146,9 @@ class Orders(RuleBasedStateMachine):
         self.poll()
 
 
-def test_every_hand_off_ends_once_and_all_places_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hand_off_ends_once_and_all_slots_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffer, "TransferConnector", Inner)
-    monkeypatch.setattr(host_buffer, "Copier", Copies)
+    monkeypatch.setattr(host_buffer, "CopyThread", Copies)
     run_state_machine_as_test(
         Orders,
         settings=settings(

@@ -11,9 +11,10 @@ from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.protocol.actions import Emit, SendToReader
 from baton.kv_transfer.protocol.leases import LeaseTable
 from baton.kv_transfer.protocol.messages import (
-    Abort,
+    AbortRead,
     AskDigests,
     Claim,
+    ClaimRefused,
     Digests,
     EngineKey,
     Finish,
@@ -21,7 +22,6 @@ from baton.kv_transfer.protocol.messages import (
     Grown,
     LeaseKey,
     ReaderKey,
-    Refused,
     Renew,
     Withdrawn,
     encode,
@@ -79,7 +79,7 @@ def test_a_claim_that_waited_is_granted_for_what_is_left_of_the_lease(table: Lea
 def test_a_claim_that_waited_longer_than_the_lease_finds_it_over(table: LeaseTable) -> None:
     ended_first, refused = table.on_message(Claim(LEASE, READER, 1), now=40.0, arrived=5.0)
     assert [ended_first] == ended(OfferOutcome.EXPIRED)
-    assert refused == SendToReader(READER.engine, Refused(LEASE, READER, "the offer has ended"))
+    assert refused == SendToReader(READER.engine, ClaimRefused(LEASE, READER, "the offer has ended"))
 
 
 def test_a_finish_that_waited_longer_than_the_lease_still_counts(table: LeaseTable) -> None:
@@ -93,7 +93,7 @@ def test_nobody_comes_and_the_blocks_go(table: LeaseTable) -> None:
     assert (len(table), table.num_blocks, table.next_expiry) == (0, 0, None)
 
 
-@pytest.mark.parametrize(("kind", "outcome"), [(Finish, OfferOutcome.FINISHED), (Abort, OfferOutcome.WITHDRAWN)])
+@pytest.mark.parametrize(("kind", "outcome"), [(Finish, OfferOutcome.FINISHED), (AbortRead, OfferOutcome.WITHDRAWN)])
 def test_the_reader_ends_the_lease_once(kind, outcome: OfferOutcome, table: LeaseTable) -> None:
     table.on_message(Claim(LEASE, READER, 1), now=1.0)
     assert table.on_message(kind(LEASE, READER), now=2.0) == ended(outcome)
@@ -106,7 +106,7 @@ def test_the_reader_ends_the_lease_once(kind, outcome: OfferOutcome, table: Leas
 def test_an_offer_without_a_reader_is_withdrawn_at_once(table: LeaseTable) -> None:
     assert table.withdraw(1) == ended(OfferOutcome.WITHDRAWN)
     (answer,) = table.on_message(Claim(LEASE, READER, 1), now=1.0)
-    assert answer == SendToReader(READER.engine, Refused(LEASE, READER, "the offer has ended"))
+    assert answer == SendToReader(READER.engine, ClaimRefused(LEASE, READER, "the offer has ended"))
 
 
 def test_what_was_promised_is_only_asked_back(table: LeaseTable) -> None:
@@ -115,7 +115,7 @@ def test_what_was_promised_is_only_asked_back(table: LeaseTable) -> None:
     assert table.withdraw(1) == []
     assert len(table) == 1
     assert table.on_message(Renew(LEASE, READER, 2), now=5.0) == to_reader(Withdrawn(LEASE, READER))
-    assert table.on_message(Abort(LEASE, READER), now=6.0) == ended(OfferOutcome.WITHDRAWN)
+    assert table.on_message(AbortRead(LEASE, READER), now=6.0) == ended(OfferOutcome.WITHDRAWN)
 
 
 def test_a_reader_that_does_not_let_go_keeps_its_promise_until_expiry_and_no_longer(table: LeaseTable) -> None:
@@ -128,9 +128,9 @@ def test_a_reader_that_does_not_let_go_keeps_its_promise_until_expiry_and_no_lon
 
 def test_a_second_reader_is_refused_and_cannot_end_the_first_ones_lease(table: LeaseTable) -> None:
     table.on_message(Claim(LEASE, READER, 1), now=1.0)
-    assert isinstance(table.on_message(Claim(LEASE, OTHER, 1), now=2.0)[0].message, Refused)
+    assert isinstance(table.on_message(Claim(LEASE, OTHER, 1), now=2.0)[0].message, ClaimRefused)
     assert table.on_message(Finish(LEASE, OTHER), now=2.0) == []
-    assert table.on_message(Abort(LEASE, OTHER), now=2.0) == []
+    assert table.on_message(AbortRead(LEASE, OTHER), now=2.0) == []
     assert len(table) == 1
 
 
@@ -150,10 +150,10 @@ def test_nobody_can_finish_what_nobody_claimed(table: LeaseTable) -> None:
     ids=["epoch", "generation", "request", "offer"],
 )
 def test_a_message_about_another_lease_changes_nothing_and_is_counted(stale: LeaseKey, table: LeaseTable) -> None:
-    for kind in (Finish, Abort):
+    for kind in (Finish, AbortRead):
         assert table.on_message(kind(stale, READER), now=1.0) == []
     for kind in (Claim, Renew):
-        assert isinstance(table.on_message(kind(stale, READER, 1), now=1.0)[0].message, Refused)
+        assert isinstance(table.on_message(kind(stale, READER, 1), now=1.0)[0].message, ClaimRefused)
     assert table.stale_messages == 4
     assert (len(table), table.any_granted, table.next_expiry) == (1, False, 10.0)
 

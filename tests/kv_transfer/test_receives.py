@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed
-from baton.kv_transfer.protocol.actions import Action, Emit, Read, SendToHolder, StopRead, Verify
+from baton.kv_transfer.protocol.actions import Action, CompareDigests, Emit, ReadBlocks, SendToHolder, StopReading
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
-    Abort,
+    AbortRead,
     AskDigests,
     Claim,
+    ClaimRefused,
     DigestMode,
     Digests,
     EngineKey,
@@ -20,13 +21,12 @@ from baton.kv_transfer.protocol.messages import (
     Grown,
     LeaseKey,
     ReaderKey,
-    Refused,
     Renew,
     Ticket,
     Withdrawn,
     runs_of,
 )
-from baton.kv_transfer.protocol.receive import Patience
+from baton.kv_transfer.protocol.receive import ReceiveTimeouts
 from baton.kv_transfer.protocol.receive_table import ReceiveState
 from baton.kv_transfer.protocol.receives import ReceiveTable
 
@@ -36,9 +36,9 @@ TICKET = Ticket(
     *(TICKET_VERSION, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 48, 10.0),
     *(DigestMode.OFF, 3, runs_of([7, 8, 9])),
 )
-PATIENCE = Patience(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5)
+PATIENCE = ReceiveTimeouts(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5)
 CLAIM = SendToHolder(HOLDER, Claim(LEASE, READER, 1))
-ABORT, FINISH = SendToHolder(HOLDER, Abort(LEASE, READER)), SendToHolder(HOLDER, Finish(LEASE, READER))
+ABORT, FINISH = SendToHolder(HOLDER, AbortRead(LEASE, READER)), SendToHolder(HOLDER, Finish(LEASE, READER))
 RELEASED = Emit(BlocksReleased(1))
 
 
@@ -57,7 +57,7 @@ def table() -> ReceiveTable:
 @pytest.fixture
 def pulling(table: ReceiveTable) -> ReceiveTable:
     """Claimed at time 1, so that a grant of ten seconds counts until 10.5."""
-    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, Read(1, 0, 2)]
+    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, ReadBlocks(1, 0, 2)]
     return table
 
 
@@ -146,7 +146,7 @@ def test_a_lease_that_ends_before_the_read_quarantines_until_nothing_can_write(p
     pulling.on_message(grant(), now=1.2)
     actions = pulling.tick(now=10.5)
     assert "ended before the read did" in failed(actions)
-    assert actions[1:] == [ABORT, StopRead(1)]
+    assert actions[1:] == [ABORT, StopReading(1)]
     assert (pulling[1].state, pulling.num_quarantined_blocks) == (ReceiveState.QUARANTINED, 2)
     assert pulling.read_released(1) == [RELEASED]
     assert len(pulling) == 0
@@ -154,7 +154,7 @@ def test_a_lease_that_ends_before_the_read_quarantines_until_nothing_can_write(p
 
 def test_a_cancelled_read_that_finishes_after_all_frees_and_does_not_commit(pulling: ReceiveTable) -> None:
     pulling.on_message(grant(), now=1.2)
-    assert pulling.cancel(1)[1:] == [ABORT, StopRead(1)]
+    assert pulling.cancel(1)[1:] == [ABORT, StopReading(1)]
     assert pulling.cancel(1) == []
     assert pulling.read_finished(1, now=2.0) == [RELEASED]
 
@@ -173,11 +173,13 @@ def test_a_peer_that_cannot_be_reached_fails_the_receive(table: ReceiveTable) ->
 
 def test_a_peer_that_left_fails_its_receives_and_is_not_written_to(pulling: ReceiveTable) -> None:
     assert pulling.peer_lost(EngineKey("prefill", 2), "another process") == []
-    assert pulling.peer_lost(HOLDER, "it left") == [Emit(ReceiveFailed(1, "it left")), StopRead(1)]
+    assert pulling.peer_lost(HOLDER, "it left") == [Emit(ReceiveFailed(1, "it left")), StopReading(1)]
 
 
 def test_a_refusal_fails_the_receive(pulling: ReceiveTable) -> None:
-    assert "the offer has ended" in failed(pulling.on_message(Refused(LEASE, READER, "the offer has ended"), now=1.5))
+    assert "the offer has ended" in failed(
+        pulling.on_message(ClaimRefused(LEASE, READER, "the offer has ended"), now=1.5)
+    )
 
 
 def test_a_withdrawal_is_answered_by_an_abort(pulling: ReceiveTable) -> None:
@@ -204,7 +206,7 @@ def test_a_failed_read_stays_in_quarantine_until_it_is_released(pulling: Receive
 def test_a_message_about_something_else_changes_nothing(
     lease: LeaseKey, reader: ReaderKey, pulling: ReceiveTable
 ) -> None:
-    for message in (Granted(lease, reader, 1, 10.0, 3), Refused(lease, reader, "no"), Withdrawn(lease, reader)):
+    for message in (Granted(lease, reader, 1, 10.0, 3), ClaimRefused(lease, reader, "no"), Withdrawn(lease, reader)):
         assert not [action for action in pulling.on_message(message, now=1.5) if isinstance(action, Emit)]
     assert pulling[1].granted_until is None
     assert pulling.stale_messages == 3
@@ -224,18 +226,18 @@ def growing() -> ReceiveTable:
     """Of three blocks the first was here already; when the ticket was sent, two were written."""
     table = ReceiveTable(ME, PATIENCE)
     table.start(1, msgspec.structs.replace(TICKET, num_ready=2), first_block=1, block_ids=[20, 21], now=0.0)
-    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, Read(1, 0, 1)]
+    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, ReadBlocks(1, 0, 1)]
     return table
 
 
 def test_blocks_are_read_when_they_are_written_and_count_when_all_are(growing: ReceiveTable) -> None:
     growing.on_message(Granted(LEASE, READER, 1, 10.0, 2), now=1.2)
-    assert growing.on_message(Grown(LEASE, READER, 3), now=2.0) == [Read(1, 1, 2)]
+    assert growing.on_message(Grown(LEASE, READER, 3), now=2.0) == [ReadBlocks(1, 1, 2)]
     assert growing.read_finished(1, now=3.0) == [received(3.0), FINISH]
 
 
 def test_news_of_growth_that_come_twice_or_late_read_nothing_twice(growing: ReceiveTable) -> None:
-    assert growing.on_message(Grown(LEASE, READER, 3), now=2.0) == [Read(1, 1, 2)]
+    assert growing.on_message(Grown(LEASE, READER, 3), now=2.0) == [ReadBlocks(1, 1, 2)]
     assert growing.on_message(Grown(LEASE, READER, 3), now=2.1) == []
     assert growing.on_message(Grown(LEASE, READER, 2), now=2.2) == []
     assert growing.on_message(Grown(LEASE, READER, 1 << 40), now=2.3) == []
@@ -245,13 +247,13 @@ def test_while_it_grows_the_reader_asks_again_and_again_for_what_may_have_been_l
     growing.on_message(Granted(LEASE, READER, 1, 10.0, 2), now=1.2)
     assert growing.tick(now=2.1) == []
     assert growing.tick(now=2.2) == [SendToHolder(HOLDER, Renew(LEASE, READER, 2))]
-    assert growing.on_message(Granted(LEASE, READER, 2, 10.0, 3), now=2.3) == [Read(1, 1, 2)]
+    assert growing.on_message(Granted(LEASE, READER, 2, 10.0, 3), now=2.3) == [ReadBlocks(1, 1, 2)]
 
 
 def test_what_needs_no_read_still_waits_for_the_end_of_the_prompt() -> None:
     table = ReceiveTable(ME, PATIENCE)
     table.start(1, msgspec.structs.replace(TICKET, num_ready=0), first_block=3, block_ids=[], now=0.0)
-    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, Read(1, 0, 0)]
+    assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, ReadBlocks(1, 0, 0)]
     table.on_message(Granted(LEASE, READER, 1, 10.0, 0), now=1.2)
     assert table.read_finished(1, now=1.3) == []
     assert table.on_message(Grown(LEASE, READER, 3), now=2.0) == [received(1.3), FINISH]
@@ -280,15 +282,15 @@ def digests(first: int, count: int) -> Digests:
 
 
 def test_digests_that_match_commit(verifying: ReceiveTable) -> None:
-    assert verifying.on_message(digests(1, 2), now=2.5) == [Verify(1, digests(1, 2))]
+    assert verifying.on_message(digests(1, 2), now=2.5) == [CompareDigests(1, digests(1, 2))]
     assert verifying.matched(1, now=2.6) == [received(2.0), FINISH]
 
 
 def test_digests_of_some_blocks_are_followed_by_a_question_for_the_next_ones(verifying: ReceiveTable) -> None:
-    assert verifying.on_message(digests(1, 1), now=2.5) == [Verify(1, digests(1, 1))]
+    assert verifying.on_message(digests(1, 1), now=2.5) == [CompareDigests(1, digests(1, 1))]
     assert verifying.matched(1, now=2.6) == [ask_digests(2)]
     assert ask_digests(2) in verifying.tick(now=3.6), "an answer may be lost"
-    assert verifying.on_message(digests(2, 1), now=4.0) == [Verify(1, digests(2, 1))]
+    assert verifying.on_message(digests(2, 1), now=4.0) == [CompareDigests(1, digests(2, 1))]
     assert verifying.matched(1, now=4.1) == [received(2.0), FINISH]
 
 

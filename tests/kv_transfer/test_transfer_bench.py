@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.core.layout import KVLayout, UnevenHeads
 from baton.kv_transfer.bench import measure, table
-from baton.kv_transfer.bench.stages import Stage
+from baton.kv_transfer.bench.stages import HandoffStage
 
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 
@@ -36,16 +36,23 @@ def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
     result = measure(LAYOUT, num_tokens=(64,), in_flight=(1,), repeats=3, stages=True)
     at = result["rows"][0]["stages_us"]
     for chain in (
-        (Stage.ASKED, Stage.AWAKE, Stage.READ_POSTED, Stage.READ_DONE, Stage.TOLD, Stage.ANSWERED),
-        (Stage.AWAKE, Stage.CLAIM_HERE, Stage.GRANT_HERE, Stage.TOLD),
-        (Stage.AWAKE, Stage.CLAIM_SENT, Stage.READ_POSTED),
-        (Stage.CLAIM_HERE, Stage.GRANT_SENT),
+        (
+            HandoffStage.ASKED,
+            HandoffStage.AWAKE,
+            HandoffStage.READ_POSTED,
+            HandoffStage.READ_DONE,
+            HandoffStage.TOLD,
+            HandoffStage.ANSWERED,
+        ),
+        (HandoffStage.AWAKE, HandoffStage.CLAIM_HERE, HandoffStage.GRANT_HERE, HandoffStage.TOLD),
+        (HandoffStage.AWAKE, HandoffStage.CLAIM_SENT, HandoffStage.READ_POSTED),
+        (HandoffStage.CLAIM_HERE, HandoffStage.GRANT_SENT),
     ):
         moments = [at[stage] for stage in chain]
         assert moments == sorted(moments), chain
-    assert at[Stage.ASKED] == 0
-    assert set(at) == set(Stage)
-    assert len(table(result).splitlines()) == 2 + 2 + len(Stage) + 1
+    assert at[HandoffStage.ASKED] == 0
+    assert set(at) == set(HandoffStage)
+    assert len(table(result).splitlines()) == 2 + 2 + len(HandoffStage) + 1
 
 
 def test_sizes_over_which_heads_cannot_be_shared_out_are_refused() -> None:

@@ -136,7 +136,7 @@ def test_an_agent_that_crashes_raises_nothing_is_logged_once_and_goes_on_when_it
     (holder, _), (reader, memory) = ends
     peer = connect(holder, reader)
     crash = crash_in(ends[whose][0])
-    with caplog.at_level(logging.ERROR, logger="baton.kv_transfer.transports.stumbles"):
+    with caplog.at_level(logging.ERROR, logger="baton.kv_transfer.transports.common"):
         crash.is_on = True
         for _ in range(3):
             ends[whose][0].progress()

@@ -9,8 +9,9 @@ import torch
 from tier_memory import LAYOUT
 
 from baton.engine.core.layout import KVRegion
-from baton.kv_transfer.copies.host_memory import HostMemory, open_copies, runs_of
+from baton.kv_transfer.block_copies import copy_runs, open_block_copier
 from baton.kv_transfer.errors import TransportError
+from baton.kv_transfer.host_memory import HostMemory
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
@@ -24,7 +25,7 @@ def blocks_on(device: str) -> tuple[torch.Tensor, KVRegion]:
 def test_blocks_go_down_and_come_up_in_any_order(device: str) -> None:
     blocks, region = blocks_on(device)
     memory = HostMemory(4, region.block_bytes, device)
-    copies = open_copies(region, memory)
+    copies = open_block_copier(region, memory)
     copies.down([(7, 0), (2, 3), (9, 1)])
     assert [bytes(memory.view(slot)[-2:]) for slot in (0, 3, 1)] == [b"\7\7", b"\2\2", b"\x09\x09"]
     copies.up([(0, 3), (5, 0)])
@@ -36,7 +37,7 @@ def test_blocks_go_down_and_come_up_in_any_order(device: str) -> None:
 def test_neighbours_go_together_and_arrive_in_their_own_slots(device: str) -> None:
     blocks, region = blocks_on(device)
     memory = HostMemory(8, region.block_bytes, device)
-    copies = open_copies(region, memory)
+    copies = open_block_copier(region, memory)
     copies.down([(2, 4), (3, 5), (4, 6), (8, 7), (7, 0), (6, 1)])
     assert [memory.view(slot)[0] for slot in (4, 5, 6, 7, 0, 1)] == [2, 3, 4, 8, 7, 6]
     copies.up([(0, 5), (1, 6), (2, 7), (9, 0)])
@@ -45,7 +46,7 @@ def test_neighbours_go_together_and_arrive_in_their_own_slots(device: str) -> No
 
 
 def test_a_run_ends_where_either_side_leaps() -> None:
-    assert runs_of([(2, 4), (3, 5), (5, 6), (6, 8), (7, 9), (7, 10)]) == [
+    assert copy_runs([(2, 4), (3, 5), (5, 6), (6, 8), (7, 9), (7, 10)]) == [
         (2, 4, 2),
         (5, 6, 1),
         (6, 8, 2),
@@ -56,7 +57,7 @@ def test_a_run_ends_where_either_side_leaps() -> None:
 @pytest.mark.gpu
 def test_a_copy_does_not_wait_for_the_stream_of_the_steps() -> None:
     _blocks, region = blocks_on("cuda:0")
-    copies = open_copies(region, memory := HostMemory(1, region.block_bytes, "cuda:0"))
+    copies = open_block_copier(region, memory := HostMemory(1, region.block_bytes, "cuda:0"))
     steps: Any = torch.cuda.Stream("cuda:0")
     with torch.cuda.stream(steps):
         torch.cuda._sleep(2_000_000_000)

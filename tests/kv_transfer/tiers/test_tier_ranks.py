@@ -8,28 +8,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tier_memory import LAYOUT, Pool, event_of, name, names
 
 from baton.engine.core.tiers import Restored, Tier
+from baton.kv_transfer.codec import encode
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.group.team import Team, TeamMember
-from baton.kv_transfer.group.team_messages import (
-    MAX_MOVES,
-    Carry,
-    OpenTiers,
-    TeamJoin,
-    decode_order,
-    decode_report,
-    encode,
-)
-from baton.kv_transfer.net.channel import RankSocket
-from baton.kv_transfer.tiers.books import Move
-from baton.kv_transfer.tiers.ranks import TierServant, follow_tiers
+from baton.kv_transfer.group.rpc import GroupSocket, Join, Member, MemberThread
+from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
+from baton.kv_transfer.net.channel import Channel, Route
+from baton.kv_transfer.tiers.group import MAX_MOVES, TIERS, MoveBlocks, OpenTiers, TierServant, follow_tiers
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore, TierThreadDied
+from baton.kv_transfer.tiers.tier_index import Move
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,7 +33,7 @@ _names = itertools.count(1)
 class Group:
     """A store over both ranks' pools."""
 
-    def __init__(self, store: TierStore, pools: Sequence[Pool], member: TeamMember | None) -> None:
+    def __init__(self, store: TierStore, pools: Sequence[Pool], member: MemberThread | None) -> None:
         self.store, self.pools, self.member = store, pools, member
 
     def save(self, numbers: Sequence[int]) -> None:
@@ -84,11 +76,11 @@ def settings_of(host: int, disk: int, folder: Path | None) -> TierSettings:
     return TierSettings(host_bytes=host * SHARE, **on_disk)
 
 
-def a_store(pool: Pool, settings: TierSettings, socket: RankSocket) -> TierStore:
-    return TierStore(pool.region, settings, name=f"leader-{next(_names)}", cpu_affinity="any", ranks=socket)
+def a_store(pool: Pool, settings: TierSettings, socket: GroupSocket) -> TierStore:
+    return TierStore(pool.region, settings, name=f"leader-{next(_names)}", cpu_affinity="any", group_socket=socket)
 
 
-def a_member(pool: Pool, settings: TierSettings, socket: RankSocket) -> TeamMember:
+def a_member(pool: Pool, settings: TierSettings, socket: GroupSocket) -> MemberThread:
     return follow_tiers(
         pool.region,
         settings,
@@ -96,7 +88,7 @@ def a_member(pool: Pool, settings: TierSettings, socket: RankSocket) -> TeamMemb
         num_ranks=2,
         leader=socket.address,
         key=None,
-        name=f"follower-{next(_names)}",
+        name=f"member-{next(_names)}",
         cpu_affinity="any",
     )
 
@@ -104,7 +96,7 @@ def a_member(pool: Pool, settings: TierSettings, socket: RankSocket) -> TeamMemb
 @contextlib.contextmanager
 def a_group(*, host: int = 0, disk: int = 0, folder: Path | None = None, others: Path | None = None) -> Iterator[Group]:
     """Two ranks with so many slots each; `others`: the folder of rank 1, where it is another."""
-    socket = RankSocket(2, "127.0.0.1", None)
+    socket = GroupSocket(2, "127.0.0.1", None)
     pools = [Pool(2100, rank=rank, size=2) for rank in range(2)]
     member = a_member(pools[1], settings_of(host, disk, others or folder), socket)
     try:
@@ -241,7 +233,7 @@ class TestOneRank:
 @contextlib.contextmanager
 def a_group_with(what: str, folder: Path, *, host: int, disk: int) -> Iterator[tuple[Group, subprocess.Popen[str]]]:
     """Rank 1 is a process: see `tier_process.py`."""
-    socket, pool = RankSocket(2, "127.0.0.1", None), Pool(rank=0, size=2)
+    socket, pool = GroupSocket(2, "127.0.0.1", None), Pool(rank=0, size=2)
     arguments = [sys.executable, SCRIPT, folder, str(disk), what, socket.address]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -292,32 +284,29 @@ class TestGone:
                 event_of(group.store)
 
     def test_a_rank_that_does_not_come_is_named(self) -> None:
-        socket, pool = RankSocket(3, "127.0.0.1", None), Pool(rank=1, size=2)
-        member = TeamMember(
-            lambda: TierServant(pool.region, settings_of(1, 0, None), "s", 2, 3),
-            rank=2,
-            fingerprint="f",
-            leader=socket.address,
-            key=None,
-            device="cpu",
-            cpu_affinity="any",
-            name="rank 2",
-        )
-        with pytest.raises(TransportError, match=r"of 3 ranks these did not join for copies within 1 s: \[1\]"):
-            Team(socket, "f", timeout_s=1.0)
+        socket = GroupSocket(3, "127.0.0.1", None)
+        member = another_rank(socket, rank=2, num_ranks=3, fingerprint="f")
+        with pytest.raises(TransportError, match=r"of 3 ranks these did not join within 1 s: \[1\]"):
+            TpCopyGroup(socket, "f", TIERS, timeout_s=1.0)
         member.close()
         socket.close()
 
     def test_a_rank_of_another_layout_does_not_fit(self) -> None:
-        socket = RankSocket(2, "127.0.0.1", None)
-        arguments: dict[str, Any] = {"device": "cpu", "cpu_affinity": "any", "name": "rank 1", "key": None}
-        pool = Pool(rank=1, size=2)
-        servant = TierServant(pool.region, settings_of(1, 0, None), "s", 1, 2)
-        member = TeamMember(lambda: servant, rank=1, fingerprint="other", leader=socket.address, **arguments)
+        socket = GroupSocket(2, "127.0.0.1", None)
+        member = another_rank(socket, rank=1, num_ranks=2, fingerprint="other")
         with pytest.raises(TransportError, match="rank 1 keeps blocks of layout other, rank 0 of f"):
-            Team(socket, "f", timeout_s=10.0)
+            TpCopyGroup(socket, "f", TIERS, timeout_s=10.0)
         member.close()
         socket.close()
+
+
+def another_rank(socket: GroupSocket, *, rank: int, num_ranks: int, fingerprint: str) -> MemberThread:
+    servant = TierServant(Pool(rank=1, size=2).region, settings_of(1, 0, None), "s", rank, num_ranks)
+
+    def begin(channel: Channel, leader: Route) -> Member:
+        return Member(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=leader)
+
+    return MemberThread(begin, rank=rank, leader=socket.address, key=None, name=f"rank {rank}").start()
 
 
 class TestOrders:
@@ -325,7 +314,7 @@ class TestOrders:
         pool = Pool(4, rank=1, size=2)
         servant = TierServant(pool.region, settings_of(2, 0, None), "s", 1, 2)
         with pytest.raises(MalformedMessage, match="before anything is open"):
-            list(servant.obey(Carry([])))
+            list(servant.obey(MoveBlocks([])))
         list(servant.obey(OpenTiers("")))
         for move in (
             Move(name(1), Tier.POOL, 4, Tier.HOST, 0),
@@ -334,14 +323,14 @@ class TestOrders:
             Move(name(1), Tier.HOST, -1, Tier.POOL, 0),
         ):
             with pytest.raises(MalformedMessage, match="is outside of"):
-                list(servant.obey(Carry([move])))
+                list(servant.obey(MoveBlocks([move])))
         servant.close()
 
     def test_orders_and_reports_survive_the_wire_and_nonsense_does_not(self) -> None:
-        carry = Carry([Move(name(1), Tier.DISK, 3, Tier.POOL, 9)])
-        assert decode_order(encode(carry)) == carry
-        join = TeamJoin(1, "f")
-        assert decode_report(encode(join)) == join
-        for decode in (decode_order, decode_report):
+        order = MoveBlocks([Move(name(1), Tier.DISK, 3, Tier.POOL, 9)])
+        assert TIERS.decode_order(encode(order)) == order
+        join = Join(1, "f")
+        assert TIERS.decode_report(encode(join)) == join
+        for decode in (TIERS.decode_order, TIERS.decode_report):
             with pytest.raises(MalformedMessage):
                 decode(b"\x00nonsense")

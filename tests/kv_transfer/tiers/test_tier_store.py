@@ -207,7 +207,7 @@ class TestOrderOfUse:
         files.close()
 
     def test_is_written_down_while_the_process_lives(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tier_store, "NOTE_USE_EVERY_S", 0.0)
+        monkeypatch.setattr(tier_store, "RECORD_USES_EVERY_S", 0.0)
         pool = Pool()
         with tiers(pool, disk=4, folder=tmp_path / "used") as store:
             save(store, pool, range(4))

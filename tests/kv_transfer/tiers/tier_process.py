@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from tier_memory import BLOCK, Pool, event_of, load, names, save, tiers
 
-from baton.kv_transfer.tiers.ranks import follow_tiers
+from baton.kv_transfer.tiers.group import follow_tiers
 from baton.kv_transfer.tiers.settings import TierSettings
 
 SAID = "said: "  # NIXL writes to the same output

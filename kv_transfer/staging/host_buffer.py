@@ -1,15 +1,15 @@
 """Hand-offs by way of the host's memory, for blocks whose own memory the transport cannot register.
 
-    holder   block ──copy──> place ══════READ══════> place ──copy──> block   reader
+    holder   block ──copy──> slot ══════READ══════> slot ──copy──> block   reader
                              registered memory of the host
 
-What peers are told of, and what is promised, are the *places*: blocks of the same layout in the host's memory. An offer
-grows as its blocks are copied, so nobody waits for the copies and nothing is read before it is there. A reader's blocks
-are filled after its receive was committed; a read that was given up can write into places only, so the blocks come back
-at once and the places are kept until it is over.
+Peers are told of the *staging slots*, blocks of the same layout in the host's memory, and leases are for slots. An
+offer grows as its blocks are copied, so no step waits for the copies and no slot is read before it is filled. A
+reader's blocks are filled after its receive was committed. A read that was given up can write into slots only: the
+engine has its blocks back at once, and the slots are kept until the read is over.
 
-Where too few places are free an offer is refused, which the ticket says, and a receive waits for others to end, for as
-long as a promise lasts.
+Where too few slots are free an offer is refused, which the ticket says, and a receive waits for others to end, for
+`transfer.lease_s` at most.
 """
 
 from __future__ import annotations
@@ -33,45 +33,44 @@ from baton.engine.core.connector import (
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.layout import KVRegion
 
+from ..block_copies import BlockCopier, open_block_copier
 from ..connector import TransferConnector
 from ..errors import NotRegistrable
-from ..net.channel import RankSocket
+from ..group.rpc import GroupSocket
 from ..protocol.stats import TransferStats
 from ..settings import PeerInfo, TransferSettings
-from .copier import Copier
-from .group_copies import GroupCopies
-from .host_memory import Copies, open_copies
-from .names import Names
-from .places import take_places
-from .staged_offers import StagedOffers
-from .staged_receives import StagedReceives
+from .copy_thread import CopyThread
+from .group_copies import GroupBlockCopier, take_staging_slots
+from .offers import StagedOffers
+from .receives import StagedReceives
+from .transfer_ids import TransferIds
 
 logger = logging.getLogger(__name__)
 
 
 def open_connector(
-    region: KVRegion, *, settings: TransferSettings, copies: RankSocket | None = None, **arguments: Any
-) -> TransferConnector | HostBuffer:
-    """A connector over the blocks themselves or by way of the host's memory, as `settings.buffer` says.
+    region: KVRegion, *, settings: TransferSettings, copy_socket: GroupSocket | None = None, **arguments: Any
+) -> TransferConnector | HostBufferConnector:
+    """Open a connector over the blocks themselves or by way of the host's memory, as `settings.buffer` says.
 
-    The other arguments are those of `TransferConnector`. `copies`: where the other ranks of a group join for copies; it
-    is closed with the connector, and stays open where this raises. Raises `TransportError`.
+    The other arguments are those of `TransferConnector`. The other ranks of a group join for copies at `copy_socket`;
+    it is closed with the connector, and stays open where this raises. Raises `TransportError`.
     """
     if settings.buffer == "host":
-        return HostBuffer(region, settings=settings, copies=copies, **arguments)
+        return HostBufferConnector(region, settings=settings, copy_socket=copy_socket, **arguments)
     try:
         direct = TransferConnector(region, settings=settings, **arguments)
     except NotRegistrable as error:
         if settings.buffer == "device":
             raise
         logger.warning("blocks go by way of the host's memory, which takes longer: %s", error)
-        return HostBuffer(region, settings=settings, copies=copies, **arguments)
-    if copies is not None:
-        copies.close()
+        return HostBufferConnector(region, settings=settings, copy_socket=copy_socket, **arguments)
+    if copy_socket is not None:
+        copy_socket.close()
     return direct
 
 
-class HostBuffer(GrowingConnector):
+class HostBufferConnector(GrowingConnector):
     """A connector by way of the host's memory. The step loop calls it.
 
     Raises `TransportError` where the buffer holds no block or cannot be registered either.
@@ -82,35 +81,37 @@ class HostBuffer(GrowingConnector):
         region: KVRegion,
         *,
         settings: TransferSettings,
-        copies: RankSocket | None = None,
+        copy_socket: GroupSocket | None = None,
         wake: Callable[[], None] = lambda: None,
         **arguments: Any,
     ) -> None:
-        memory, places = take_places(region, settings.buffer_bytes)
-        self._places = BlockPool(places.num_blocks)
-        self._ranks = copies
-        self._inner = TransferConnector(places, settings=settings, wake=wake, buffered=True, **arguments)
+        memory, slots = take_staging_slots(region, settings.buffer_bytes)
+        self._slots = BlockPool(slots.num_blocks)
+        self._copy_socket = copy_socket
+        self._inner = TransferConnector(slots, settings=settings, wake=wake, staged=True, **arguments)
 
-        def begin() -> Copies:
-            return open_copies(region, memory) if copies is None else GroupCopies(region, memory, copies)
+        def begin() -> BlockCopier:
+            if copy_socket is None:
+                return open_block_copier(region, memory)
+            return GroupBlockCopier(region, memory, copy_socket)
 
         try:
-            self._copier = Copier(begin, wake, region.device, settings.cpu_affinity)
+            self._copies = CopyThread(begin, wake, region.device, settings.cpu_affinity)
         except Exception:
             self._inner.close()
             raise
         self.offers_early = self._inner.offers_early
         self.address = self._inner.address
-        self._names = Names()
+        self._ids = TransferIds()
         self._events: list[ConnectorEvent] = []
-        self._offers = StagedOffers(self._inner, self._places, self._copier, self._names, tell=self._events.append)
+        self._offers = StagedOffers(self._inner, self._slots, self._copies, self._ids, emit=self._events.append)
         self._receives = StagedReceives(
             self._inner,
-            self._places,
-            self._copier,
-            self._names,
-            patience_s=settings.lease_s,
-            tell=self._events.append,
+            self._slots,
+            self._copies,
+            self._ids,
+            max_wait_s=settings.lease_s,
+            emit=self._events.append,
             wake=wake,
         )
 
@@ -137,11 +138,11 @@ class HostBuffer(GrowingConnector):
         self._receives.cancel(transfer_id)
 
     def poll(self) -> list[ConnectorEvent]:
-        """Raises `TransferThreadDied` once nothing more can happen."""
-        for done in self._copier.poll():
+        """Return what has happened since the last call. Raises `TransferThreadDied` once nothing more can happen."""
+        for done in self._copies.poll():
             done()
         for event in self._inner.poll():
-            self._take(event, self._names.own_of(event.transfer_id))
+            self._take(event, self._ids.own_of(event.transfer_id))
         self._receives.begin()
         events = self._events.copy()
         self._events.clear()
@@ -151,18 +152,18 @@ class HostBuffer(GrowingConnector):
         self._inner.peers_changed(live)
 
     def stats(self) -> TransferStats:
-        used = self._places.num_blocks - self._places.num_free
+        used = self._slots.num_blocks - self._slots.num_free
         refusals = self._offers.num_refused + self._receives.num_refused
         return msgspec.structs.replace(self._inner.stats(), buffer_blocks=used, buffer_refusals=refusals)
 
     def close(self) -> None:
-        self._copier.close()
+        self._copies.close()
         self._inner.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        if self._copy_socket is not None:
+            self._copy_socket.close()
 
     def _take(self, event: ConnectorEvent, own: TransferId) -> None:
-        """What became of places."""
+        """Pass on what happened to slots as what happens to blocks."""
         match event:
             case OfferEnded():
                 self._offers.ended(own, event.outcome)
@@ -173,4 +174,4 @@ class HostBuffer(GrowingConnector):
                 return  # `BlocksReleased` follows
             case BlocksReleased():
                 self._receives.released(own)
-        self._names.forget(own)
+        self._ids.forget(own)

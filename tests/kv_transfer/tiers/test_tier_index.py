@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from baton.engine.core.tiers import Tier
-from baton.kv_transfer.tiers.books import Loss, Move, TierBooks
-from baton.kv_transfer.tiers.shelf import Shelf
+from baton.kv_transfer.tiers.slot_lru import SlotLru
+from baton.kv_transfer.tiers.tier_index import Loss, Move, TierIndex
 
 
 def name(number: int) -> bytes:
@@ -23,120 +23,120 @@ def names(*numbers: int) -> list[bytes]:
     return [name(number) for number in numbers]
 
 
-def store(books: TierBooks, *numbers: int, loss: Loss | None = None) -> list[Move]:
+def store(index: TierIndex, *numbers: int, loss: Loss | None = None) -> list[Move]:
     """At once; block n of the pool holds n."""
-    moves = books.store(names(*numbers), numbers)
+    moves = index.store(names(*numbers), numbers)
     for move in moves:
-        books.stored(move, loss)
+        index.stored(move, loss)
     return moves
 
 
 class TestOrder:
     def test_the_host_is_filled_first_and_its_oldest_go_on_to_the_disk(self) -> None:
-        books = TierBooks(2, 2)
-        store(books, 1, 2)
-        demotion, move = store(books, 3)
+        index = TierIndex(2, 2)
+        store(index, 1, 2)
+        demotion, move = store(index, 3)
         assert demotion == Move(name(1), Tier.HOST, move.target_slot, Tier.DISK, demotion.target_slot)
         assert move[:4] == (name(3), Tier.POOL, 3, Tier.HOST)
-        assert books.num_kept() == {"host": 2, "disk": 1}
-        assert books.evictions == 0
+        assert index.num_kept() == {"host": 2, "disk": 1}
+        assert index.evictions == 0
 
     def test_what_the_last_tier_has_no_room_for_is_gone_and_counted(self) -> None:
-        books = TierBooks(1, 1)
-        store(books, 1)
-        store(books, 2)
-        store(books, 3)
-        assert [books.knows(name(n)) for n in (1, 2, 3)] == [False, True, True]
-        assert books.evictions == 1
+        index = TierIndex(1, 1)
+        store(index, 1)
+        store(index, 2)
+        store(index, 3)
+        assert [index.knows(name(n)) for n in (1, 2, 3)] == [False, True, True]
+        assert index.evictions == 1
 
     def test_without_a_host_tier_blocks_go_to_the_disk(self) -> None:
-        books = TierBooks(0, 2)
-        (move,) = store(books, 1)
+        index = TierIndex(0, 2)
+        (move,) = store(index, 1)
         assert (move.source, move.target) == (Tier.POOL, Tier.DISK)
-        assert books.num_kept() == {"disk": 1}
+        assert index.num_kept() == {"disk": 1}
 
     def test_what_was_used_last_stays_longest_and_the_start_of_a_prefix_longer_than_its_end(self) -> None:
-        books = TierBooks(3, 0)
-        store(books, 1, 2, 3)
-        books.touch(names(1, 2))
-        store(books, 4)
-        store(books, 5)
-        assert [books.knows(name(n)) for n in (1, 2, 3)] == [True, False, False]
+        index = TierIndex(3, 0)
+        store(index, 1, 2, 3)
+        index.touch(names(1, 2))
+        store(index, 4)
+        store(index, 5)
+        assert [index.knows(name(n)) for n in (1, 2, 3)] == [True, False, False]
 
     def test_what_an_earlier_process_left_is_found_and_evicted_oldest_first(self) -> None:
-        books = TierBooks(0, 3, [(name(7), 2), (name(8), 0)])
-        assert books.find(names(7, 8, 9)) == 2
-        store(books, 1)
-        store(books, 2)
-        assert [books.knows(name(n)) for n in (7, 8)] == [False, True]
+        index = TierIndex(0, 3, [(name(7), 2), (name(8), 0)])
+        assert index.find(names(7, 8, 9)) == 2
+        store(index, 1)
+        store(index, 2)
+        assert [index.knows(name(n)) for n in (7, 8)] == [False, True]
 
     def test_what_is_known_is_not_stored_again(self) -> None:
-        books = TierBooks(2, 2)
-        store(books, 1)
-        assert store(books, 1) == []
+        index = TierIndex(2, 2)
+        store(index, 1)
+        assert store(index, 1) == []
 
 
 class TestUse:
     def test_a_block_that_is_on_its_way_cannot_be_restored_yet(self) -> None:
-        books = TierBooks(2, 0)
-        (move,) = books.store(names(1), [1])
-        assert books.knows(name(1))
-        assert books.find(names(1)) == 0
-        books.stored(move, None)
-        assert books.find(names(1)) == 1
+        index = TierIndex(2, 0)
+        (move,) = index.store(names(1), [1])
+        assert index.knows(name(1))
+        assert index.find(names(1)) == 0
+        index.stored(move, None)
+        assert index.find(names(1)) == 1
 
     def test_a_chain_is_found_up_to_its_first_gap(self) -> None:
-        books = TierBooks(4, 0)
-        store(books, 1, 2, 4)
-        assert books.find(names(1, 2, 3, 4)) == 2
+        index = TierIndex(4, 0)
+        store(index, 1, 2, 4)
+        assert index.find(names(1, 2, 3, 4)) == 2
 
     def test_where_every_slot_is_in_use_a_block_is_not_stored_and_that_is_counted(self) -> None:
-        books = TierBooks(1, 0)
-        store(books, 1)
-        (fetch,) = books.restore(names(1), [0])
-        assert books.store(names(2), [2]) == []
-        assert books.losses == {Loss.BUSY: 1}
-        books.restored(fetch, None)
-        assert len(store(books, 2)) == 1
+        index = TierIndex(1, 0)
+        store(index, 1)
+        (fetch,) = index.restore(names(1), [0])
+        assert index.store(names(2), [2]) == []
+        assert index.losses == {Loss.BUSY: 1}
+        index.restored(fetch, None)
+        assert len(store(index, 2)) == 1
 
     def test_a_block_that_could_not_be_written_is_not_found(self) -> None:
-        books = TierBooks(0, 1)
-        store(books, 1, loss=Loss.DISK_WRITE)
-        assert not books.knows(name(1))
-        assert books.losses == {Loss.DISK_WRITE: 1}
-        assert len(store(books, 2)) == 1, "its slot is free again"
+        index = TierIndex(0, 1)
+        store(index, 1, loss=Loss.DISK_WRITE)
+        assert not index.knows(name(1))
+        assert index.losses == {Loss.DISK_WRITE: 1}
+        assert len(store(index, 2)) == 1, "its slot is free again"
 
     def test_a_corrupt_block_is_forgotten_when_its_last_reader_is_done(self) -> None:
-        books = TierBooks(0, 1)
-        store(books, 1)
-        first, second = (books.restore(names(1), [block])[0] for block in (0, 1))
-        books.restored(first, Loss.CORRUPT)
-        assert books.find(names(1)) == 0
-        assert books.store(names(2), [2]) == [], "the other reader still reads the slot"
-        books.restored(second, Loss.CORRUPT)
-        assert len(store(books, 2)) == 1
-        books.check()
+        index = TierIndex(0, 1)
+        store(index, 1)
+        first, second = (index.restore(names(1), [block])[0] for block in (0, 1))
+        index.restored(first, Loss.CORRUPT)
+        assert index.find(names(1)) == 0
+        assert index.store(names(2), [2]) == [], "the other reader still reads the slot"
+        index.restored(second, Loss.CORRUPT)
+        assert len(store(index, 2)) == 1
+        index.check()
 
     def test_a_disk_that_failed_is_empty_for_good_and_the_host_goes_on(self) -> None:
-        books = TierBooks(1, 2)
-        store(books, 1)
-        store(books, 2)
-        (fetch,) = books.restore(names(1), [0])
-        books.close_disk()
-        assert books.find(names(1)) == 0
-        books.restored(fetch, Loss.DISK_READ)
-        store(books, 3)
-        assert books.num_kept() == {"host": 1, "disk": 0}
-        assert books.evictions == 1
+        index = TierIndex(1, 2)
+        store(index, 1)
+        store(index, 2)
+        (fetch,) = index.restore(names(1), [0])
+        index.close_disk()
+        assert index.find(names(1)) == 0
+        index.restored(fetch, Loss.DISK_READ)
+        store(index, 3)
+        assert index.num_kept() == {"host": 1, "disk": 0}
+        assert index.evictions == 1
 
 
 class Following:
-    """Knows of blocks what books tell."""
+    """Knows of blocks what index tell."""
 
-    def __init__(self, books: TierBooks) -> None:
-        self._books = books
-        self.where = {each: tier for tier in (Tier.HOST, Tier.DISK) for each in books.kept_in(tier)}
-        books.watch(self)
+    def __init__(self, index: TierIndex) -> None:
+        self._index = index
+        self.where = {each: tier for tier in (Tier.HOST, Tier.DISK) for each in index.kept_in(tier)}
+        index.watch(self)
 
     def kept(self, block_hash: bytes, tier: Tier) -> None:
         assert block_hash not in self.where, "a block is in one tier"
@@ -148,35 +148,35 @@ class Following:
     def check(self) -> None:
         for tier in (Tier.HOST, Tier.DISK):
             kept = {each for each, place in self.where.items() if place is tier}
-            assert kept == set(self._books.kept_in(tier))
-            assert all(self._books.tier_of(each) is tier for each in kept)
+            assert kept == set(self._index.kept_in(tier))
+            assert all(self._index.tier_of(each) is tier for each in kept)
 
 
 class TestNews:
     def test_a_block_is_told_when_it_can_be_restored_and_when_it_no_longer_can(self) -> None:
-        books = TierBooks(1, 1, [(name(9), 0)])
-        told = Following(books)
+        index = TierIndex(1, 1, [(name(9), 0)])
+        told = Following(index)
         assert told.where == {name(9): Tier.DISK}, "what is there from before is there"
-        (move,) = books.store(names(1), [1])
+        (move,) = index.store(names(1), [1])
         assert name(1) not in told.where, "it is on its way"
-        books.stored(move, None)
+        index.stored(move, None)
         assert told.where == {name(9): Tier.DISK, name(1): Tier.HOST}
-        demotion, move = books.store(names(2), [2])
+        demotion, move = index.store(names(2), [2])
         assert told.where == {}, "the one on its way to the disk took the place of the other"
-        books.stored(demotion, None)
-        books.stored(move, None)
+        index.stored(demotion, None)
+        index.stored(move, None)
         assert told.where == {name(1): Tier.DISK, name(2): Tier.HOST}
-        books.close_disk()
+        index.close_disk()
         assert told.where == {name(2): Tier.HOST}
 
     def test_a_block_that_was_not_written_or_holds_other_bytes_is_not_there(self) -> None:
-        books = TierBooks(0, 2)
-        told = Following(books)
-        store(books, 1, loss=Loss.DISK_WRITE)
+        index = TierIndex(0, 2)
+        told = Following(index)
+        store(index, 1, loss=Loss.DISK_WRITE)
         assert told.where == {}
-        store(books, 2)
-        (fetch,) = books.restore(names(2), [0])
-        books.restored(fetch, Loss.CORRUPT)
+        store(index, 2)
+        (fetch,) = index.restore(names(2), [0])
+        index.restored(fetch, Loss.CORRUPT)
         assert told.where == {}
 
 
@@ -185,8 +185,8 @@ class BooksMachine(RuleBasedStateMachine):
 
     @initialize(host=st.integers(0, 4), disk=st.integers(0, 5))
     def start(self, host: int, disk: int) -> None:
-        self.books = TierBooks(host, disk)
-        self.told = Following(self.books)
+        self.index = TierIndex(host, disk)
+        self.told = Following(self.index)
         self.slots: dict[tuple[Tier, int], bytes] = {}
         self.stores: deque[list[Move]] = deque()
         self.restores: deque[list[Move]] = deque()
@@ -196,13 +196,13 @@ class BooksMachine(RuleBasedStateMachine):
         numbers = range(first, first + count)
         for number in numbers:
             self.slots[Tier.POOL, number] = name(number)
-        self.stores.append(self.books.store(names(*numbers), numbers))
+        self.stores.append(self.index.store(names(*numbers), numbers))
 
     @rule(first=st.integers(0, 12), count=st.integers(1, 4))
     def restore(self, first: int, count: int) -> None:
         chain = names(*range(first, first + count))
-        found = self.books.find(chain)
-        self.restores.append(self.books.restore(chain[:found], range(100, 100 + found)))
+        found = self.index.find(chain)
+        self.restores.append(self.index.restore(chain[:found], range(100, 100 + found)))
 
     @rule(fails=st.booleans())
     def carry_out_a_store(self, fails: bool) -> None:
@@ -216,26 +216,26 @@ class BooksMachine(RuleBasedStateMachine):
             lost = Loss.DISK_WRITE if fails and move.target is Tier.DISK else None
             if lost is None:
                 assert self.slots[move.target, move.target_slot] == move.block_hash, "the wrong block went down"
-            self.books.stored(move, lost)
+            self.index.stored(move, lost)
 
     @rule(corrupt=st.booleans())
     def carry_out_a_restore(self, corrupt: bool) -> None:
         for move in self.restores.popleft() if self.restores else ():
             assert self.slots[move.source, move.source_slot] == move.block_hash, "the wrong block came up"
-            self.books.restored(move, Loss.CORRUPT if corrupt and move.source is Tier.DISK else None)
+            self.index.restored(move, Loss.CORRUPT if corrupt and move.source is Tier.DISK else None)
 
     @rule(number=st.integers(0, 12))
     def touch(self, number: int) -> None:
-        self.books.touch(names(number, number + 1))
+        self.index.touch(names(number, number + 1))
 
     def teardown(self) -> None:
-        if not hasattr(self, "books"):
+        if not hasattr(self, "index"):
             return
         while self.stores:
             self.carry_out_a_store(False)
         while self.restores:
             self.carry_out_a_restore(False)
-        self.books.check()
+        self.index.check()
 
     @invariant()
     def what_was_told_is_true(self) -> None:
@@ -259,7 +259,7 @@ def test_no_restore_ever_brings_another_block_than_the_one_that_was_asked_for() 
     run_state_machine_as_test(BooksMachine, settings=SETTINGS)
 
 
-def _first_of_all(shelf: Shelf) -> Iterator[bytes]:
+def _first_of_all(shelf: SlotLru) -> Iterator[bytes]:
     return (block_hash for block_hash, entry in shelf._entries.items() if entry.presence.value == "kept")
 
 
@@ -267,17 +267,17 @@ class TestPlantedBugs:
     """The machine above is able to fail."""
 
     def test_evicting_what_is_being_read_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Shelf, "victim", lambda shelf: next(_first_of_all(shelf), None))
+        monkeypatch.setattr(SlotLru, "victim", lambda shelf: next(_first_of_all(shelf), None))
         with pytest.raises((AssertionError, KeyError)):
             run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)
 
     def test_finding_what_is_still_being_written_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Shelf, "keeps", lambda shelf, block_hash: block_hash in shelf)
+        monkeypatch.setattr(SlotLru, "keeps", lambda shelf, block_hash: block_hash in shelf)
         with pytest.raises((AssertionError, KeyError)):
             run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)
 
     def test_a_demotion_behind_the_block_that_takes_its_slot_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        in_order = TierBooks.store
-        monkeypatch.setattr(TierBooks, "store", lambda *arguments: in_order(*arguments)[::-1])
+        in_order = TierIndex.store
+        monkeypatch.setattr(TierIndex, "store", lambda *arguments: in_order(*arguments)[::-1])
         with pytest.raises(AssertionError):
             run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)

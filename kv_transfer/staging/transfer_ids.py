@@ -1,4 +1,4 @@
-"""Transfers by way of the host have a name of their own and one of the connector below."""
+"""Transfers by way of staging slots have an id of their own, and one of the connector below."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 from baton.engine.core.connector import TransferId
 
 
-class Names:
-    """Own names never come again; a pair is known until it is forgotten."""
+class TransferIds:
+    """Pairs of ids: ours, which the engine knows, and that of the connector below. Ours are never used twice."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
@@ -19,12 +19,12 @@ class Names:
         return next(self._ids)
 
     def pair(self, own: TransferId, inner: TransferId) -> TransferId:
-        """Returns `own`."""
+        """Remember a pair until `forget`. Returns `own`."""
         self._inner_of[own], self._own_of[inner] = inner, own
         return own
 
     def inner_of(self, own: TransferId) -> TransferId | None:
-        """None: it has not begun below, or is over there."""
+        """Return the id below; None if the transfer has not begun there, or is over."""
         return self._inner_of.get(own)
 
     def own_of(self, inner: TransferId) -> TransferId:

@@ -1,0 +1,170 @@
+"""Another rank's part in its group's reads: a servant that reads with a `RankReader` when rank 0 orders it to.
+
+    rank 0's TpReadGroup ──orders──> MemberThread: socket ── ReadServant ── RankReader ── transport
+                         <──reports──
+
+Without orders, reads and readers it sleeps.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from baton.engine.core.layout import KVRegion
+from baton.engine.net.curve import ClusterKey
+
+from ..codec import MAX_REASON_CHARS
+from ..errors import TransferError
+from ..net.channel import Channel, Route
+from ..pacing import POLL_IDLE_S, pause_s
+from ..settings import TransferSettings
+from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
+from ..transports.factory import START_TIMEOUT_S, open_transport
+from .rank_reader import RankReader
+from .read_messages import (
+    READS,
+    AddPeer,
+    Alive,
+    CheckReport,
+    CompareBlocks,
+    MakeDigests,
+    MakeProgress,
+    Order,
+    PeerReport,
+    ReadDetails,
+    ReadReport,
+    RemovePeer,
+    StartRead,
+)
+from .rpc import Member, MemberThread
+
+
+class ReadServant:
+    """Carries out rank 0's orders about reads with `reader`. It has no clock of its own."""
+
+    def __init__(self, reader: RankReader, clock: Callable[[], float]) -> None:
+        self._reader = reader
+        self._clock = clock
+        self._peers: dict[PeerHandle, PeerState] = {}  # as last reported
+        self._running: set[ReadHandle] = set()
+        self._releasing: dict[ReadHandle, tuple[ReadState, str]] = {}
+        self._read_started_at = 0.0  # the youngest one
+        self._peer_added_at = 0.0  # the youngest one
+        self._serve_until = 0.0
+
+    def details(self) -> ReadDetails:
+        reader = self._reader
+        return ReadDetails(reader.region.num_blocks, reader.transport_name, reader.memory, reader.staged)
+
+    def obey(self, order: Order) -> Iterator[msgspec.Struct]:
+        match order:
+            case AddPeer():
+                yield from self._add_peer(order)
+            case RemovePeer():
+                if self._peers.pop(order.peer, None) is not None:
+                    self._reader.remove_peer(order.peer)
+            case StartRead():
+                self._reader.read(order.read, order.peer, order.source_blocks, order.blocks)
+                self._running.add(order.read)
+                self._read_started_at = self._clock()
+            case MakeDigests():
+                yield CheckReport(order.check, digests=self._reader.digests(order.blocks))
+            case CompareBlocks():
+                difference = self._reader.difference(order.peer, order.blocks, order.by_rank)
+                yield CheckReport(order.check, difference=difference)
+            case MakeProgress():
+                self._serve_until = self._clock() + order.seconds
+                yield Alive()
+
+    def advance(self) -> tuple[list[msgspec.Struct], float]:
+        ended = self._settle_reads()
+        changed = self._changed_peers()
+        now = self._clock()
+        serving = now < self._serve_until
+        if serving:
+            self._reader.progress()
+        pause = pause_s(
+            now,
+            self._read_started_at if self._running or self._releasing else None,
+            None,
+            device=self._reader.region.device,
+            warming_since=self._peer_added_at if PeerState.CONNECTING in self._peers.values() else None,
+            serving=serving,
+        )
+        # Peers come before reads: rank 0 looks at the peer of a read that has failed.
+        return [*changed, *ended], POLL_IDLE_S if pause is None else pause
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _add_peer(self, order: AddPeer) -> Iterator[PeerReport]:
+        try:
+            self._reader.add_peer(order.peer, order.metadata)
+        except TransferError as error:
+            yield PeerReport(order.peer, PeerState.BROKEN, str(error)[:MAX_REASON_CHARS])
+        else:
+            self._peers[order.peer] = PeerState.CONNECTING
+            self._peer_added_at = self._clock()
+
+    def _changed_peers(self) -> list[PeerReport]:
+        states = {peer: self._reader.peer_state(peer) for peer in self._peers}
+        changed = [PeerReport(peer, state) for peer, state in states.items() if state is not self._peers[peer]]
+        self._peers = states
+        return changed
+
+    def _settle_reads(self) -> list[ReadReport]:
+        reports: list[ReadReport] = []
+        for read in [read for read in self._releasing if self._reader.release(read)]:
+            reports.append(self._report(read, *self._releasing.pop(read), released=True))
+        for read in list(self._running):
+            state = self._reader.poll(read)
+            if state is ReadState.RUNNING:
+                continue
+            self._running.remove(read)
+            reason = self._reader.reason(read)[:MAX_REASON_CHARS]
+            released = self._reader.release(read)
+            reports.append(self._report(read, state, reason, released=released))
+            if not released:
+                self._releasing[read] = state, reason
+        return reports
+
+    def _report(self, read: ReadHandle, state: ReadState, reason: str, *, released: bool) -> ReadReport:
+        return ReadReport(read, state, reason, released, self._reader.num_bytes, self._reader.num_descriptors)
+
+
+def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Callable[[], float]) -> Member:
+    """Join rank 0's reads over a connection to it."""
+    fingerprint = reader.region.layout.fingerprint
+    return Member(
+        ReadServant(reader, clock), READS, rank=reader.rank, fingerprint=fingerprint, channel=channel, leader=leader
+    )
+
+
+def join_tp_read_group(
+    region: KVRegion,
+    *,
+    rank: int,
+    leader: str,
+    engine_id: str,
+    key: ClusterKey | None,
+    settings: TransferSettings | None = None,
+    staged: bool = False,
+) -> MemberThread:
+    """Join the reads of rank 0's `TransferConnector`, which waits for all ranks, in a thread of its own.
+
+    `leader` is the address of rank 0's socket; `staged`: the region is that of staging slots. Rank 0's connector is to
+    be closed before this rank: it waits for reads that still run. Raises `TransportError` if the region cannot be
+    registered.
+    """
+    settings = settings or TransferSettings()
+    agent_name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # no two agents that one peer knows share a name
+
+    def begin(channel: Channel, route: Route) -> Member:
+        reader = RankReader(rank, region, open_transport(settings, region, agent_name), staged=staged)
+        return read_member(reader, channel, route, time.monotonic)
+
+    return MemberThread(begin, rank=rank, leader=leader, key=key, name="baton-transfer").open(START_TIMEOUT_S)

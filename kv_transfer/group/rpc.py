@@ -1,0 +1,302 @@
+"""Orders and reports between the ranks of one tensor-parallel group.
+
+    rank 0 (GroupLeader)                 another rank (Member)
+      <------------------------------ Join      its rank, its layout, and details that the service asks for
+      orders of the service ---------->
+      <------------------------------ reports of the service
+      Ping --------------------------->         never answered: ZeroMQ knows whether the connection stands
+      <------------------------------ GiveUp    the rank cannot go on, and why
+
+A *service* is one use of a group: reads, copies to staging slots, tiers. Each has a socket and messages of its own.
+A connection keeps the order of messages and loses none while it lasts; one that breaks is the end of the group. Bytes
+come from other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, NamedTuple, Protocol, Self
+
+import msgspec
+from msgspec import Meta
+
+from baton.engine.net.curve import ClusterKey
+
+from .. import codec
+from ..codec import MAX_REASON_CHARS, Name, Reason
+from ..errors import MalformedMessage, RankLost, TransportError
+from ..net.channel import Channel, Route, ZmqChannel
+from ..threads import ChannelThread
+
+logger = logging.getLogger(__name__)
+
+MAX_RANKS = 1024
+JOIN_TIMEOUT_S = 50.0
+GROUP_SILENCE_S = 10.0  # a connection within a group that breaks is the end of all its ranks
+IDLE_S = 60.0
+
+Rank = Annotated[int, Meta(ge=1, lt=MAX_RANKS)]
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    rank: Rank
+    fingerprint: Name  # of the layout
+    details: msgspec.Raw = msgspec.Raw(codec.encode(None))  # see `Service`
+
+
+class GiveUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The rank cannot go on. Sent before `Join` if it could not even begin."""
+
+    rank: Rank
+    reason: Reason
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Finds out whether the connection still stands; there is no answer."""
+
+
+class Service(NamedTuple):
+    """Decoders of one use of a group. Messages of services have tags from 10 on."""
+
+    decode_order: Callable[[bytes], Any]
+    decode_report: Callable[[bytes], Any]
+    decode_details: Callable[[bytes], Any]
+
+    @classmethod
+    def of(cls, orders: Any, reports: Any, details: Any = None) -> Self:
+        """`orders` and `reports` are unions of tagged structs; `details` is what a rank tells when it joins."""
+        return cls(
+            codec.decoder(Ping | orders, "order to a rank"),
+            codec.decoder(Join | GiveUp | reports, "report of a rank"),
+            codec.decoder(details, "details of a rank"),
+        )
+
+
+class GroupSocket:
+    """The socket at which the other ranks of a group reach rank 0. Bound when made: `address` can be told early.
+
+    Without a `key` any process may join: for tests only.
+    """
+
+    def __init__(self, size: int, host: str, key: ClusterKey | None) -> None:
+        self.size = size
+        self.channel = ZmqChannel(host, key, silence_s=GROUP_SILENCE_S)
+        self.address = self.channel.address
+        self._closed = False
+
+    def close(self) -> None:
+        """Close the channel; a second call does nothing. A context that is collected with open sockets may hang."""
+        if not self._closed:
+            self._closed = True
+            self.channel.close()
+
+
+class GroupLeader:
+    """Rank 0's connections to the other ranks for one service. One thread uses it.
+
+    Calls raise `RankLost` once a rank is gone, gives up or sends malformed bytes: the group is over then.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        size: int,
+        fingerprint: str,
+        service: Service,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`fingerprint` is that of the layout, which all ranks must share."""
+        self._channel = channel
+        self._size = size
+        self._fingerprint = fingerprint
+        self._service = service
+        self._clock = clock
+        self._routes: dict[int, Route] = {}
+        self._ranks: dict[Route, int] = {}
+        self.details: dict[int, Any] = {}  # by rank, as told in `Join`
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self._routes)
+
+    def gather(self, wait: Callable[[float], None], timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Wait until all ranks have joined. `wait(seconds)` may return early.
+
+        Raises `TransportError` for ranks that do not come in time, do not fit, or give up.
+        """
+        deadline = self._clock() + timeout_s
+        while missing := [rank for rank in range(1, self._size) if rank not in self._routes]:
+            if self._clock() >= deadline:
+                raise TransportError(f"of {self._size} ranks these did not join within {timeout_s:g} s: {missing}")
+            wait(deadline - self._clock())
+            for route, data in self._channel.receive():
+                self._take_join(route, data)
+
+    def send(self, rank: int, order: msgspec.Struct) -> None:
+        if not self._channel.send(self._routes[rank], codec.encode(order)):
+            raise RankLost(f"the connection to rank {rank} is broken")
+
+    def broadcast(self, order: msgspec.Struct) -> None:
+        """Send an order to all ranks; they begin at once."""
+        for rank in self.ranks:
+            self.send(rank, order)
+
+    def ping(self, rank: int) -> None:
+        self.send(rank, Ping())
+
+    def receive(self) -> list[tuple[int, Any]]:
+        """Return the reports that have come, each with its rank."""
+        reports: list[tuple[int, Any]] = []
+        for route, data in self._channel.receive():
+            rank = self._ranks.get(route)
+            if rank is None:
+                logger.warning("dropped: %d bytes from a process that is not of this group", len(data))
+                continue
+            try:
+                report = self._service.decode_report(data)
+            except MalformedMessage as error:
+                raise RankLost(f"rank {rank} sends malformed bytes: {error}") from error
+            if isinstance(report, GiveUp):
+                raise RankLost(f"rank {rank} cannot go on: {report.reason}")
+            reports.append((rank, report))
+        return reports
+
+    def _take_join(self, route: Route, data: bytes) -> None:
+        """Drops what is neither a `Join` nor a `GiveUp`: a rank that leaves again at once will be missed."""
+        try:
+            message = self._service.decode_report(data)
+            details = self._service.decode_details(message.details) if isinstance(message, Join) else None
+        except MalformedMessage as error:
+            logger.warning("dropped: %s", error)
+            return
+        match message:
+            case Join():
+                self._check(message)
+                self._routes[message.rank], self._ranks[route] = route, message.rank
+                self.details[message.rank] = details
+            case GiveUp():
+                raise TransportError(f"rank {message.rank} cannot go on: {message.reason}")
+            case _:
+                logger.warning("dropped: a %s from a process that has not joined", type(message).__name__)
+
+    def _check(self, join: Join) -> None:
+        if join.rank >= self._size or join.rank in self._routes:
+            raise TransportError(f"rank {join.rank} joined a group of {self._size} ranks that has no place for it")
+        if join.fingerprint != self._fingerprint:
+            raise TransportError(
+                f"rank {join.rank} keeps blocks of layout {join.fingerprint}, rank 0 of {self._fingerprint}"
+            )
+
+
+class Servant(Protocol):
+    """Carries out the orders of one service on another rank. One thread uses it."""
+
+    def details(self) -> Any:
+        """Return what rank 0 is told when this rank joins."""
+        ...
+
+    def obey(self, order: Any) -> Iterable[msgspec.Struct]:
+        """Carry out an order; yields what to report. Raises `MalformedMessage` for an order that makes no sense."""
+        ...
+
+    def advance(self) -> tuple[Iterable[msgspec.Struct], float]:
+        """Go on with what orders have begun. Returns what to report, and the seconds until the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Member:
+    """Another rank's end of the connection to rank 0: passes orders to `servant` and sends its reports.
+
+    No thread and no sleeping. `pump` raises what the servant raises, and `RankLost`.
+    """
+
+    def __init__(
+        self, servant: Servant, service: Service, *, rank: int, fingerprint: str, channel: Channel, leader: Route
+    ) -> None:
+        """Joins: from now on rank 0 may send orders."""
+        self._servant, self._service = servant, service
+        self._channel, self._leader = channel, leader
+        self._report(Join(rank, fingerprint, msgspec.Raw(codec.encode(servant.details()))))
+
+    def pump(self) -> float:
+        """Do one round of everything. Returns after how many seconds to call again, unless an order comes."""
+        for _, data in self._channel.receive():
+            order = self._service.decode_order(data)
+            if not isinstance(order, Ping):
+                for report in self._servant.obey(order):
+                    self._report(report)
+        reports, pause_s = self._servant.advance()
+        for report in reports:
+            self._report(report)
+        return pause_s
+
+    def close(self) -> None:
+        self._servant.close()
+
+    def _report(self, report: msgspec.Struct) -> None:
+        """A broken connection is for rank 0 to notice. A report is never dropped: rank 0 would wait for it."""
+        if not self._channel.send(self._leader, codec.encode(report)):
+            raise RankLost("rank 0 takes no reports any more")
+
+
+class MemberThread:
+    """A `Member` in a thread of its own. Ranks 1, 2, ... have one for each service; a failure later on is reported."""
+
+    def __init__(
+        self,
+        begin: Callable[[Channel, Route], Member],
+        *,
+        rank: int,
+        leader: str,
+        key: ClusterKey | None,
+        name: str,
+    ) -> None:
+        """`begin` is called in the thread, with the connection to rank 0. `leader` is the address of rank 0's socket.
+
+        Raises `TransportError` for an address that is none.
+        """
+        self._begin, self._rank = begin, rank
+        self._channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
+        try:
+            self._leader = self._channel.connect(leader)
+        except TransportError:
+            self._channel.close()
+            raise
+        self._is_waited_for = False
+        self._thread = ChannelThread(name, self._channel, self._run)
+
+    def open(self, timeout_s: float) -> Self:
+        """Start the thread and wait until it has joined. Raises what `begin` raises; rank 0 is not told."""
+        self._is_waited_for = True
+        self._thread.open(timeout_s)
+        return self
+
+    def start(self) -> Self:
+        """Start the thread and do not wait. Rank 0 is told what `begin` raises."""
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End the thread after what is under way; a second call does nothing."""
+        self._thread.close()
+
+    def _run(self, ready: Callable[[], None]) -> None:
+        member = None
+        try:
+            member = self._begin(self._channel, self._leader)
+            ready()
+            while not self._thread.is_closing:
+                self._channel.wait(member.pump())
+        except Exception as error:
+            if member is None and self._is_waited_for:
+                raise
+            logger.exception("%s died", self._thread.name)
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+            self._channel.send(self._leader, codec.encode(GiveUp(self._rank, reason)))  # if rank 0 still listens
+        if member is not None:
+            member.close()

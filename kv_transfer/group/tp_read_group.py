@@ -1,0 +1,204 @@
+"""All ranks of one tensor-parallel group as one reader of blocks.
+
+    HandoffCoordinator ──> TpReadGroup ──┬──> RankReader                       rank 0's own
+                                         ├──> RemoteRank ──orders, reports──   rank 1: ReadServant ──> RankReader
+                                         └──> ...
+
+Rank 0 keeps the protocol with other engines. A block has the same id on every rank; each rank reads its own heads of
+it. A peer is connected, and a read is done, when it is so on every rank; a peer is broken, and a read has failed, when
+it is so on any; a read is released, and its blocks can be used again, when nothing can write on any rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from baton.engine.core.layout import UnevenHeads
+
+from ..errors import TransportError
+from ..net.channel import Channel
+from ..protocol.messages import MAX_METADATA_BYTES
+from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
+from .rank_reader import RankMemory, RankReader, group_metadata, worst
+from .read_messages import READS, CheckHandle, CheckReport, ReadDetails
+from .remote_rank import RemoteRank
+from .rpc import JOIN_TIMEOUT_S, GroupLeader
+
+Rank = RankReader | RemoteRank
+
+
+class TpReadGroup:
+    """Reads blocks on all ranks of a group. One thread uses it; calls return at once.
+
+    `others`, ranks 1, 2, ..., are reached through `leader`. Without others no call raises `RankLost`; with others any
+    may, and the group is at its end then. `metadata` is what a peer's `add_peer` needs to read our blocks.
+
+    Raises `TransportError` where the metadata are longer than a handshake may be.
+    """
+
+    def __init__(self, own: RankReader, others: Sequence[RemoteRank] = (), leader: GroupLeader | None = None) -> None:
+        self.metadata = _checked_metadata([own.memory, *(rank.memory for rank in others)])
+        self.layout = own.region.layout
+        self.device = own.region.device
+        self.num_blocks = own.region.num_blocks
+        self.block_bytes = own.region.block_bytes  # of each rank
+        self.transport_name = own.transport_name
+        self._own = own
+        self._others = others
+        self._leader = leader
+        self._ranks: tuple[Rank, ...] = (own, *others)
+        self._handles = itertools.count(1)
+        self._releasing: dict[ReadHandle, list[Rank]] = {}  # ranks on which it may still write
+        self._own_reports: dict[CheckHandle, CheckReport] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read by all ranks since the start."""
+        return sum(rank.num_bytes for rank in self._ranks)
+
+    @property
+    def num_descriptors(self) -> int:
+        return sum(rank.num_descriptors for rank in self._ranks)
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        """Begin to connect to another group.
+
+        Raises `MalformedMessage` or `TransportError` for metadata that make no sense.
+        """
+        peer = next(self._handles)
+        for rank in self._ranks:  # our own comes first: the others never see what it refuses
+            rank.add_peer(peer, metadata)
+        return peer
+
+    def peer_state(self, peer: PeerHandle) -> PeerState:
+        return worst(rank.peer_state(peer) for rank in self._ranks)
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        """Forget a peer of which no read is left."""
+        for rank in self._ranks:
+            rank.remove_peer(peer)
+
+    def read(self, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> ReadHandle:
+        """Begin to read the peer's `source_blocks` into our `blocks`, of the same number."""
+        read = next(self._handles)
+        for rank in reversed(self._ranks):  # orders to others travel, and our own may copy before it returns
+            rank.read(read, peer, source_blocks, blocks)
+        return read
+
+    def poll(self, read: ReadHandle) -> ReadState:
+        return worst(rank.poll(read) for rank in self._ranks)
+
+    def reason(self, read: ReadHandle) -> str:
+        """Return why a FAILED read failed."""
+        return next(rank.reason(read) for rank in self._ranks if rank.poll(read) is ReadState.FAILED)
+
+    def release(self, read: ReadHandle) -> bool:
+        """Forget a read that is DONE or FAILED. Returns False while it may still write on any rank."""
+        left = [rank for rank in self._releasing.get(read, self._ranks) if not rank.release(read)]
+        if left:
+            self._releasing[read] = left
+            return False
+        self._releasing.pop(read, None)
+        return True
+
+    def digest(self, blocks: Sequence[int]) -> CheckHandle:
+        """Begin to digest blocks of ours; `checked` tells the result."""
+        check = next(self._handles)
+        for rank in self._others:
+            rank.digest(check, blocks)
+        self._own_reports[check] = CheckReport(check, digests=self._own.digests(blocks))
+        return check
+
+    def compare(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> CheckHandle:
+        """Begin to compare blocks of ours with digests of the peer's ranks; `checked` tells the result."""
+        check = next(self._handles)
+        for rank in self._others:
+            rank.compare(check, peer, blocks, by_rank)
+        self._own_reports[check] = CheckReport(check, difference=self._own.difference(peer, blocks, by_rank))
+        return check
+
+    def checked(self, check: CheckHandle) -> list[CheckReport] | None:
+        """Return what each rank found, once: the handle is forgotten then. None: some have not answered yet."""
+        reports = [report for rank in self._others if (report := rank.report_of(check)) is not None]
+        if len(reports) < len(self._others):
+            return None
+        for rank in self._others:
+            rank.forget(check)
+        return [self._own_reports.pop(check), *reports]
+
+    def progress(self) -> None:
+        """Serve, on every rank, peers that read our blocks over lanes that need our CPU."""
+        for rank in self._ranks:
+            rank.progress()
+
+    def pump(self) -> None:
+        """Take in what the other ranks have reported."""
+        if self._leader is None:
+            return
+        by_rank = {rank.rank: rank for rank in self._others}
+        for rank, report in self._leader.receive():
+            by_rank[rank].on_report(report)
+        for other in self._others:
+            other.watch()
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def gather(
+    own: RankReader,
+    size: int,
+    channel: Channel,
+    *,
+    clock: Callable[[], float],
+    wait: Callable[[float], None],
+    timeout_s: float = JOIN_TIMEOUT_S,
+) -> TpReadGroup:
+    """Return the group of `size` ranks once all of them have joined over `channel`. `wait(seconds)` may return early.
+
+    Raises `TransportError` for ranks that do not come in time or do not fit.
+    """
+    leader = GroupLeader(channel, size, own.region.layout.fingerprint, READS, clock=clock)
+    leader.gather(wait, timeout_s)
+    for rank in leader.ranks:
+        _check(rank, leader.details[rank], own, size)
+    _check_heads(own.rank, own.region.heads, own, size)
+    return TpReadGroup(own, [_remote_rank(leader, rank, clock) for rank in leader.ranks], leader)
+
+
+def _remote_rank(leader: GroupLeader, rank: int, clock: Callable[[], float]) -> RemoteRank:
+    return RemoteRank(rank, leader.details[rank].memory, lambda order: leader.send(rank, order), clock)
+
+
+def _checked_metadata(ranks: Sequence[RankMemory]) -> bytes:
+    metadata = group_metadata(ranks)
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise TransportError(
+            f"to reach the memory of {len(ranks)} ranks peers need {len(metadata)} bytes, and a handshake takes"
+            f" {MAX_METADATA_BYTES}: name fewer network devices (UCX_NET_DEVICES), or give fewer ranks"
+        )
+    return metadata
+
+
+def _check(rank: int, details: ReadDetails, own: RankReader, size: int) -> None:
+    """Raises `TransportError` where a rank does not fit rank 0."""
+    if details.staged != own.staged:
+        ways = {False: "its blocks themselves", True: "the host's memory, as its blocks cannot be registered"}
+        raise TransportError(
+            f"rank {rank} hands over by way of {ways[details.staged]}, rank 0 by way of {ways[own.staged]}:"
+            " set transfer.buffer to 'host', or to 'device' and make all memory registrable"
+        )
+    ours, theirs = (own.region.num_blocks, own.transport_name), (details.num_blocks, details.transport)
+    if ours != theirs:
+        raise TransportError(f"rank {rank} keeps other blocks (number, transport) {theirs} than rank 0 {ours}")
+    _check_heads(rank, details.memory.heads, own, size)
+
+
+def _check_heads(rank: int, heads: range, own: RankReader, size: int) -> None:
+    try:
+        expected = own.region.layout.heads_of(rank, size)
+    except UnevenHeads as error:
+        raise TransportError(str(error)) from error
+    if heads != expected:
+        raise TransportError(f"rank {rank} of {size} keeps {heads} of the KV heads, and should keep {expected}")

@@ -1,0 +1,175 @@
+"""Staging slots of a group of ranks: each rank copies its share between its blocks and its slots.
+
+    rank 0     HostBufferConnector ── CopyThread ── GroupBlockCopier ──┬── BlockCopier                 of rank 0
+                                                                       └── TpCopyGroup ──orders──> CopyServant
+                                                                                            ── BlockCopier   of rank 1
+
+Blocks and slots have the same numbers on every rank, and a copy is over when it is so on every rank. Each rank
+registers its slots instead of its blocks, and reads into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from baton.engine.core.layout import KVRegion
+from baton.engine.net.curve import ClusterKey
+
+from ..affinity import pin_thread
+from ..block_copies import BlockCopier, SlotPair, open_block_copier
+from ..codec import Id
+from ..errors import MalformedMessage, NotRegistrable, TransportError
+from ..group.read_member import join_tp_read_group
+from ..group.rpc import IDLE_S, GroupSocket, Member, MemberThread, Service
+from ..group.tp_copy_group import TpCopyGroup
+from ..host_memory import HostMemory
+from ..net.channel import Channel, Route
+from ..settings import TransferSettings
+
+MAX_PAIRS = 1024  # of one order: at most 20 KB
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Order copies between blocks and slots: `is_down` copies blocks into slots."""
+
+    is_down: bool
+    pairs: Annotated[list[tuple[Id, Id]], Meta(max_length=MAX_PAIRS)]
+
+
+class Copied(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """The answer to `Copy`."""
+
+
+COPIES = Service.of(Copy, Copied)
+
+
+class StagingSlots(NamedTuple):
+    """Memory of the host that stands in for blocks which the transport cannot register."""
+
+    memory: HostMemory
+    region: KVRegion  # the slots as blocks of the same layout; peers are told of it
+
+
+def take_staging_slots(region: KVRegion, buffer_bytes: int) -> StagingSlots:
+    """Allocate slots for one rank's blocks. Raises `TransportError` if no block fits or memory cannot be pinned."""
+    num_slots = buffer_bytes // region.block_bytes
+    if num_slots < 1:
+        raise TransportError(
+            f"transfer.buffer_bytes is {buffer_bytes} and a block has {region.block_bytes} bytes:"
+            " it should hold the blocks of several of the longest prompts"
+        )
+    memory = HostMemory(num_slots, region.block_bytes, region.device)
+    slots = msgspec.structs.replace(region, address=memory.address, num_blocks=num_slots, device="cpu")
+    return StagingSlots(memory, slots)
+
+
+class GroupBlockCopier:
+    """The `BlockCopier` of rank 0: copies on all ranks.
+
+    Raises `TransportError` where another rank does not come; calls raise `RankLost`.
+    """
+
+    def __init__(self, region: KVRegion, memory: HostMemory, socket: GroupSocket) -> None:
+        self._own = open_block_copier(region, memory)
+        self._group = TpCopyGroup(socket, region.layout.fingerprint, COPIES)
+
+    def down(self, pairs: Sequence[SlotPair]) -> None:
+        self._copy(self._own.down, pairs, is_down=True)
+
+    def up(self, pairs: Sequence[SlotPair]) -> None:
+        self._copy(self._own.up, pairs, is_down=False)
+
+    def _copy(
+        self, copy_own: Callable[[Sequence[SlotPair]], None], pairs: Sequence[SlotPair], *, is_down: bool
+    ) -> None:
+        for start in range(0, len(pairs), MAX_PAIRS):
+            some = list(pairs[start : start + MAX_PAIRS])
+            self._group.order(Copy(is_down, some))
+            copy_own(some)
+            self._group.answers(Copied)
+
+
+class CopyServant:
+    """Copies another rank's share when rank 0 orders it to."""
+
+    def __init__(self, region: KVRegion, memory: HostMemory) -> None:
+        self._num_blocks, self._num_slots = region.num_blocks, memory.num_slots
+        self._copier: BlockCopier = open_block_copier(region, memory)
+
+    def details(self) -> None:
+        return None
+
+    def obey(self, order: Copy) -> Iterator[Copied]:
+        pairs = self._checked(order.pairs)
+        if order.is_down:
+            self._copier.down(pairs)
+        else:
+            self._copier.up(pairs)
+        yield Copied()
+
+    def advance(self) -> tuple[Sequence[msgspec.Struct], float]:
+        return (), IDLE_S
+
+    def close(self) -> None:
+        pass
+
+    def _checked(self, pairs: Sequence[SlotPair]) -> Sequence[SlotPair]:
+        """Raises `MalformedMessage` for blocks and slots that do not exist."""
+        for block, slot in pairs:
+            if block >= self._num_blocks or slot >= self._num_slots:
+                raise MalformedMessage(
+                    f"block {block} of {self._num_blocks}, slot {slot} of {self._num_slots}: there is no such"
+                )
+        return pairs
+
+
+class StagedMember:
+    """Another rank's part in hand-offs by way of the host: peers read its slots, it reads into them, and it copies."""
+
+    def __init__(self, reader: MemberThread, copier: MemberThread) -> None:
+        self._reader, self._copier = reader, copier
+
+    def close(self) -> None:
+        self._copier.close()
+        self._reader.close()
+
+
+def follow_connector(
+    region: KVRegion,
+    *,
+    settings: TransferSettings,
+    rank: int,
+    leader: str,
+    copies: str,
+    engine_id: str,
+    key: ClusterKey | None,
+) -> MemberThread | StagedMember:
+    """Take another rank's part in rank 0's `open_connector`: over the blocks themselves, or by way of staging slots.
+
+    `leader` and `copies` are the addresses of the two sockets that rank 0's connector was given. Raises
+    `TransportError`.
+    """
+    if settings.buffer != "host":
+        with contextlib.suppress(NotRegistrable) if settings.buffer == "auto" else contextlib.nullcontext():
+            return join_tp_read_group(region, rank=rank, leader=leader, engine_id=engine_id, key=key, settings=settings)
+    slots = take_staging_slots(region, settings.buffer_bytes)  # rank 0 logs why, as the same happens to it
+    reader = join_tp_read_group(
+        slots.region, rank=rank, leader=leader, engine_id=engine_id, key=key, settings=settings, staged=True
+    )
+
+    def begin(channel: Channel, route: Route) -> Member:
+        pin_thread(settings.cpu_affinity, region.device)
+        servant, fingerprint = CopyServant(region, slots.memory), region.layout.fingerprint
+        return Member(servant, COPIES, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+
+    try:
+        copier = MemberThread(begin, rank=rank, leader=copies, key=key, name="baton-copies").start()
+    except Exception:
+        reader.close()
+        raise
+    return StagedMember(reader, copier)

@@ -1,0 +1,141 @@
+"""The reader's side of hand-offs by way of the host: peers' slots are read into ours, then copied to the blocks.
+
+receive ──> waits for slots ──> reads into them ──Received──> copies to the blocks ──> the engine is told
+                 │ cancel, too long    │ failed: told at once; slots are free when nothing writes them any more
+                 └─────────────────────┴──> the blocks have not been touched
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import msgspec
+
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    KVConnector,
+    Received,
+    ReceiveFailed,
+    TransferId,
+)
+from baton.engine.core.kv.blocks import BlockPool
+
+from ..lease_clock import lease_now
+from .copy_thread import CopyThread
+from .transfer_ids import TransferIds
+
+
+@dataclasses.dataclass(slots=True)
+class _Receive:
+    arguments: tuple[str, int, bytes, int]  # request id, generation, ticket, first block
+    blocks: list[int]
+    asked_at: float
+    slots: list[int] = dataclasses.field(default_factory=list)  # none while it waits for them
+    cancelled: bool = False
+
+
+class StagedReceives:
+    """Reads into slots through the connector `inner`. The step loop calls it; `emit` gets the engine's events."""
+
+    def __init__(
+        self,
+        inner: KVConnector,
+        slots: BlockPool,
+        copies: CopyThread,
+        ids: TransferIds,
+        *,
+        max_wait_s: float,
+        emit: Callable[[ConnectorEvent], None],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = lease_now,
+    ) -> None:
+        """A receive waits for slots for `max_wait_s` at most: the holder's lease lasts no longer."""
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._inner = inner
+        self._slots = slots
+        self._copies = copies
+        self._ids = ids
+        self._emit = emit
+        self._wake = wake
+        self._receives: dict[TransferId, _Receive] = {}
+        self._waiting: collections.deque[TransferId] = collections.deque()  # for slots
+        self.num_refused = 0
+
+    def start(self, arguments: tuple[str, int, bytes, int], blocks: list[int]) -> TransferId:
+        """Queue a receive. `arguments` are those of the connector's `receive` but for the blocks."""
+        own = self._ids.new()
+        if len(blocks) > self._slots.num_blocks:
+            self.num_refused += 1
+            self.failed(
+                own,
+                f"the prompt needs {len(blocks)} slots of this engine's host buffer, which has"
+                f" {self._slots.num_blocks}: raise transfer.buffer_bytes",
+            )
+            return own
+        self._receives[own] = _Receive(arguments, blocks, self._clock())
+        self._waiting.append(own)
+        self.begin()
+        return own
+
+    def cancel(self, own: TransferId) -> None:
+        receive = self._receives.get(own)
+        if receive is None:
+            return
+        receive.cancelled = True
+        if own in self._waiting:
+            self._waiting.remove(own)
+            del self._receives[own]
+            self.failed(own, "cancelled")
+        elif (inner := self._ids.inner_of(own)) is not None:  # otherwise it is being copied
+            self._inner.cancel(inner)
+
+    def begin(self) -> None:
+        """Begin waiting receives, in their order, as far as there are slots."""
+        self._give_up_waiting()
+        while self._waiting and len(self._receives[self._waiting[0]].blocks) <= self._slots.num_free:
+            own = self._waiting.popleft()
+            receive = self._receives[own]
+            receive.slots = self._slots.allocate(len(receive.blocks))
+            self._ids.pair(own, self._inner.receive(*receive.arguments, receive.slots))
+
+    def _give_up_waiting(self) -> None:
+        """Fail receives that have waited too long: a read that does not end may keep its slots for long."""
+        while self._waiting and self._clock() - self._receives[self._waiting[0]].asked_at >= self._max_wait_s:
+            own = self._waiting.popleft()
+            del self._receives[own]
+            self.num_refused += 1
+            self.failed(
+                own,
+                f"no slots of this engine's host buffer came free within {self._max_wait_s:g} s:"
+                " raise transfer.buffer_bytes",
+            )
+
+    def received(self, own: TransferId, event: Received) -> None:
+        """Copy the slots of a committed receive to its blocks."""
+        receive = self._receives[own]
+        if receive.cancelled:
+            self._copied(own, receive, event)
+            return
+        pairs = list(zip(receive.blocks, receive.slots, strict=True))
+        self._copies.up(pairs, lambda: self._copied(own, receive, event))
+
+    def failed(self, own: TransferId, reason: str) -> None:
+        """Tell the engine that a receive has failed; its blocks have not been touched."""
+        self._emit(ReceiveFailed(own, reason))
+        self._emit(BlocksReleased(own))
+        self._wake()  # a receive that is refused at once has no other event that wakes the step loop
+
+    def released(self, own: TransferId) -> None:
+        """Free the slots of a receive: no read writes into them any more."""
+        self._slots.release(self._receives.pop(own).slots)
+
+    def _copied(self, own: TransferId, receive: _Receive, event: Received) -> None:
+        if receive.cancelled:
+            self.failed(own, "cancelled")
+        else:
+            self._emit(msgspec.structs.replace(event, transfer_id=own))
+        self.released(own)

@@ -1,0 +1,215 @@
+"""Tiers of a group of ranks: each keeps its share of a block, in the slot of the same number.
+
+    rank 0     TierStore ── TierIndex ──moves──> TierGroup ──┬── TierWorker            memory and files of rank 0
+                                                             └── TpCopyGroup ──moves──> TierServant ── TierWorker
+                                                                                                   of rank 1
+
+Only rank 0 has the index. A block is stored, or restored, when it is so on every rank, and lost when it is on any.
+A block from an earlier process counts where every rank's files have it in the same slot.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.engine.core.layout import KVRegion
+from baton.engine.core.prefix import HASH_BYTES, BlockHash
+from baton.engine.core.tiers import Tier
+from baton.engine.net.curve import ClusterKey
+
+from ..affinity import pin_thread
+from ..codec import MAX_REASON_CHARS, Id, Reason
+from ..errors import MalformedMessage, RankLost, TransportError
+from ..group.rpc import IDLE_S, GroupSocket, Member, MemberThread, Service
+from ..group.tp_copy_group import TpCopyGroup
+from ..net.channel import Channel, Route
+from .disk_files import FileOwner
+from .settings import TierSettings
+from .tier_index import Loss, Move
+from .worker import Losses, TierWorker, take_disk_space
+
+logger = logging.getLogger(__name__)
+
+MAX_MOVES = 1024  # of one order: at most 70 KB
+MAX_FOUND = 16384  # of one report: at most 500 KB
+
+FoundBlock = tuple[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], Id]  # its hash, its slot
+
+
+class FoundBlocks(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Some of the blocks that the files have from earlier processes; `OpenedTiers` follows the last ones."""
+
+    kept: Annotated[list[FoundBlock], Meta(max_length=MAX_FOUND)]
+
+
+class OpenedTiers(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """The answer to `OpenTiers`."""
+
+    num_host_slots: Id
+    num_disk_slots: Id
+    disk_full: Reason = ""  # why there is no disk tier, although the settings ask for one
+
+
+class MovedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """The answer to `MoveBlocks`."""
+
+    losses: Annotated[list[Loss | None], Meta(max_length=MAX_MOVES)]  # one a move
+    disk_failed: bool
+
+
+class OpenTiers(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    file_set: Annotated[str, Meta(max_length=64)]  # to which rank 0's files belong; empty where it has none
+
+
+class MoveBlocks(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    moves: Annotated[list[Move], Meta(max_length=MAX_MOVES)]
+
+
+TierOrder = OpenTiers | MoveBlocks
+TierReport = FoundBlocks | OpenedTiers | MovedBlocks
+
+TIERS = Service.of(TierOrder, TierReport)
+
+
+class TierGroup:
+    """The `TierMover` of rank 0 of a group: moves blocks on all ranks.
+
+    Raises `TransportError` where a rank does not come or cannot keep its share. Calls raise `RankLost`.
+    """
+
+    def __init__(self, region: KVRegion, settings: TierSettings, name: str, socket: GroupSocket) -> None:
+        space = take_disk_space(region, settings, FileOwner(0, socket.size))
+        try:
+            self._group = TpCopyGroup(socket, region.layout.fingerprint, TIERS)
+            self._group.order(OpenTiers(space.files.file_set if space.files else ""))
+            self._own = TierWorker(region, settings, name, space)
+            opened = [self._opened(rank) for rank in self._group.ranks]
+        except RankLost as error:
+            raise TransportError(f"KV tiers: {error}") from error
+        full = [space.disk_full, *(other.disk_full for other, _ in opened)]
+        self.disk_full = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(full) if reason)
+        self.num_host_slots = min(self._own.num_host_slots, *(other.num_host_slots for other, _ in opened))
+        self.num_disk_slots = min(self._own.num_disk_slots, *(other.num_disk_slots for other, _ in opened))
+        self.kept = [each for each in self._own.kept if all(each in kept for _, kept in opened)]
+        self._another_disk_failed = False
+
+    @property
+    def disk_failed(self) -> bool:
+        return self._own.disk_failed or self._another_disk_failed
+
+    def move(self, moves: Sequence[Move]) -> Losses:
+        losses: Losses = []
+        for start in range(0, len(moves), MAX_MOVES):
+            losses += self._move_some(moves[start : start + MAX_MOVES])
+        return losses
+
+    def note_use(self, used: Sequence[tuple[int, BlockHash]]) -> None:
+        """Record uses on rank 0's disk: its order of blocks is that of all ranks."""
+        self._own.note_use(used)
+
+    def close(self) -> None:
+        self._own.close()
+        self._group.close()
+
+    def _move_some(self, moves: Sequence[Move]) -> Losses:
+        self._group.order(MoveBlocks(list(moves)))
+        by_rank = [self._own.move(moves)]
+        for rank, moved in zip(self._group.ranks, self._group.answers(MovedBlocks), strict=True):
+            if len(moved.losses) != len(moves):
+                raise RankLost(f"rank {rank} reports of {len(moved.losses)} moves, not of {len(moves)}")
+            by_rank.append(moved.losses)
+            if moved.disk_failed and not self._another_disk_failed:
+                self._another_disk_failed = True
+                logger.error("the disk tier is off until the next start: the disk of rank %d failed", rank)
+        return [next((loss for loss in losses if loss is not None), None) for losses in zip(*by_rank, strict=True)]
+
+    def _opened(self, rank: int) -> tuple[OpenedTiers, set[tuple[BlockHash, int]]]:
+        kept: set[tuple[BlockHash, int]] = set()
+        while isinstance(report := self._group.next_report(rank), FoundBlocks):
+            kept.update(report.kept)
+        if not isinstance(report, OpenedTiers):
+            raise RankLost(f"rank {rank} sends {type(report).__name__} instead of OpenedTiers")
+        return report, kept
+
+
+class TierServant:
+    """Opens another rank's tiers and moves its share of blocks when rank 0 orders it to."""
+
+    def __init__(self, region: KVRegion, settings: TierSettings, name: str, rank: int, num_ranks: int) -> None:
+        self._region, self._settings, self._name = region, settings, name
+        self._rank, self._num_ranks = rank, num_ranks
+        self._worker: TierWorker | None = None
+
+    def details(self) -> None:
+        return None
+
+    def obey(self, order: TierOrder) -> Iterator[TierReport]:
+        match order:
+            case OpenTiers():
+                yield from self._open(order.file_set)
+            case MoveBlocks():
+                worker = self._checked(order.moves)
+                losses = worker.move(order.moves)
+                yield MovedBlocks(losses, worker.disk_failed)
+
+    def advance(self) -> tuple[Sequence[msgspec.Struct], float]:
+        return (), IDLE_S
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _open(self, file_set: str) -> Iterator[TierReport]:
+        settings = self._settings
+        if not file_set:  # rank 0 has no files
+            settings = settings.model_copy(update={"disk_bytes": 0})
+        space = take_disk_space(self._region, settings, FileOwner(self._rank, self._num_ranks, file_set))
+        self._worker = TierWorker(self._region, settings, self._name, space)
+        kept = self._worker.kept
+        for start in range(0, len(kept), MAX_FOUND):
+            yield FoundBlocks(kept[start : start + MAX_FOUND])
+        full = space.disk_full[:MAX_REASON_CHARS]
+        yield OpenedTiers(self._worker.num_host_slots, self._worker.num_disk_slots, full)
+
+    def _checked(self, moves: Sequence[Move]) -> TierWorker:
+        """Raises `MalformedMessage` for slots that do not exist."""
+        if self._worker is None:
+            raise MalformedMessage("moves come before anything is open")
+        num_slots = {
+            Tier.POOL: self._region.num_blocks,
+            Tier.HOST: self._worker.num_host_slots,
+            Tier.DISK: self._worker.num_disk_slots,
+        }
+        for move in moves:
+            if not (0 <= move.source_slot < num_slots[move.source] and 0 <= move.target_slot < num_slots[move.target]):
+                raise MalformedMessage(f"{move} is outside of {num_slots}")
+        return self._worker
+
+
+def follow_tiers(
+    region: KVRegion,
+    settings: TierSettings,
+    *,
+    rank: int,
+    num_ranks: int,
+    leader: str,
+    key: ClusterKey | None,
+    name: str,
+    cpu_affinity: str,
+) -> MemberThread:
+    """Keep another rank's share of the blocks of rank 0's `TierStore`, until closed. Raises `TransportError`.
+
+    `leader` is the address of the socket that rank 0's store was given; `name` must be unique in this process.
+    """
+
+    def begin(channel: Channel, route: Route) -> Member:
+        pin_thread(cpu_affinity, region.device)
+        servant, fingerprint = TierServant(region, settings, name, rank, num_ranks), region.layout.fingerprint
+        return Member(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+
+    return MemberThread(begin, rank=rank, leader=leader, key=key, name="baton-tiers").start()

@@ -1,0 +1,107 @@
+"""Orders and reports between the ranks of a group: how a rank that fails is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+
+from baton.kv_transfer.errors import RankLost, TransportError
+from baton.kv_transfer.group.rpc import IDLE_S, GroupSocket, Member, MemberThread, Service
+from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
+from baton.kv_transfer.net.channel import Channel, Route
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Count(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    up_to: int
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    number: int
+
+
+COUNTING = Service.of(Count, Counted)
+
+
+class Counter:
+    """Reports every number up to the one that it is given; cannot count beyond three."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def details(self) -> None:
+        return None
+
+    def obey(self, order: Count) -> Iterator[Counted]:
+        for number in range(order.up_to):
+            if number == 3:
+                raise OverflowError("too many")
+            yield Counted(number)
+
+    def advance(self) -> tuple[Sequence[msgspec.Struct], float]:
+        return (), IDLE_S
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def socket() -> Iterator[GroupSocket]:
+    socket = GroupSocket(2, "127.0.0.1", None)
+    yield socket
+    socket.close()
+
+
+def member_of(socket: GroupSocket, servant: Counter) -> MemberThread:
+    def begin(channel: Channel, leader: Route) -> Member:
+        return Member(servant, COUNTING, rank=1, fingerprint="f", channel=channel, leader=leader)
+
+    return MemberThread(begin, rank=1, leader=socket.address, key=None, name="rank 1")
+
+
+def cannot_begin(channel: Channel, leader: Route) -> Member:
+    raise MemoryError("no memory to copy to")
+
+
+def test_reports_come_in_order_and_an_order_may_have_several(socket: GroupSocket) -> None:
+    member = member_of(socket, Counter()).start()
+    group = TpCopyGroup(socket, "f", COUNTING)
+    group.order(Count(2))
+    group.order(Count(1))
+    assert [group.answers(Counted) for _ in range(3)] == [[Counted(0)], [Counted(1)], [Counted(0)]]
+    member.close()
+
+
+def test_a_rank_that_fails_while_it_obeys_tells_why_and_closes_what_it_has(socket: GroupSocket) -> None:
+    servant = Counter()
+    member = member_of(socket, servant).start()
+    group = TpCopyGroup(socket, "f", COUNTING)
+    group.order(Count(4))
+    assert [group.answers(Counted) for _ in range(3)] == [[Counted(0)], [Counted(1)], [Counted(2)]]
+    with pytest.raises(RankLost, match="rank 1 cannot go on: OverflowError: too many"):
+        group.answers(Counted)
+    member.close()
+    assert servant.closed
+
+
+def test_a_rank_that_cannot_begin_and_is_not_waited_for_tells_rank_0(socket: GroupSocket) -> None:
+    member = MemberThread(cannot_begin, rank=1, leader=socket.address, key=None, name="rank 1").start()
+    with pytest.raises(TransportError, match="rank 1 cannot go on: MemoryError: no memory to copy to"):
+        TpCopyGroup(socket, "f", COUNTING)
+    member.close()
+
+
+def test_a_rank_that_cannot_begin_and_is_waited_for_may_try_again_without_rank_0_hearing_of_it(
+    socket: GroupSocket,
+) -> None:
+    """As one whose blocks cannot be registered, and that goes on with staging slots."""
+    with pytest.raises(MemoryError, match="no memory to copy to"):
+        MemberThread(cannot_begin, rank=1, leader=socket.address, key=None, name="rank 1").open(10.0)
+    member = member_of(socket, Counter()).open(10.0)
+    group = TpCopyGroup(socket, "f", COUNTING)
+    group.order(Count(1))
+    assert group.answers(Counted) == [Counted(0)]
+    member.close()
