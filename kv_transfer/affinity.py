@@ -1,6 +1,6 @@
-"""On which CPUs a transfer thread runs: for a GPU, those of its NUMA node, so that what it polls and copies is near.
+"""Pin a transfer thread to CPUs: for a GPU to those of its NUMA node, near the memory that it polls and copies.
 
-Linux tells in `/sys` which node a PCI device is at. Threads that a transport starts later run where this one does.
+Linux tells a PCI device's node in `/sys`. Threads that a transport starts later inherit the CPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CPUS = 8192  # of Linux
 
 
 def pin_thread(affinity: str, device: str) -> None:
-    """The calling thread, to `affinity` as in `TransferSettings`. Where that is refused it runs on, with a warning."""
+    """Pin the calling thread to `affinity`, as in `TransferSettings`. If that is refused, warn and run on."""
     if affinity == ANY_CPU:
         return
     cpus = cpus_near(device) if affinity == NEAR_DEVICE else parse_cpus(affinity)
@@ -34,17 +34,17 @@ def pin_thread(affinity: str, device: str) -> None:
 
 
 def cpus_near(device: str, sys: Path = SYS) -> set[int] | None:
-    """Those of a GPU's NUMA node. None: the device is the CPU, or the machine does not say."""
+    """Return the CPUs of a GPU's NUMA node. None: the device is the CPU, or the node is not known."""
     if not device.startswith("cuda"):
         return None
     import torch
 
-    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack where it is plugged in
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI fields
     return cpus_of_pci(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0", sys)
 
 
 def cpus_of_pci(address: str, sys: Path = SYS) -> set[int] | None:
-    """Of the NUMA node of a PCI device, by its address such as `0000:1b:00.0`."""
+    """Return the CPUs of the NUMA node of a PCI device, by its address such as `0000:1b:00.0`."""
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
         return parse_cpus((sys / f"devices/system/node/node{node}/cpulist").read_text().strip())
@@ -54,7 +54,7 @@ def cpus_of_pci(address: str, sys: Path = SYS) -> set[int] | None:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """`0-3,8`, as Linux writes sets of CPUs. Raises `ValueError`."""
+    """Parse a set of CPUs as Linux writes it, such as `0-3,8`. Raises `ValueError`."""
     cpus: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""Everything this package raises."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class MalformedMessage(TransferError):
 
 
 class TransportError(TransferError):
-    """The transport refused: memory that cannot be registered, a peer that cannot be reached, a read that failed."""
+    """A transport or a channel refused: memory that cannot be registered, an address, a peer, a read."""
 
 
 class NotRegistrable(TransportError):
-    """The transport cannot register the memory it was given; memory of the host may do."""
+    """The transport cannot register the memory that it was given; it may be able to register the host's."""
 
 
 class RankLost(TransferError):
-    """Another rank of our group ended, or does not answer: what it was to read will not come, and the group is over."""
+    """Another rank of our group ended, or does not answer: the group is over."""
 
 
 class TransferThreadDied(TransferError):

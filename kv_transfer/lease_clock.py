@@ -1,7 +1,7 @@
-"""The clock by which leases are counted, on both sides of a hand-off.
+"""The clock by which both sides of a hand-off count leases.
 
-`time.monotonic` stands still while a machine is suspended, and the other side's lease runs on: a reader that sleeps in
-mid-read would wake up with most of a lease left whose blocks were used anew long ago. This one counts such time, too.
+`time.monotonic` stands still while a machine is suspended, but the other side's lease runs on: a reader that was
+suspended in mid-read would wake up with most of a lease left whose blocks were reused long ago. This clock goes on.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ CATCH_UP_S = 1.0  # behind such a round, until what waited in the kernel has rea
 
 
 def lease_now() -> float:
-    """Seconds since the machine's start, those in which it was suspended among them."""
+    """Return the seconds since the machine's start, including those in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def ahead_of_monotonic_s() -> float:
-    """What to take off a time of this clock to have it by `time.monotonic`, by which engines count."""
+    """Return by how much this clock is ahead of `time.monotonic`, by which engines count."""
     return lease_now() - time.monotonic()
 
 
 class Standstill:
-    """Tells how long messages may have waited unread because this process stood still. Times are the caller's clock.
+    """Tells how long messages may have waited because this process was stopped. Times are on the caller's clock.
 
     round, due again at T ──── stopped ────> late round ── CATCH_UP_S ──> as usual
                              arrivals count from T          arrivals count from now
@@ -39,11 +39,11 @@ class Standstill:
         self._due = now
 
     def end_round(self, pause_s: float) -> None:
-        """Expect the next round that much later, or sooner."""
+        """Expect the next round after `pause_s`, or sooner."""
         self._due += pause_s
 
     def arrival(self, now: float) -> float:
-        """Return the earliest time at which what is read now may have come."""
+        """Return the earliest time at which a message that is read now may have come."""
         self._compare(now)
         return self._since if now < self._caught_up_at else now
 

@@ -1,4 +1,4 @@
-"""How soon a thread that moves blocks looks again. What a transport does is only known by asking it."""
+"""Pauses of threads that move blocks. A transport must be polled: it does not tell when a read has ended."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 
 logger = logging.getLogger(__name__)
 
-POLL_READS_S = 1e-4  # while reads run, at most ...
-POLL_READS_SHARE = 0.1  # ... and sooner while they are young: at intervals of this share of their age ...
-POLL_GPU_READS_SHARE = 0.01  # ... in a GPU's memory: over NVLink 100 us are 40 MB
-POLL_GRANT_FOR_S = 5e-4  # a young claim's grant is looked for without pause: to be woken takes as long as it does
-POLL_WARMING_S = 1e-4  # while a peer is being connected, and more rarely where that takes long:
-POLL_WARMING_SHARE = 0.01  # at intervals of this share of the time so far ...
-POLL_LONG_WARMING_S = 0.1  # ... at most
-POLL_SERVING_S = 1e-3  # while someone may read us: some lanes need our CPU
+POLL_READS_S = 1e-4  # the longest pause while reads run ...
+POLL_READS_SHARE = 0.1  # ... and shorter while they are young: this share of their age ...
+POLL_GPU_READS_SHARE = 0.01  # ... or this one for a GPU's memory: over NVLink 100 us are 40 MB
+POLL_GRANT_FOR_S = 5e-4  # a young claim's grant is polled without pause: waking up would take as long
+POLL_WARMING_S = 1e-4  # the shortest pause while a peer is being connected; if that takes long:
+POLL_WARMING_SHARE = 0.01  # this share of the time so far ...
+POLL_LONG_WARMING_S = 0.1  # ... or this at most
+POLL_SERVING_S = 1e-3  # while peers may read our memory: some lanes need our CPU
 POLL_IDLE_S = 60.0
 
 PR_SET_TIMERSLACK = 29  # of `linux/prctl.h`
@@ -30,10 +30,10 @@ def pause_s(
     warming_since: float | None,
     serving: bool,
 ) -> float | None:
-    """Seconds until the transport should be asked again; None: not before something happens.
+    """Return the seconds until the transport should be polled again; None: not before an event.
 
-    `reading_since`: when the youngest read began, if one runs. `claimed_at`: when the youngest claim without an answer
-    was sent, if one is. `warming_since`: when the youngest peer began to, if one connects. `device`: see `KVRegion`.
+    `reading_since` is when the youngest read began, `claimed_at` when the youngest unanswered claim was sent,
+    `warming_since` when the youngest peer began to connect; each is None if there is none. `device`: see `KVRegion`.
     """
     if reading_since is not None:
         share = POLL_READS_SHARE if device == "cpu" else POLL_GPU_READS_SHARE
@@ -47,10 +47,10 @@ def pause_s(
 
 
 def sleep_precisely() -> None:
-    """From now on the calling thread, and those that it starts, wake up when they asked to.
+    """Make the calling thread, and threads that it starts later, wake up on time.
 
-    Linux lets a thread sleep 50 us longer than it wants to, to wake the CPU more rarely: as long as a whole look at a
-    transport takes. Where that cannot be changed there is one warning.
+    By default Linux lets a thread sleep 50 us longer, to wake the CPU more rarely: as long as polling a transport
+    takes. If that cannot be changed there is one warning.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0) != 0:

@@ -1,4 +1,4 @@
-"""What can be set about transfers, and how a peer is named."""
+"""Settings of transfers, and the names of peers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
 from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
 from .protocol.receive import ReceiveTimeouts
 
-SHORTEST_STALL_S = 2.0  # a batch at 1 Gbit/s, and longer than threads of a busy machine wait for their turn
+SHORTEST_STALL_S = 2.0  # time of one batch at 1 Gbit/s, and more than threads of a busy machine wait for their turn
 
 
 class InvalidTransferSettings(ValueError):
@@ -22,31 +22,31 @@ class InvalidTransferSettings(ValueError):
 
 
 def nixl_name(backends: Iterable[str]) -> str:
-    """What two engines over NIXL must have in common, as `nixl/LIBFABRIC+UCX`."""
+    """Return the name that two engines over NIXL must have in common, such as `nixl/LIBFABRIC+UCX`."""
     return f"nixl/{'+'.join(sorted(set(backends)))}"
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All times in seconds. Raises `InvalidTransferSettings` for values that cannot work."""
+    """Settings of one engine's transfers; times are in seconds. Raises `InvalidTransferSettings`."""
 
     transport: str = "nixl"  # or "ucx"
     backends: tuple[str, ...] = ("UCX",)  # of NIXL
     cpu_affinity: str = NEAR_DEVICE  # of the transfer thread: "device" (its NUMA node), "any", or CPUs: "0-7,16"
-    lease_s: float = 30.0  # how long finished blocks wait for their reader, and for each sign of life of it
+    lease_s: float = 30.0  # how long finished blocks wait for their reader, and again after each claim or renewal
     margin_s: float = 0.5  # a read that ends this close to the end of the lease does not count
     renew_at: float = 0.5  # share of the lease after which a read that still runs renews it
     retry_s: float = 0.5  # an unanswered message is sent again after this
     connect_s: float = 5.0  # a receive fails when the holder's memory cannot be reached within this
-    silence_s: float = SILENCE_S  # a peer that says nothing for so long is lost: what is read of it fails
-    # A read of which nothing came for so long fails. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX, which gives a
-    # dead connection up after 10 s (`transports/ucx_environment.py`), is to come first.
+    silence_s: float = SILENCE_S  # a peer that is silent for so long is lost: reads of its memory fail
+    # A read without progress fails after this. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX should notice a dead
+    # connection first, which takes it 10 s (`transports/ucx_process.py`).
     stall_s: float = 20.0
-    batch_bytes: int = 256 << 20  # of one read: 0.7 ms over NVLink; a receive that is given up begins no further one
+    batch_bytes: int = 256 << 20  # size of one read: 0.7 ms over NVLink; a receive that was given up begins no other
     reads_in_flight: int = 2  # of one receive
     progressive: bool = True  # long prompts are on offer, and their blocks read, while prefill still runs
     buffer: Literal["device", "host", "auto"] = "auto"  # by way of the host's memory: never, always, where needed
     buffer_bytes: int = 4 << 30  # of the host's memory; taken only where blocks go that way
-    digest: DigestMode = DigestMode.OFF  # "verify": digests prove each block before it counts; slow, for debugging
+    digest: DigestMode = DigestMode.OFF  # "verify": blocks are used only if their digests match; slow, for debugging
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "margin_s", "retry_s", "connect_s"):
@@ -87,7 +87,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transport_name(self) -> str:
-        """What a peer's must equal: tickets and greetings carry it."""
+        """The transport's name, which must equal a peer's: tickets and handshakes carry it."""
         return nixl_name(self.backends) if self.transport == "nixl" else self.transport
 
     @property
@@ -103,7 +103,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def parse_settings(values: Mapping[str, Any]) -> TransferSettings:
-    """From a configuration file. Raises `InvalidTransferSettings` that says what is allowed or expected."""
+    """Parse settings of a configuration file. Raises `InvalidTransferSettings` that names what is allowed."""
     values = dict(values)
     if values.get("digest") is False:  # an unquoted `off` in YAML 1.1
         values["digest"] = DigestMode.OFF.value

@@ -1,4 +1,4 @@
-"""Threads that alone use what they open: a transport, sockets, copies."""
+"""Threads that own what they open and are its only users: a transport, sockets, a copier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Work = Callable[[Callable[[], None]], None]
 
 
 class OwnerThread(threading.Thread):
-    """Runs `work(ready)`, which opens what it uses, calls `ready`, and returns when it has been told to end."""
+    """Runs `work(ready)`, which opens what it uses, calls `ready`, and returns when it is told to end."""
 
     def __init__(self, name: str, work: Work) -> None:
         super().__init__(name=name, daemon=True)
@@ -21,7 +21,7 @@ class OwnerThread(threading.Thread):
         self._ready: Future[None] = Future()
 
     def open(self, timeout_s: float | None = None) -> None:
-        """Starts it, and returns when it is ready. Raises what `work` raises before, or `TimeoutError`."""
+        """Start the thread and wait until it is ready. Raises what `work` raises before that, or `TimeoutError`."""
         self.start()
         self._ready.result(timeout_s)
 
@@ -29,18 +29,18 @@ class OwnerThread(threading.Thread):
         try:
             self._work(lambda: self._ready.set_result(None))
         except Exception as error:
-            if self._ready.done():  # nobody waits for it any more: Python's hook says so
+            if self._ready.done():  # `open` has returned: Python's hook logs it
                 raise
             self._ready.set_exception(error)
         finally:
-            del self._work  # as `Thread` does with its target: a thread that is over keeps nobody's memory
+            del self._work  # as `Thread` does with its target: an ended thread keeps no memory alive
 
 
 class ChannelThread(OwnerThread):
-    """The one that uses a channel, until it is closed."""
+    """The only user of a channel, which it closes when it ends."""
 
     def __init__(self, name: str, channel: ZmqChannel, work: Work) -> None:
-        """`work` waits at the channel, and looks at `is_closing` whenever it is woken."""
+        """`work` waits at the channel, and checks `is_closing` whenever it is woken."""
         super().__init__(name, work)
         self._channel = channel
         self._closing = threading.Event()
@@ -51,24 +51,24 @@ class ChannelThread(OwnerThread):
         return self._closing.is_set()
 
     def open(self, timeout_s: float | None = None) -> None:
-        """As above. Where it fails the channel is closed; a thread that takes too long is a `TransportError`."""
+        """Start as `OwnerThread` does. A failure closes the channel; a timeout is a `TransportError`."""
         try:
             super().open(timeout_s)
         except Exception as error:
             if isinstance(error, TimeoutError) and not self._ready.done():
-                self._closing.set()  # it is stuck inside the transport, and leaves by itself when it comes back
+                self._closing.set()  # it is stuck inside the transport, and ends by itself when that returns
                 raise TransportError(f"the transport did not start within {timeout_s:g} s") from None
             self.close()
             raise
 
     def end(self) -> None:
-        """Asks it to, and does not wait."""
+        """Ask the thread to end, without waiting."""
         if not self._closing.is_set():
             self._closing.set()
             self._channel.wake()
 
     def close(self) -> None:
-        """Waits for its end, and closes the channel. Closing twice changes nothing."""
+        """Wait for the thread's end and close the channel. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.end()

@@ -1,9 +1,9 @@
-"""How fast prompts' blocks move from one group of processes to another, beside raw NIXL moving the same bytes.
+"""Benchmark of moving prompts' blocks from one group of processes to another, beside raw NIXL moving the same bytes.
 
 Both sides of the comparison use the same memory and the same descriptors (`descriptors.py`), in turns. The connector is
-timed from `receive` to `Received`: claim, grant, reads of all ranks, commit, and two threads woken in each. Raw NIXL is
-timed on every rank while it prepares, posts and polls one transfer a rank of the other side; the slowest rank counts.
-Its byte ranges are made before and its handles are let go after; it wakes no thread and asks nobody.
+timed from `receive` to `Received`: claim, grant, reads of all ranks, commit, and two threads woken on each side. Raw
+NIXL is timed on every rank while it prepares, posts and polls one transfer for each rank of the other side; the slowest
+rank counts. Its byte ranges are made before and its handles are released after; it wakes no thread and sends nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.engine.net.curve import ClusterKey
 from .ranks import BenchFailed, Prompt, RankProcess, Ranks, RankSpec
 from .stages import HandoffStage, since_asked
 
-__all__ = ["BenchFailed", "Row", "measure", "table"]
+__all__ = ["BenchFailed", "BenchRow", "measure", "table"]
 
 DEFAULT_LAYOUT = KVLayout(
     model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16"
@@ -31,7 +31,7 @@ DEFAULT_TOKENS = (16, 64, 256, 1024)
 DEFAULT_IN_FLIGHT = (1, 4)
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the repeats, for prompts of one length."""
 
     num_tokens: int
@@ -57,7 +57,7 @@ def measure(
     seed: int = 0,
     stages: bool = False,
 ) -> dict[str, Any]:
-    """Moves blocks between two groups. `run_blocks`: how many blocks lie next to each other on both sides.
+    """Move blocks between two groups. `run_blocks` is how many blocks lie next to each other on both sides.
 
     `stages`: both rank 0 stamp what they do, which takes some microseconds.
 
@@ -74,7 +74,7 @@ def measure(
         first_device=0,
         key=ClusterKey.generate(),
         size=prefill_tp,
-        staged=stages,
+        stamped=stages,
     )
     reader = dataclasses.replace(holder, side="reader", first_device=prefill_tp, size=decode_tp)
     with Ranks() as ranks:
@@ -93,7 +93,7 @@ def measure(
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result of `measure` for people."""
+    """Format a result of `measure` as a table."""
     lines = [f"{'tokens':>7} {'at once':>7} {'MB':>8} {'descriptors':>11} {'GB/s':>7} {'raw GB/s':>8} {'ratio':>6}"]
     for row in result["rows"]:
         lines.append(
@@ -104,7 +104,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _stage_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Microseconds since the connector was asked, a column for each row; nothing where none were stamped."""
+    """Format stages in microseconds, a column for each row; empty if none were stamped."""
     if not any(row["stages_us"] for row in rows):
         return []
     heads = [f"{row['num_tokens']} x {row['in_flight']}" for row in rows]
@@ -116,19 +116,19 @@ def _stage_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class _Bench:
-    """Two groups that have met."""
+    """Two groups that are connected."""
 
     def __init__(self, holders: list[RankProcess], readers: list[RankProcess]) -> None:
         self._holders, self._readers = holders, readers
-        self._layout = holders[0].seat.layout
-        self._stamped = tuple(HandoffStage) if holders[0].seat.staged else ()
+        self._layout = holders[0].spec.layout
+        self._stamped = tuple(HandoffStage) if holders[0].spec.stamped else ()
         self._stages: list[dict[HandoffStage, float]] = []
         raw = [holder.call("raw") for holder in holders]
-        kept = [holder.seat.heads for holder in holders]
+        kept = [holder.spec.heads for holder in holders]
         for reader in readers:
             reader.call("meet", raw, kept, holders[0].call("address"))
 
-    def row(self, num_tokens: int, in_flight: int, repeats: int, run_blocks: int, rng: random.Random) -> Row:
+    def row(self, num_tokens: int, in_flight: int, repeats: int, run_blocks: int, rng: random.Random) -> BenchRow:
         count = -(-num_tokens // self._layout.block_size)
         ours: list[float] = []
         raw: list[float] = []
@@ -144,8 +144,8 @@ class _Bench:
             for turn in turns if number % 2 else turns[::-1]:
                 turn()
         ours, raw = ours[2:], raw[2:]
-        num_bytes = count * in_flight * sum(reader.seat.block_bytes for reader in self._readers)
-        return Row(
+        num_bytes = count * in_flight * sum(reader.spec.block_bytes for reader in self._readers)
+        return BenchRow(
             num_tokens=num_tokens,
             in_flight=in_flight,
             num_bytes=num_bytes,
@@ -178,7 +178,7 @@ class _Bench:
 
 
 def _blocks(count: int, run_blocks: int, rng: random.Random, part: int) -> list[int]:
-    """Blocks of one prompt: runs of neighbours in random order, in a part of the memory of its own."""
+    """Choose the blocks of one prompt: runs of neighbours in random order, in a part of the memory of its own."""
     runs = list(range(-(-count // run_blocks)))
     rng.shuffle(runs)
     blocks = [run * run_blocks + offset for run in runs for offset in range(run_blocks)]

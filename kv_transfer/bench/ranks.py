@@ -62,7 +62,7 @@ class _Memory:
 
 
 def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
-    """An agent with NIXL's own API and nothing of ours."""
+    """Make an agent with NIXL's own API and nothing of ours."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     kind, device = memory.nixl
@@ -73,7 +73,7 @@ def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Which rank of which side a process is."""
+    """The rank and the side of one process."""
 
     side: str
     layout: KVLayout
@@ -83,8 +83,8 @@ class RankSpec:
     key: ClusterKey
     size: int
     rank: int = 0
-    leader: str = ""  # where rank 0's `GroupSocket` is
-    staged: bool = False  # rank 0 stamps what it does
+    leader: str = ""  # the address of rank 0's `GroupSocket`
+    stamped: bool = False  # rank 0 stamps what it does
 
     @property
     def heads(self) -> range:
@@ -96,7 +96,7 @@ class RankSpec:
 
 
 class _Raw(msgspec.Struct, frozen=True):
-    """What raw NIXL must know of another agent."""
+    """Raw NIXL's description of another agent."""
 
     metadata: bytes
     address: int
@@ -105,7 +105,7 @@ class _Raw(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What a rank of the reader takes from one rank of the holder."""
+    """Heads that a rank of the reader reads from one rank of the holder."""
 
     peer: Any  # NIXL's name for it
     raw: _Raw
@@ -115,35 +115,35 @@ class _Source:
 class _Rank:
     """One rank of either side, in its own process: memory, its part in the transfers, and an agent for raw NIXL."""
 
-    def __init__(self, seat: RankSpec, tell_address: Callable[[str], None]) -> None:
-        num_bytes = seat.num_blocks * seat.block_bytes
-        self._seat = seat
-        self._memory = _Memory.allocate(num_bytes, seat.device, seat.first_device + seat.rank, seed=seat.first_device)
+    def __init__(self, spec: RankSpec, tell_address: Callable[[str], None]) -> None:
+        num_bytes = spec.num_blocks * spec.block_bytes
+        self._seat = spec
+        self._memory = _Memory.allocate(num_bytes, spec.device, spec.first_device + spec.rank, seed=spec.first_device)
         region = KVRegion(
-            self._memory.address, seat.num_blocks, self._memory.device, seat.layout, seat.heads.start, len(seat.heads)
+            self._memory.address, spec.num_blocks, self._memory.device, spec.layout, spec.heads.start, len(spec.heads)
         )
-        if seat.rank == 0:
+        if spec.rank == 0:
             self._lead(region, tell_address)
         else:
             self._member = join_tp_read_group(
-                region, rank=seat.rank, leader=seat.leader, engine_id=seat.side, key=seat.key
+                region, rank=spec.rank, leader=spec.leader, engine_id=spec.side, key=spec.key
             )
-        self._raw = _raw_agent(f"raw {seat.side} {seat.rank}", self._memory, num_bytes)
+        self._raw = _raw_agent(f"raw {spec.side} {spec.rank}", self._memory, num_bytes)
         self._sources: list[_Source] = []
 
     def _lead(self, region: KVRegion, tell_address: Callable[[str], None]) -> None:
-        seat, read_socket = self._seat, None
-        if seat.size > 1:
-            read_socket = GroupSocket(seat.size, "127.0.0.1", seat.key)
+        spec, read_socket = self._seat, None
+        if spec.size > 1:
+            read_socket = GroupSocket(spec.size, "127.0.0.1", spec.key)
             tell_address(read_socket.address)
         self._news = threading.Event()
-        make = StampedConnector if seat.staged else TransferConnector
+        make = StampedConnector if spec.stamped else TransferConnector
         self._connector = make(
             region,
-            engine_id=seat.side,
+            engine_id=spec.side,
             epoch=1,
             host="127.0.0.1",
-            key=seat.key,
+            key=spec.key,
             wake=self._on_news,
             read_socket=read_socket,
         )
@@ -157,7 +157,7 @@ class _Rank:
             self._connector.stamps.note(stage)
 
     def idle(self) -> None:
-        """Raw NIXL needs the CPU of whoever is read, over some lanes."""
+        """Make progress: over some lanes raw NIXL needs the CPU of the process that is read."""
         self._raw.get_new_notifs()
         if self._seat.rank == 0:
             self._connector.poll()
@@ -169,20 +169,20 @@ class _Rank:
         return _Raw(self._raw.get_agent_metadata(), self._memory.address, self._memory.nixl)
 
     def meet(self, holders: Sequence[_Raw], kept: Sequence[range], address: str) -> None:
-        seat = self._seat
-        for assigned in assign_heads(seat.rank, seat.heads, kept):
+        spec = self._seat
+        for assigned in assign_heads(spec.rank, spec.heads, kept):
             holder = holders[assigned.holder_rank]
-            piece = slice_heads(assigned.heads, kept[assigned.holder_rank], seat.heads, seat.layout.head_bytes)
+            piece = slice_heads(assigned.heads, kept[assigned.holder_rank], spec.heads, spec.layout.head_bytes)
             self._sources.append(_Source(self._raw.add_remote_agent(holder.metadata), holder, piece))
-        if seat.rank == 0:
-            self._connector.peers_changed([PeerInfo("holder", 1, address, seat.layout.fingerprint)])
+        if spec.rank == 0:
+            self._connector.peers_changed([PeerInfo("holder", 1, address, spec.layout.fingerprint)])
 
     def offer(self, prompts: Sequence[list[int]]) -> list[bytes]:
         size = self._seat.layout.block_size
         return [self._connector.offer("bench", 0, blocks, len(blocks) * size).ticket for blocks in prompts]
 
     def receive(self, tickets: Sequence[bytes], targets: Sequence[list[int]]) -> float:
-        """Seconds until all blocks are here."""
+        """Receive blocks; returns the seconds until all are here."""
         self._stamp(HandoffStage.ASKED)
         begin = time.perf_counter()
         waiting = {
@@ -202,12 +202,12 @@ class _Rank:
         return seconds
 
     def stages(self) -> dict[HandoffStage, float]:
-        """Since they were last asked for, in seconds of the machine's clock. Only of a rank 0 that is `staged`."""
-        assert isinstance(self._connector, StampedConnector), "asked of a seat that is not staged"
+        """Return the stamps since the last call, in seconds of the machine's clock. Only a stamped rank 0 has any."""
+        assert isinstance(self._connector, StampedConnector), "asked of a rank that is not stamped"
         return self._connector.stamps.take()
 
     def receive_raw(self, prompts: Sequence[Prompt]) -> float:
-        """Seconds until this rank's share of all blocks is here."""
+        """Read with raw NIXL; returns the seconds until this rank's share of all blocks is here."""
         ranges = [(source, block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources]
         begin = time.perf_counter()
         running = [self._post_raw(source, np.asarray(pieces, dtype=np.int64)) for source, pieces in ranges]
@@ -222,11 +222,11 @@ class _Rank:
         return sum(len(block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources)
 
     def heads_of(self, block: int) -> dict[int, bytes]:
-        """What the block holds of each head of this rank."""
-        seat = self._seat
-        held = self._memory.read(block * seat.block_bytes, seat.block_bytes)
-        size = seat.layout.head_bytes
-        return {head: held[place * size : (place + 1) * size] for place, head in enumerate(seat.heads)}
+        """Return a block's bytes by head."""
+        spec = self._seat
+        held = self._memory.read(block * spec.block_bytes, spec.block_bytes)
+        size = spec.layout.head_bytes
+        return {head: held[place * size : (place + 1) * size] for place, head in enumerate(spec.heads)}
 
     def _post_raw(self, source: _Source, pieces: np.ndarray) -> tuple[Any, str]:
         kind, device = self._memory.nixl
@@ -239,8 +239,8 @@ class _Rank:
         return handle, self._raw.transfer(handle)
 
 
-def _serve(pipe: Connection, seat: RankSpec) -> None:
-    rank = _Rank(seat, pipe.send)
+def _serve(pipe: Connection, spec: RankSpec) -> None:
+    rank = _Rank(spec, pipe.send)
     pipe.send("ready")
     while True:
         while not pipe.poll(0.001):
@@ -252,11 +252,11 @@ def _serve(pipe: Connection, seat: RankSpec) -> None:
 class RankProcess:
     """A `_Rank` elsewhere: `order` and `answer` are the two halves of a call."""
 
-    def __init__(self, seat: RankSpec) -> None:
-        self.seat = seat
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(theirs, seat), daemon=True)
+        self.process = spawn.Process(target=_serve, args=(theirs, spec), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -269,15 +269,15 @@ class RankProcess:
 
     def answer(self) -> Any:
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise BenchFailed(f"rank {self.seat.rank} of the {self.seat.side} did not answer in {ANSWER_TIMEOUT_S:g} s")
+            raise BenchFailed(f"rank {self.spec.rank} of the {self.spec.side} did not answer in {ANSWER_TIMEOUT_S:g} s")
         try:
             return self._pipe.recv()
         except EOFError:
-            raise BenchFailed(f"rank {self.seat.rank} of the {self.seat.side} has ended") from None
+            raise BenchFailed(f"rank {self.spec.rank} of the {self.spec.side} has ended") from None
 
 
 class Ranks:
-    """All processes of a measurement; none outlives it."""
+    """The processes of a measurement; none outlives it."""
 
     def __init__(self) -> None:
         self._running: list[RankProcess] = []
@@ -290,20 +290,20 @@ class Ranks:
             rank.process.kill()
             rank.process.join()
 
-    def start(self, seat: RankSpec) -> list[RankProcess]:
-        """A group, in the order of its ranks. Raises `UnevenHeads`."""
-        seat.layout.heads_of(0, seat.size)
-        leader = self._start(seat)
-        if seat.size == 1:
+    def start(self, spec: RankSpec) -> list[RankProcess]:
+        """Start a group; returns its processes by rank. Raises `UnevenHeads`."""
+        spec.layout.heads_of(0, spec.size)
+        leader = self._start(spec)
+        if spec.size == 1:
             group = [leader]
         else:
             address = leader.answer()
-            others = [dataclasses.replace(seat, rank=rank, leader=address) for rank in range(1, seat.size)]
+            others = [dataclasses.replace(spec, rank=rank, leader=address) for rank in range(1, spec.size)]
             group = [leader, *map(self._start, others)]
         for rank in group:
             rank.answer()  # it is ready
         return group
 
-    def _start(self, seat: RankSpec) -> RankProcess:
-        self._running.append(RankProcess(seat))
+    def _start(self, spec: RankSpec) -> RankProcess:
+        self._running.append(RankProcess(spec))
         return self._running[-1]

@@ -1,4 +1,4 @@
-"""Where the time of one hand-off goes: a connector for the benchmark that stamps what it does.
+"""A connector for the benchmark that stamps the stages of a hand-off with the time.
 
     reader   asked ─> thread awake ─> claim sent ─> read posted ─> read done ─> grant here ─> told ─> answered
     holder                              └─> claim here ─> grant sent ───────────────┘
@@ -22,7 +22,7 @@ from ..transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 
 
 class HandoffStage(enum.StrEnum):
-    """In about this order. What a hand-off does several times is stamped with the last one."""
+    """Stages of a hand-off, in about this order. A stage that comes several times has the stamp of the last."""
 
     ASKED = "asked"
     AWAKE = "transfer thread awake"
@@ -37,7 +37,7 @@ class HandoffStage(enum.StrEnum):
 
 
 class Stamps:
-    """Of one engine. Written by its transfer thread and by whoever asks it, read when both are at rest."""
+    """The stamps of one engine, written by its transfer thread and by the caller, and read when both are idle."""
 
     def __init__(self) -> None:
         self._at: dict[HandoffStage, float] = {}
@@ -47,11 +47,11 @@ class Stamps:
         self._at[stage] = time.perf_counter()
 
     def note_message(self, meanings: dict[type, HandoffStage], data: bytes) -> None:
-        """The stage is known when it is known which message this is."""
+        """Stamp a message; it is decoded, and its stage found, in `take`."""
         self._messages.append((time.perf_counter(), meanings, data))
 
     def take(self) -> dict[HandoffStage, float]:
-        """In seconds of `time.perf_counter`; and forgets them."""
+        """Return and forget the stamps, in seconds of `time.perf_counter`."""
         at, messages, self._at, self._messages = self._at, self._messages, {}, []
         for moment, meanings, data in messages:
             stage = meanings.get(type(decode(data)))
@@ -137,7 +137,7 @@ class _StampedTransport:
 
 
 class StampedConnector(TransferConnector):
-    """A `TransferConnector` whose `stamps` tell when it did what since they were last taken."""
+    """A `TransferConnector` whose `stamps` have the times of its stages since they were last taken."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.stamps = Stamps()  # first: the transfer thread begins at once
@@ -158,6 +158,6 @@ class StampedConnector(TransferConnector):
 def since_asked(
     reader: Mapping[HandoffStage, float], holder: Mapping[HandoffStage, float]
 ) -> dict[HandoffStage, float]:
-    """Microseconds of each stage, from what both sides' stamps say."""
+    """Convert both sides' stamps to microseconds since the reader was asked."""
     of_holder = {stage: holder[stage] for stage in (HandoffStage.CLAIM_HERE, HandoffStage.GRANT_SENT)}
     return {stage: (at - reader[HandoffStage.ASKED]) * 1e6 for stage, at in {**reader, **of_holder}.items()}

@@ -32,7 +32,7 @@ _SEVERITY: tuple[PeerState | ReadState, ...] = (
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """What other engines need to know of one rank to read its share of the blocks."""
+    """One rank's memory, as other engines must know it to read its share of the blocks."""
 
     first_head: Annotated[int, Meta(ge=0, lt=2**16)]
     num_heads: Annotated[int, Meta(ge=1, lt=2**16)]

@@ -35,7 +35,7 @@ Digest = Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)]
 
 
 class ReadDetails(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 must know of another rank's share of the blocks."""
+    """Another rank's share of the blocks, as rank 0 must know it."""
 
     num_blocks: Id
     transport: Name

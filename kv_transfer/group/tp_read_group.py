@@ -1,4 +1,4 @@
-"""All ranks of one tensor-parallel group as one reader of blocks.
+"""One reader of blocks, made of all ranks of a tensor-parallel group.
 
     HandoffCoordinator ──> TpReadGroup ──┬──> RankReader                       rank 0's own
                                          ├──> RemoteRank ──orders, reports──   rank 1: ReadServant ──> RankReader

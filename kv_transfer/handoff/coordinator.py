@@ -259,7 +259,7 @@ class HandoffCoordinator:
     def _on_check(self, found: Digested | Compared) -> None:
         match found:
             case Digested():
-                self.leases.know_digests(found.offer, found.by_rank)
+                self.leases.set_digests(found.offer, found.by_rank)
             case Compared(receive, ""):
                 self._effects.perform(self.receives.matched(receive, self._clock()))
             case Compared(receive, objection):

@@ -76,13 +76,13 @@ class Peers:
 
     @property
     def warming_since(self) -> float | None:
-        """When the youngest warming began; None if no peer is warming."""
+        """The start of the youngest warming; None if no peer is warming."""
         warming = (peer.warming_since for peer in self._peers.values() if peer.status is PeerStatus.WARMING)
         return max(warming, default=None)
 
     @property
     def next_handshake(self) -> float | None:
-        """When the next handshake is due, except those repeated for reads: a running read is looked at sooner."""
+        """The time of the next handshake, except those repeated for reads: a running read is polled sooner."""
         return min((peer.handshake_at for peer in self._peers.values() if peer.status in _UNREADY), default=None)
 
     def changed(self, live: Collection[PeerInfo], now: float) -> list[EngineKey]:

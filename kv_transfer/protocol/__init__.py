@@ -1,4 +1,1 @@
-"""What a hand-off is.
-
-Messages and the state machines of both sides. No threads, no sockets and no memory here.
-"""
+"""The protocol of hand-offs: messages, and the state machines of both sides. No threads, no sockets, no memory here."""

@@ -1,4 +1,4 @@
-"""What the state machines ask for. They hold no sockets and no memory: events go in, these come out."""
+"""Actions: the outputs of the state machines, which have no sockets and no memory themselves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class SendToHolder(msgspec.Struct, frozen=True):
 
 
 class Emit(msgspec.Struct, frozen=True):
-    """Tell the engine."""
+    """Tell the engine an event."""
 
     event: ConnectorEvent
 
 
 class ReadBlocks(msgspec.Struct, frozen=True):
-    """ReadBlocks blocks [start, stop) of a receive, the next ones; the first of them begins its pull.
+    """Read blocks [start, stop) of a receive, the next ones; the first such action begins its read.
 
     It ends in `read_finished` when all of the receive's blocks are there, or in `read_failed` and `read_released`.
     """

@@ -1,18 +1,18 @@
-"""The holder's half of a hand-off: blocks of a prompt, kept until their reader has them.
+"""The holder's half of a hand-off: blocks of a prompt, kept until their reader has read them.
 
     offer ──> OFFERED ──claim──> GRANTED ──withdraw──> ASKED_BACK
                  │ abort, withdraw, │ finish, abort,        │ finish, abort,
                  └ expiry           └ expiry                └ expiry ──────────> RELEASED
 
 A grant is a promise to one reader. Until `expires_at` only that reader can end it (Finish, AbortRead): not `withdraw`,
-which merely asks, and not the news that the reader is dead, which may be a partition.
+which merely asks, and not a report that the reader is dead, which may be a partition.
 The promise grows with every claim and renewal that is granted and never shrinks. A claim that waited because this
 process stood still is counted from when it may have arrived: the grant is for what is left of the lease by then.
 
 An offer may *grow*: its first `num_ready` blocks are written, the others will be. Every state may grow. Growth extends
 the lease of an offer that nobody has claimed; a reader extends its own with renewals.
 
-`LEASE_TABLE` is all there is to know of what follows what; docs/handoff.md shows it.
+`LEASE_TABLE` holds all transitions; docs/handoff.md shows it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class LeaseState(enum.Enum):
     OFFERED = enum.auto()
     GRANTED = enum.auto()
     ASKED_BACK = enum.auto()
-    RELEASED = enum.auto()  # or never was
+    RELEASED = enum.auto()  # or never existed
 
 
 class LeaseEvent(enum.Enum):
-    """`reader`: whom the offer is granted to, or anyone while it is granted to nobody."""
+    """Events of an offer. "Another reader" is one to which the offer is not granted, while it is granted to one."""
 
     CLAIM = "claim, renew"
     ASK_DIGESTS = "ask digests"
@@ -68,31 +68,31 @@ class LeaseEvent(enum.Enum):
 
 
 class LeaseReply(enum.Enum):
-    """What the reader is told."""
+    """The message with which the holder answers."""
 
     GRANTED = "Granted"
     REFUSED = "ClaimRefused"
     WITHDRAWN = "Withdrawn"
     GROWN = "Grown"
-    DIGESTS = "Digests"  # once they are known
+    DIGESTS = "Digests"  # once they are made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaseRow:
-    """What follows an event in a state."""
+    """The consequences of an event in a state."""
 
-    then: LeaseState
-    answer: LeaseReply | None = None
+    next_state: LeaseState
+    reply: LeaseReply | None = None
     ended: OfferOutcome | None = None  # the engine is told
-    counted: bool = False  # as stale: it changes nothing
+    counted: bool = False  # as a stale message: it changes nothing
 
 
 _OFFERED, _GRANTED, _ASKED, _RELEASED = LeaseState
 _E, _A = LeaseEvent, LeaseReply
 
 
-def _stays(state: LeaseState, answer: LeaseReply | None = None, *, counted: bool = False) -> LeaseRow:
-    return LeaseRow(state, answer, counted=counted)
+def _stays(state: LeaseState, reply: LeaseReply | None = None, *, counted: bool = False) -> LeaseRow:
+    return LeaseRow(state, reply, counted=counted)
 
 
 def _ends(outcome: OfferOutcome) -> LeaseRow:
@@ -143,9 +143,9 @@ class Lease:
     num_blocks: int
     num_ready: int  # leading blocks that are written
     expires_at: float  # on the holder's clock
-    reader: ReaderKey | None = None  # to whom it is promised
-    granted_s: float = 0.0  # by the newest grant, from when it was given
-    digests: tuple[bytes, ...] | None = None  # of all blocks, by rank
+    reader: ReaderKey | None = None  # the one to which it is granted
+    granted_s: float = 0.0  # length of the newest grant, counted from when it was given
+    digests: tuple[bytes, ...] | None = None  # one a rank, of all blocks
     state: LeaseState = LeaseState.OFFERED
 
     @property
@@ -154,13 +154,13 @@ class Lease:
 
 
 class LeaseTable:
-    """All offers of one engine that have not ended. Times are seconds on the caller's clock.
+    """The offers of one engine that have not ended. Times are seconds on the caller's clock.
 
-    Ending twice is a no-op; a message with another epoch, generation or reader changes nothing.
+    Ending twice does nothing; a message with another epoch, generation or reader changes nothing.
     """
 
     def __init__(self, engine: EngineKey, lease_s: float, digest_blocks: int = DIGEST_BLOCKS) -> None:
-        """`digest_blocks`: digests of so many are told at a time."""
+        """`digest_blocks` limits how many blocks' digests go into one message."""
         self.engine = engine
         self.lease_s = lease_s
         self._digest_blocks = digest_blocks
@@ -180,7 +180,7 @@ class LeaseTable:
 
     @property
     def any_granted(self) -> bool:
-        """Someone may be reading our memory now."""
+        """True if a reader may be reading our memory now."""
         return any(lease.reader is not None for lease in self._leases.values())
 
     @property
@@ -188,7 +188,7 @@ class LeaseTable:
         return min((lease.expires_at for lease in self._leases.values()), default=None)
 
     def offer(self, key: LeaseKey, num_blocks: int, now: float, num_ready: int | None = None) -> None:
-        """`num_ready`: how many of the blocks are written; all, unless it grows."""
+        """Add an offer. `num_ready` of its blocks are written; by default all, so that it does not grow."""
         ready = num_blocks if num_ready is None else num_ready
         self._leases[key.offer] = Lease(key, num_blocks, ready, expires_at=now + self.lease_s)
 
@@ -201,7 +201,7 @@ class LeaseTable:
             lease.expires_at = max(lease.expires_at, now + self.lease_s)
         return self._on(lease, LeaseEvent.ADVANCE)
 
-    def know_digests(self, offer: TransferId, digests: tuple[bytes, ...]) -> None:
+    def set_digests(self, offer: TransferId, digests: tuple[bytes, ...]) -> None:
         lease = self._leases.get(offer)
         if lease is not None:
             lease.digests = digests
@@ -231,7 +231,7 @@ class LeaseTable:
         return ended + self._on(lease, event, message)
 
     def _named_by(self, key: LeaseKey) -> Lease | None:
-        """The lease that exactly this offer made: same process, request and generation."""
+        """Return the lease of exactly this offer: same process, request and generation."""
         lease = self._leases.get(key.offer)
         return lease if lease is not None and lease.key == key else None
 
@@ -241,23 +241,23 @@ class LeaseTable:
         if lease is not None and row.ended is not None:
             return self._release(lease, row.ended)
         if lease is not None:
-            lease.state = row.then
-        return [] if row.answer is None else self._tell(row.answer, lease, message)
+            lease.state = row.next_state
+        return [] if row.reply is None else self._reply(row.reply, lease, message)
 
-    def _tell(self, answer: LeaseReply, lease: Lease | None, message: FromReader | None) -> list[Action]:
-        if answer is LeaseReply.REFUSED:
-            assert message is not None, "only who asks is refused"
+    def _reply(self, reply: LeaseReply, lease: Lease | None, message: FromReader | None) -> list[Action]:
+        if reply is LeaseReply.REFUSED:
+            assert message is not None, "only a message is refused"
             refused = ClaimRefused(message.lease, message.reader, self._why_refused(lease, message.lease))
             return [SendToReader(message.reader.engine, refused)]
-        assert lease is not None, "what was released is only refused"
-        assert lease.reader is not None, "nobody else is told"
-        said = self._said(answer, lease, lease.reader, message)
+        assert lease is not None, "a released lease only refuses"
+        assert lease.reader is not None, "only its reader is told"
+        said = self._message(reply, lease, lease.reader, message)
         return [] if said is None else [SendToReader(lease.reader.engine, said)]
 
-    def _said(
-        self, answer: LeaseReply, lease: Lease, reader: ReaderKey, message: FromReader | None
+    def _message(
+        self, reply: LeaseReply, lease: Lease, reader: ReaderKey, message: FromReader | None
     ) -> FromHolder | None:
-        match answer, message:
+        match reply, message:
             case LeaseReply.GRANTED, Claim() | Renew():
                 return Granted(lease.key, reader, message.number, lease.granted_s, lease.num_ready)
             case LeaseReply.GROWN, _:
@@ -267,7 +267,7 @@ class LeaseTable:
         return Withdrawn(lease.key, reader)
 
     def _digests_of(self, lease: Lease, reader: ReaderKey, first: int) -> Digests | None:
-        """As many as one message takes. None: they are not known yet, or it has no such block."""
+        """Return as many digests as fit into one message. None: they are not made yet, or there is no such block."""
         if lease.digests is None or first >= lease.num_blocks:
             return None
         sizes = [len(digests) // lease.num_blocks for digests in lease.digests]  # of one block, by rank

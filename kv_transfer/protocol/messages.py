@@ -1,19 +1,19 @@
-"""What engines say to each other about blocks, and the ticket that starts it.
+"""Messages between engines about blocks, and the ticket with which a hand-off begins.
 
     reader                                holder
-      HandshakeRequest ------------------------------->        who are you, do our layouts match?
-        <------------------------------ HandshakeAccepted     how to reach my memory (or HandshakeRefused: why not)
+      HandshakeRequest -------------------->        do our layouts match?
+        <-------------------- HandshakeAccepted     how to reach my memory (or HandshakeRefused: why not)
       Claim ------------------------------->        I read what this ticket offers
-        <------------------------------ Granted     held for lease_s from when you sent that (or ClaimRefused)
-        <-------------------------------- Grown     so many blocks are written by now (of an offer that grows)
+        <------------------------------ Granted     kept for lease_s from when you sent that (or ClaimRefused)
+        <-------------------------------- Grown     this many blocks of a growing offer are written by now
       Renew ------------------------------->        I am not done
         <------------------------------ Granted
-      AskDigests -------------------------->        I have read it all: what should it be? (only to verify)
-        <------------------------------ Digests     of so many blocks; the next ones are asked for when these match
+      AskDigests -------------------------->        I have read it all: what are its digests? (only to verify)
+        <------------------------------ Digests     of some blocks; the next ones are asked for when these match
         <---------------------------- Withdrawn     please give up
-      Finish | AbortRead ---------------------->        I need it no longer
+      Finish | AbortRead ---------------------->        I do not need it any more
 
-An end that does not know itself in a message counts and drops it.
+A message for another process, request or attempt is counted and dropped.
 
 Bytes come from other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
 """
@@ -38,14 +38,14 @@ MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
 MAX_METADATA_BYTES = 1 << 20
 MAX_LEASE_S = 86400.0
 MAX_DIGESTS_BYTES = 1 << 20  # of one message, whose channel takes four times as much
-DIGEST_BLOCKS = 1024  # of one message, or order within a group, at most: a rank that digests long is heard in between
+DIGEST_BLOCKS = 1024  # limit of one message or order within a group: a rank that digests for long reports in between
 
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Seconds = Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
 
 class DigestMode(enum.StrEnum):
-    """Whether a reader proves what it has read before it counts."""
+    """The setting `transfer.digest`: "verify" compares blocks with the holder's before they are used."""
 
     OFF = "off"
     VERIFY = "verify"
@@ -89,7 +89,7 @@ class HandshakeAccepted(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class HandshakeRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Sender is whom the hello was meant for, who may be another than who answers."""
+    """`sender` is the engine to which the request was addressed; another one may answer at that address."""
 
     sender: EngineKey
     to: EngineKey
@@ -97,14 +97,14 @@ class HandshakeRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class LeaseMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Names both ends: the offer of one process and the receive of one process."""
+    """A message about one offer of one process and one receive of another."""
 
     lease: LeaseKey
     reader: ReaderKey
 
 
 class Claim(LeaseMessage, frozen=True, tag=3):
-    number: Id  # counts claims and renewals of one receive, so that a grant tells from when it counts
+    number: Id  # counts claims and renewals of one receive, so that a grant names the one that it answers
 
 
 class Renew(LeaseMessage, frozen=True, tag=4):
@@ -116,7 +116,7 @@ class Granted(LeaseMessage, frozen=True, tag=5):
 
     number: Id
     lease_s: Seconds
-    num_ready: Id  # of the offer's blocks, leading ones that are written
+    num_ready: Id  # leading blocks of the offer that are written
 
 
 class ClaimRefused(LeaseMessage, frozen=True, tag=6):
@@ -124,31 +124,31 @@ class ClaimRefused(LeaseMessage, frozen=True, tag=6):
 
 
 class Withdrawn(LeaseMessage, frozen=True, tag=7):
-    """The holder would like its blocks back before the lease ends; it waits for `AbortRead` or `Finish`."""
+    """The holder asks for its blocks before the lease ends; it waits for `AbortRead` or `Finish`."""
 
 
 class Finish(LeaseMessage, frozen=True, tag=8):
-    """All is read."""
+    """The reader has read all blocks."""
 
 
 class AbortRead(LeaseMessage, frozen=True, tag=9):
-    """Nothing of it counts."""
+    """The reader has given up."""
 
 
 class Grown(LeaseMessage, frozen=True, tag=10):
-    """Leading blocks of the offer that are written; later ones must not be read yet."""
+    """More blocks of a growing offer are written; blocks after the leading `num_ready` must not be read yet."""
 
     num_ready: Id
 
 
 class AskDigests(LeaseMessage, frozen=True, tag=11):
-    """What do the offer's blocks hold, from block `first` of them on? Asked again until the answer comes."""
+    """Asks for digests of the offer's blocks from number `first` on; repeated until the answer comes."""
 
     first: Id
 
 
 class Digests(LeaseMessage, frozen=True, tag=12):
-    """Of `count` of the offer's blocks from `first` on: for each rank of the holder, of its heads; see `digests.py`."""
+    """Digests of `count` of the offer's blocks from number `first` on, by rank of the holder; see `digests.py`."""
 
     first: Id
     count: Count
@@ -171,7 +171,7 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 def runs_of(block_ids: Iterable[int]) -> tuple[BlockRun, ...]:
-    """Run-length coding of block ids in their order; ascending neighbours share a run."""
+    """Encode block ids as runs, in order; ascending neighbours share a run."""
     runs: list[list[int]] = []
     for block in block_ids:
         if runs and block == runs[-1][0] + runs[-1][1]:
@@ -186,9 +186,9 @@ def blocks_of(runs: Sequence[BlockRun]) -> list[int]:
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """The offer of a prompt's blocks, as it travels through the gateway. Promised for `lease_s` from when it is sent.
+    """The offer of a prompt's blocks, as it travels through the gateway; kept for `lease_s` from when it is sent.
 
-    Where it grows, fewer than all blocks are written when it is sent: `num_ready`, from the first on.
+    Of a growing offer only the leading `num_ready` blocks are written when it is sent.
     """
 
     version: int
@@ -201,9 +201,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
     digest: DigestMode
     num_ready: Id
     runs: tuple[BlockRun, ...]
-    refusal: Reason = ""  # why nothing is promised after all
+    refusal: Reason = ""  # why nothing is offered after all
 
-    @functools.cached_property  # every step of a hand-off asks, and blocks that lie apart are a run each
+    @functools.cached_property  # asked in every step of a hand-off, and scattered blocks are a run each
     def num_blocks(self) -> int:
         return sum(run.count for run in self.runs)
 
@@ -216,7 +216,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Ticket:
-        """Raises `MalformedMessage` for bytes that are no ticket of this version."""
+        """Decode a ticket. Raises `MalformedMessage` for bytes that are no ticket of this version."""
         ticket = _decode_ticket(data)
         if ticket.version != TICKET_VERSION:
             raise MalformedMessage(
@@ -227,7 +227,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return ticket
 
     def check_block_size(self, block_size: int) -> None:
-        """Raises `MalformedMessage` where the blocks and the tokens do not go together."""
+        """Raise `MalformedMessage` if the number of blocks does not fit the number of tokens."""
         needed = math.ceil(self.num_tokens / block_size)
         if needed != self.num_blocks:
             raise MalformedMessage(

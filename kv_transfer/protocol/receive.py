@@ -1,4 +1,4 @@
-"""One receive of a reader: what is known of it, and what that means."""
+"""One receive of a reader: its data, and the conditions that follow from it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .receive_table import ReceiveState
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReceiveTimeouts:
-    """How long a reader waits for what, in seconds."""
+    """Times after which a reader asks again or gives up, in seconds."""
 
-    connect_s: float  # until the holder's memory can be reached
+    connect_s: float  # limit for connecting to the holder's memory
     retry_s: float  # before an unanswered claim or renewal is sent again
     margin_s: float  # a read that ends this close to the end of the lease is too late
     renew_at: float  # share of the lease after which a read that still runs asks for more
@@ -24,22 +24,22 @@ class ReceiveTimeouts:
 class Receive:
     key: ReaderKey
     ticket: Ticket
-    first_block: int  # of the ticket's; those before it were here already
+    first_block: int  # of the ticket's blocks; those before it were here already
     source_blocks: list[int]  # at the holder
     block_ids: list[int]  # ours, of the same number
-    deadline: float  # without progress it fails here
-    num_ready: int  # of the ticket's blocks, leading ones that may be read
-    num_unverified: int  # of our blocks, the last ones; none where nobody wants to know
+    deadline: float  # when it fails unless there is progress
+    num_ready: int  # leading blocks of the ticket that may be read
+    num_unverified: int  # last blocks of ours that are still to be verified; 0 unless digests are on
     state: ReceiveState = ReceiveState.RESERVED
     sent_at: dict[int, float] = dataclasses.field(default_factory=dict)  # unanswered claims and renewals by number
     last_number: int = 0
     ask_at: float = 0.0  # when the next claim or renewal is due
     granted_until: float | None = None
-    num_ordered: int | None = None  # of our blocks, that a transfer was told to fill; None: no pull has begun
+    num_ordered: int | None = None  # blocks of ours whose read was ordered; None: no read has begun
     first_claim_at: float | None = None
     read_finished_at: float | None = None
-    digests: Digests | None = None  # what the holder says it should be, while that is compared
-    writable: bool = False  # a transfer may write into the blocks
+    digests: Digests | None = None  # the holder's, while they are being compared
+    writable: bool = False  # a read may write into the blocks
 
     @property
     def id(self) -> TransferId:
@@ -50,16 +50,16 @@ class Receive:
         return self.num_ready < self.ticket.num_blocks
 
     def grow(self, num_ready: int) -> None:
-        """So many of the ticket's blocks may be read now; what was told before stands."""
+        """Allow the ticket's leading `num_ready` blocks to be read; a smaller number than before changes nothing."""
         self.num_ready = max(self.num_ready, min(num_ready, self.ticket.num_blocks))
 
     @property
     def due(self) -> float:
-        """When something is to be done about it, if nothing happens."""
+        """The time of the next action if no event comes."""
         return min(self.deadline, self.ask_at) if self.state is ReceiveState.READING else self.deadline
 
     def claim(self, now: float, retry_s: float) -> Claim | Renew:
-        """What is sent now, and unless it is answered again `retry_s` later."""
+        """Return the claim or renewal to send now. It is sent again after `retry_s` unless it is answered."""
         self.last_number += 1
         self.sent_at[self.last_number] = now
         self.ask_at = now + retry_s
@@ -69,12 +69,12 @@ class Receive:
         return kind(self.ticket.lease, self.key, self.last_number)
 
     def ask_soon(self, now: float, retry_s: float) -> None:
-        """Where more is to come: what the holder tells may be lost."""
+        """Ask again soon if blocks or digests are still to come: the holder's messages may be lost."""
         if self.grows or self.lacks_digests:
             self.ask_at = min(self.ask_at, now + retry_s)
 
     def order(self) -> range | None:
-        """Which of our blocks a transfer is to fill now. The first time also where none is ready: its pull begins."""
+        """Return which of our blocks are to be read now; an empty range begins the read where none is ready yet."""
         ordered, ready = self.num_ordered, max(0, self.num_ready - self.first_block)
         if ordered is not None and ordered >= ready:
             return None
@@ -95,11 +95,11 @@ class Receive:
 
     @property
     def first_unverified(self) -> int:
-        """Of the ticket's blocks, whose last ones are ours."""
+        """The first block of the ticket that is not verified; the ticket's last blocks are ours."""
         return self.ticket.num_blocks - self.num_unverified
 
     def lacks(self, digests: Digests) -> bool:
-        """They are what was asked for."""
+        """Return whether these digests are the ones that were asked for."""
         return self.lacks_digests and digests.first == self.first_unverified and digests.count <= self.num_unverified
 
     def what_took_too_long(self, connect_s: float) -> str:

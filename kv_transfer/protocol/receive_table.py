@@ -1,6 +1,6 @@
-"""What follows what on the reader's side of a hand-off: states, events, and one row for each pair that can be.
+"""The reader's transition table: states, events, and one row for each pair that can occur.
 
-A receive that is over, COMMITTED or FREED, is forgotten: whatever comes then finds the rows of FREED.
+A receive that is over, COMMITTED or FREED, is forgotten: later events find the rows of FREED.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ReceiveState(enum.Enum):
 
 class ReceiveEvent(enum.Enum):
     PEER_READY = "peer is ready"
-    PEER_LOST = "peer is lost"  # and will not be spoken to again
+    PEER_LOST = "peer is lost"  # and no message will be sent to it again
     CUT_OFF = "peer is cut off"  # what is sent now waits for the connection
     GRANT = "Granted"
     UNASKED = "Granted, Digests that nothing asked for"
@@ -41,7 +41,7 @@ class ReceiveEvent(enum.Enum):
 
 
 class ReceiveOutcome(enum.StrEnum):
-    """As `baton_kv_receives_total{outcome}` counts them."""
+    """Outcomes of receives, as counted in `baton_kv_receives_total{outcome}`."""
 
     RECEIVED = "received"
     REFUSED = "refused"
@@ -54,11 +54,11 @@ class ReceiveOutcome(enum.StrEnum):
 
 
 class Reaction(enum.Enum):
-    """What is done, in this order."""
+    """Reactions of a reader to an event, carried out in this order."""
 
     ASK = "Claim or Renew"
     READ = "read what is written"
-    ASK_DIGESTS = "AskDigests"  # of what is not proven, where digests are to be verified and all is read
+    ASK_DIGESTS = "AskDigests"  # for unverified blocks, if digests are on and all blocks are read
     VERIFY = "compare"
     RECEIVED = "tell Received"
     FAILED = "tell ReceiveFailed"
@@ -70,12 +70,12 @@ class Reaction(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReceiveRow:
-    """What follows an event in a state."""
+    """The consequences of an event in a state."""
 
-    then: ReceiveState
-    says: tuple[Reaction, ...] = ()
+    next_state: ReceiveState
+    reactions: tuple[Reaction, ...] = ()
     outcome: ReceiveOutcome | None = None
-    counted: bool = False  # as stale: it changes nothing
+    counted: bool = False  # as a stale message: it changes nothing
 
 
 _RESERVED, _READING, _QUARANTINED, _COMMITTED, _FREED = ReceiveState
@@ -88,16 +88,16 @@ _BY_ITSELF = (
 _BY_THE_HOLDER = (Reaction.FAILED, Reaction.STOP)
 
 
-def _fails(outcome: ReceiveOutcome, *says: Reaction) -> ReceiveRow:
-    return ReceiveRow(_QUARANTINED, says, outcome)
+def _fails(outcome: ReceiveOutcome, *reactions: Reaction) -> ReceiveRow:
+    return ReceiveRow(_QUARANTINED, reactions, outcome)
 
 
-def _stays(state: ReceiveState, *says: Reaction) -> ReceiveRow:
-    return ReceiveRow(state, says)
+def _stays(state: ReceiveState, *reactions: Reaction) -> ReceiveRow:
+    return ReceiveRow(state, reactions)
 
 
-def _stale(state: ReceiveState, *says: Reaction) -> ReceiveRow:
-    return ReceiveRow(state, says, counted=True)
+def _stale(state: ReceiveState, *reactions: Reaction) -> ReceiveRow:
+    return ReceiveRow(state, reactions, counted=True)
 
 
 RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
@@ -143,7 +143,7 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_QUARANTINED, _E.READ_FAILED): _stays(_QUARANTINED),
     (_QUARANTINED, _E.READ_RELEASED): ReceiveRow(_FREED, (Reaction.RELEASED,)),
     (_QUARANTINED, _E.CANCEL): _stays(_QUARANTINED),
-    (_FREED, _E.GRANT): _stale(_FREED, Reaction.ABORT),  # somebody still holds blocks for it: let them go
+    (_FREED, _E.GRANT): _stale(_FREED, Reaction.ABORT),  # the holder still keeps blocks for it: let it free them
     (_FREED, _E.UNASKED): _stale(_FREED),
     (_FREED, _E.GROWN): _stale(_FREED),
     (_FREED, _E.REFUSED): _stale(_FREED),

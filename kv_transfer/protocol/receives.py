@@ -1,4 +1,4 @@
-"""The reader's half of a hand-off: blocks that fill, and the rule by which their content counts.
+"""The reader's half of a hand-off: blocks that are filled, and the rule that decides whether they may be used.
 
     receive ──> RESERVED ──peer is ready──> READING ──grant AND read in time (AND digests)──> COMMITTED
                    │                           │
@@ -6,12 +6,12 @@
                    │                           v
                    └──────────────────────> QUARANTINED ──nothing can write any more──> FREED
 
-In time: the read finished before `t0 + lease_s - margin_s` on our clock, where t0 is when we sent the claim (or the
-renewal) that the grant answers. The holder's own clock for the lease starts later, when that message reaches it.
+"In time" means that the read finished before `t0 + lease_s - margin_s` on our clock, where t0 is when we sent the claim
+(or the renewal) that the grant answers. The holder's own clock for the lease starts later, when that message arrives.
 
-Of an offer that grows, blocks are read when the holder says that they are written; nothing counts before all are.
+Blocks of a growing offer are read when the holder says that they are written; none may be used before all are.
 
-`RECEIVE_TABLE` is all there is to know of what follows what; docs/handoff.md shows it.
+`RECEIVE_TABLE` holds all transitions; docs/handoff.md shows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .receive_table import RECEIVE_TABLE, Reaction, ReceiveEvent, ReceiveOutcome
 
 
 class ReceiveTable:
-    """All receives of one engine that are neither committed nor freed. Times are seconds on the caller's clock."""
+    """The receives of one engine that are neither committed nor freed. Times are seconds on the caller's clock."""
 
     def __init__(self, engine: EngineKey, timeouts: ReceiveTimeouts, digest: DigestMode = DigestMode.OFF) -> None:
         self.engine = engine
@@ -60,7 +60,7 @@ class ReceiveTable:
 
     @property
     def num_active(self) -> int:
-        """That may still be committed."""
+        """Number of receives that may still be committed."""
         return len(self._active())
 
     @property
@@ -73,7 +73,7 @@ class ReceiveTable:
 
     @property
     def claimed_at(self) -> float | None:
-        """When the youngest claim was sent of those that have no answer yet."""
+        """The time of the youngest unanswered claim; None if all are answered."""
         return max((r.sent_at[1] for r in self._active() if 1 in r.sent_at and r.granted_until is None), default=None)
 
     def waits_for(self, holder: EngineKey) -> bool:
@@ -84,7 +84,7 @@ class ReceiveTable:
     def start(
         self, receive: TransferId, ticket: Ticket, first_block: int, block_ids: Sequence[int], now: float
     ) -> None:
-        """Blocks are reserved; `peer_ready` sets the receive going."""
+        """Add a receive whose blocks are reserved; `peer_ready` begins it."""
         source = ticket.block_ids[first_block:]
         assert len(source) == len(block_ids), "checked by the caller"
         self._receives[receive] = Receive(
@@ -103,13 +103,13 @@ class ReceiveTable:
         return [] if known is None else self._on(known, ReceiveEvent.CANCEL, "cancelled by the engine")
 
     def abandon(self, reason: str) -> list[Action]:
-        """Fails all that are under way."""
+        """Fail all receives that are under way."""
         return self._on_all(self._active(), ReceiveEvent.CLOSE, reason)
 
     # ------------------------------------------------------------------ peers, messages, time
 
     def peer_ready(self, holder: EngineKey, now: float) -> list[Action]:
-        """The holder's memory can be read: claim and read at once."""
+        """Claim and read at once: the holder's memory can be read now."""
         actions: list[Action] = []
         for receive in self._of(holder):
             if receive.state is ReceiveState.RESERVED:
@@ -122,7 +122,7 @@ class ReceiveTable:
         return self._on_all(self._of(holder), ReceiveEvent.PEER_LOST, reason)
 
     def peer_cut_off(self, holder: EngineKey, reason: str) -> list[Action]:
-        """Fail what is read of a holder that may live. It is told so when the connection is there again."""
+        """Fail receives of a holder that may be alive. It is told when the connection is there again."""
         return self._on_all(self._of(holder), ReceiveEvent.CUT_OFF, reason)
 
     def on_message(self, message: FromHolder, now: float) -> list[Action]:
@@ -144,7 +144,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ reads
 
     def read_finished(self, receive: TransferId, now: float) -> list[Action]:
-        """All bytes are there and the transport can no longer write."""
+        """Note that all bytes are there and the transport can no longer write."""
         known = self._receives[receive]
         known.writable = False
         known.read_finished_at = now
@@ -156,13 +156,13 @@ class ReceiveTable:
         return self._on(self._receives[receive], ReceiveEvent.READ_FAILED, f"the read failed: {reason}")
 
     def read_released(self, receive: TransferId) -> list[Action]:
-        """A read that was stopped or failed: the transport can no longer write."""
+        """Note that a stopped or failed read can no longer write."""
         known = self._receives[receive]
         known.writable = False
         return self._on(known, ReceiveEvent.READ_RELEASED)
 
     def matched(self, receive: TransferId, now: float) -> list[Action]:
-        """The blocks of `CompareDigests` are what the holder has."""
+        """Note that the blocks of `CompareDigests` equal the holder's."""
         known = self._receives[receive]
         assert known.digests is not None, "they were compared"
         known.num_unverified -= known.digests.count
@@ -182,7 +182,7 @@ class ReceiveTable:
         return [receive for receive in self._receives.values() if receive.ticket.lease.holder == holder]
 
     def _named_by(self, message: FromHolder) -> Receive | None:
-        """The receive that this message is about: of this process, and for exactly this offer."""
+        """Return the receive that a message names: of this process, and for exactly this offer."""
         receive = self._receives.get(message.reader.receive)
         if receive is None or receive.key != message.reader or receive.ticket.lease != message.lease:
             return None
@@ -191,7 +191,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ events into the table
 
     def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
-        """What a message means in the table, after what it says has been noted."""
+        """Note what a message says. Returns its event in the table, and the reason of a failure."""
         pulling = receive is not None and receive.state is ReceiveState.READING
         match message:
             case ClaimRefused():
@@ -213,7 +213,7 @@ class ReceiveTable:
                 return (ReceiveEvent.GRANT if self._granted(receive, message, now) else ReceiveEvent.UNASKED), ""
 
     def _granted(self, receive: Receive, message: Granted, now: float) -> bool:
-        """False: it answers nothing that is open."""
+        """Note a grant. Returns False if it answers no open claim or renewal."""
         sent_at = receive.sent_at.pop(message.number, None)
         if sent_at is None:
             return False
@@ -241,32 +241,32 @@ class ReceiveTable:
         return [action for receive in receives for action in self._on(receive, event, reason)]
 
     def _on_message_too_late(self, message: FromHolder, event: ReceiveEvent) -> list[Action]:
-        """For a receive that is over, or was another process's."""
+        """Handle a message for a receive that is over, or was another process's."""
         row = RECEIVE_TABLE[ReceiveState.FREED, event]
         self.stale_messages += row.counted
-        if Reaction.ABORT not in row.says or message.reader.engine != self.engine:
+        if Reaction.ABORT not in row.reactions or message.reader.engine != self.engine:
             return []
         return [SendToHolder(message.lease.holder, AbortRead(message.lease, message.reader))]
 
     def _on(self, receive: Receive, event: ReceiveEvent, reason: str = "", now: float = 0.0) -> list[Action]:
-        """What the table says. `reason`: why it failed, if it did."""
+        """Do what the table says. `reason` tells why the receive failed, if it did."""
         row = RECEIVE_TABLE[receive.state, event]
         self.stale_messages += row.counted
-        receive.state = row.then
+        receive.state = row.next_state
         if row.outcome is not None:
             self.outcomes[row.outcome] += 1
-        actions = [action for say in row.says for action in self._say(say, receive, reason, now)]
-        if row.then in (ReceiveState.COMMITTED, ReceiveState.FREED):
+        actions = [action for reaction in row.reactions for action in self._react(reaction, receive, reason, now)]
+        if row.next_state in (ReceiveState.COMMITTED, ReceiveState.FREED):
             del self._receives[receive.id]
-        elif row.then is ReceiveState.QUARANTINED and not receive.writable:
+        elif row.next_state is ReceiveState.QUARANTINED and not receive.writable:
             return actions + self._on(receive, ReceiveEvent.READ_RELEASED)
         return actions
 
     # ------------------------------------------------------------------ actions out
 
-    def _say(self, say: Reaction, receive: Receive, reason: str, now: float) -> list[Action]:
+    def _react(self, reaction: Reaction, receive: Receive, reason: str, now: float) -> list[Action]:
         lease, holder = receive.ticket.lease, receive.ticket.lease.holder
-        match say:
+        match reaction:
             case Reaction.ASK:
                 return [SendToHolder(holder, receive.claim(now, self.timeouts.retry_s))]
             case Reaction.READ:

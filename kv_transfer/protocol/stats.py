@@ -1,4 +1,4 @@
-"""What an engine counts of its transfers."""
+"""Counters of an engine's transfers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one engine. Counters run from the process's start."""
+    """Counters of one engine, from its process's start on."""
 
-    offers: dict[str, int] = {}  # ended ones by outcome: finished, withdrawn, expired
-    receives: dict[str, int] = {}  # ended ones by outcome: see `ReceiveOutcome`
+    offers: dict[str, int] = {}  # that ended, by outcome: finished, withdrawn, expired
+    receives: dict[str, int] = {}  # that ended, by outcome: see `ReceiveOutcome`
     leases_held: int = 0
     blocks_held: int = 0
     receives_active: int = 0  # that may still succeed
@@ -22,5 +22,5 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     messages_malformed: int = 0
     messages_unsent: int = 0
     peers_ready: int = 0
-    buffer_blocks: int = 0  # places of the host buffer in use, where blocks go by way of one
-    buffer_refusals: int = 0  # prompts for which it had too few places
+    buffer_blocks: int = 0  # staging slots in use, where blocks go by way of the host buffer
+    buffer_refusals: int = 0  # prompts for which it had too few slots

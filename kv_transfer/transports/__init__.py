@@ -1,4 +1,4 @@
-"""Ways of reading another engine's memory. One thread uses a transport.
+"""Transports: ways of reading another engine's memory. One thread uses a transport.
 
 add_peer ──> CONNECTING ──> CONNECTED ──a read fails──> BROKEN ──> remove_peer (when no read of it is left)
 read ──> RUNNING ──> DONE | FAILED ──> release (until it says that nothing can write any more)
@@ -15,7 +15,7 @@ ReadHandle = int
 
 
 class ByteRange(NamedTuple):
-    """One contiguous piece to read: offsets count from the start of the peer's and of our own region."""
+    """One contiguous range to read; offsets count from the start of the peer's region and of ours."""
 
     remote: int
     local: int
@@ -38,17 +38,17 @@ class Transport(Protocol):
     """Reads byte ranges of peers' registered regions into our own, which was registered when the transport was made.
 
     Calls return at once, except that `read` may do its copying before it returns (shared memory works like that).
-    What a peer does wrong is a state or a `TransportError`.
+    Faults of a peer become a state or a `TransportError`.
     """
 
-    name: str  # what both ends must have in common, as `nixl/UCX`
+    name: str  # must be the same at both ends, such as `nixl/UCX`
 
     def metadata(self) -> bytes:
-        """What a peer's `add_peer` needs to read our region."""
+        """Return what a peer's `add_peer` needs to read our region."""
         ...
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        """Begins to connect. Raises `TransportError` for metadata that make no sense."""
+        """Begin to connect. Raises `TransportError` for metadata that make no sense."""
         ...
 
     def peer_state(self, peer: PeerHandle) -> PeerState: ...
@@ -61,21 +61,21 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        """Forgets a peer of which no read is left."""
+        """Forget a peer of which no read is left."""
         ...
 
     def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
-        """Begins to read. Raises `TransportError` for ranges outside the regions; nothing was started then."""
+        """Begin to read. Raises `TransportError` for ranges outside the regions; nothing was started then."""
         ...
 
     def poll(self, read: ReadHandle) -> ReadState: ...
 
     def release(self, read: ReadHandle) -> bool:
-        """For a read that is DONE or FAILED. True: gone, and nothing can write into our region any more."""
+        """Forget a read that is DONE or FAILED. Returns False while it may still write into our region."""
         ...
 
     def progress(self) -> None:
-        """Serves peers that read our memory over lanes that need our CPU, as TCP does."""
+        """Serve peers that read our memory over lanes that need our CPU, as TCP does."""
         ...
 
     def close(self) -> None: ...
@@ -89,17 +89,17 @@ class FileTransport(Protocol):
     """
 
     def read(self, ranges: Sequence[ByteRange]) -> ReadHandle:
-        """Raises `TransportError` where nothing was started."""
+        """Begin. Raises `TransportError` if nothing was started."""
         ...
 
     def write(self, ranges: Sequence[ByteRange]) -> ReadHandle:
-        """Raises `TransportError` where nothing was started."""
+        """Begin. Raises `TransportError` if nothing was started."""
         ...
 
     def poll(self, handle: ReadHandle) -> ReadState: ...
 
     def release(self, handle: ReadHandle) -> bool:
-        """For what is DONE or FAILED. True: gone."""
+        """Forget a transfer that is DONE or FAILED. Returns False while it may still run."""
         ...
 
     def close(self) -> None: ...

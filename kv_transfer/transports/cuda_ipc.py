@@ -1,4 +1,4 @@
-"""Reads of GPU memory between processes of one machine: the peer's blocks are mapped here, and copied by our own GPU.
+"""A transport between GPUs of one machine: the peer's blocks are mapped here, and copied by our own GPU.
 
     holder    allocates its blocks ── handle of the allocation ──> metadata
     reader    add_peer: opens the handle, copies the probe: nonce right? rate?  ──> CONNECTED
@@ -59,7 +59,7 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer must know to map our memory."""
+    """Handles and numbers with which a peer maps our memory."""
 
     name: str
     machine: str
@@ -281,7 +281,7 @@ class CudaIpcTransport:
         return event
 
     def _table(self, pieces: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """The ranges in pinned memory, of a power of two in length."""
+        """Return the ranges in pinned memory, of a power of two in length."""
         import torch
 
         length = 1 << (len(pieces) - 1).bit_length()
@@ -293,7 +293,7 @@ class CudaIpcTransport:
 
 
 def _shared(address: int, num_bytes: int) -> _Shared:
-    """Raises `NotRegistrable`."""
+    """Return the handle of memory for other processes. Raises `NotRegistrable`."""
     from baton.kernels.p2p.cuda_ipc import DriverError, shared_handle
 
     try:

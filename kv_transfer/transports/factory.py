@@ -1,4 +1,4 @@
-"""Which transport the settings mean."""
+"""Open the transport that the settings name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_transport(settings: TransferSettings, region: KVRegion, agent_name: str) -> Transport:
-    """For the calling thread, which alone uses it, runs from now on where the settings say, and sleeps precisely.
+    """Open a transport for the calling thread, pin that thread to CPUs, and make it wake up on time.
 
     Raises `TransportError` where the region cannot be registered.
     """

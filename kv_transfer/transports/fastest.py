@@ -1,4 +1,4 @@
-"""Two transports to the same memory, of which each peer is read over the faster one that works.
+"""A transport made of two, of which each peer is read over the faster one that works.
 
     network   NIXL or UCX: reaches every machine
     direct    CUDA IPC: GPUs of one machine
@@ -30,7 +30,7 @@ SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand bring ten times as much: below
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer must know to read our memory in either way."""
+    """Metadata of both transports."""
 
     name: Annotated[str, Meta(max_length=4096)]
     network: bytes

@@ -1,8 +1,9 @@
-"""Reads over NIXL: UCX between processes and hosts, on CPU memory and on GPUs.
+"""A transport over NIXL: UCX between processes and hosts, on CPU memory and on GPUs.
 
-How NIXL behaves, as far as it shaped this file (1.5, UCX 1.23):
+Properties of NIXL 1.5 with UCX 1.23 that shaped this file:
 
-* Its progress thread polls without pause and so burns a core. There is none here: whoever is read calls `progress`.
+* Its progress thread polls without pause and so burns a core. There is none here: the engine that is read calls
+  `progress`.
 * The first read of a peer takes round trips and the peer's progress: a peer is connected after one small read. A
   second read, of a few MB, is timed: some lanes are a thousand times slower than others, and nothing else tells.
 * Over shared memory `transfer` copies before it returns (and lets other Python threads run).
@@ -33,8 +34,7 @@ from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
-from .ucx_environment import LOST_TCP, defaults
-from .ucx_log import UcxLog
+from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _ucx_log = UcxLog()  # one UCX library, one log in a process
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer must know of us: NIXL's own blob, and where the region lies."""
+    """NIXL's own metadata, and the address of the region."""
 
     nixl: bytes
     address: Annotated[int, Meta(ge=0, lt=2**62)]
@@ -84,7 +84,7 @@ class NixlTransport:
     """
 
     def __init__(self, region: KVRegion, agent_name: str, backends: Sequence[str] = ("UCX",)) -> None:
-        with _ucx_log.capturing(), defaults(LOST_TCP):
+        with _ucx_log.capturing(), environment_defaults(LOST_TCP):
             bindings, api = import_nixl()
             self._errors = errors_of(bindings)
             self._error_latch = ErrorLatch("NIXL", self._errors)
@@ -113,12 +113,12 @@ class NixlTransport:
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
         self._lingering: list[Any] = []
-        self._ucx_said()
+        self._log_ucx()
         logger.info("NIXL agent %s: %s, %.1f MB of %s", agent_name, backends, self._num_bytes / 1e6, self._memory)
 
     @property
     def lanes(self) -> list[str]:
-        """What UCX chose so far, in its own words."""
+        """The lanes that UCX has chosen so far, in its own words."""
         return _ucx_log.lanes
 
     def metadata(self) -> bytes:
@@ -149,7 +149,7 @@ class NixlTransport:
                 known.state = self._begin_probe(known)
             elif state is ReadState.DONE:
                 known.state = self._end_probe(known)
-            self._ucx_said()
+            self._log_ucx()
         return known.state
 
     def rate(self, peer: PeerHandle) -> float | None:
@@ -162,7 +162,7 @@ class NixlTransport:
         elif known.warm_read is not None:
             self._let_go(known.warm_read)
         self._forget(known.name)
-        self._ucx_said()
+        self._log_ucx()
 
     def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
         known = self._peers[peer]
@@ -207,7 +207,7 @@ class NixlTransport:
         self._lingering = [h for h in self._lingering if self._state_of(h) is ReadState.RUNNING or not self._let_go(h)]
 
     def close(self) -> None:
-        """Reads that still run keep the agent, and with it the region's registration, alive until the process ends."""
+        """Close, unless reads still run: they keep the agent and the region's registration until the process ends."""
         for peer in list(self._peers):
             self.remove_peer(peer)
         running = len(self._reads) + len(self._lingering)
@@ -282,7 +282,7 @@ class NixlTransport:
         if state is ReadState.FAILED:
             read.failed_at = time.monotonic()
             read.peer.state = PeerState.BROKEN
-            self._ucx_said()
+            self._log_ucx()
 
     def _let_go(self, handle: Any) -> bool:
         try:
@@ -304,7 +304,7 @@ class NixlTransport:
         except self._errors as error:
             raise TransportError(f"{what}: {error}") from error
 
-    def _ucx_said(self) -> None:
+    def _log_ucx(self) -> None:
         _ucx_log.drain()
 
 
@@ -312,12 +312,12 @@ _abandoned: list[NixlTransport] = []
 
 
 def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
-    """What NIXL raises; its exceptions have no base of their own."""
+    """Return NIXL's exceptions, which have no common base class."""
     return tuple(kind for name, kind in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error"))
 
 
 def import_nixl() -> tuple[Any, Any]:
-    """Late, so that everything else works without NIXL, and so that UCX is loaded while its log is caught."""
+    """Import NIXL late: all else works without it, and UCX must be loaded while its log is captured."""
     try:
         from nixl import _api, _bindings
     except ImportError as error:

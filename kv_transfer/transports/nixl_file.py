@@ -2,7 +2,7 @@
 
 The file is a peer of the agent itself: a transfer names it as FILE memory, whose addresses are offsets and whose device
 is the file descriptor. Older versions of NIXL take a write for done that was short because the disk had no room, so
-whoever reads must check what he reads.
+a reader must check what it reads.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 class Ucp:
-    """The library that UCXX has loaded. `TransportError`s say what was asked and what UCX answered."""
+    """The library that UCXX has loaded. Its `TransportError`s tell what was tried and what UCX answered."""
 
     def __init__(self) -> None:
         self._ucp = ctypes.CDLL("libucp.so.0")
@@ -80,7 +80,7 @@ class Ucp:
 
     @property
     def version(self) -> str:
-        """Of the interface and the wire, `1.21`."""
+        """The version of the interface and the wire, such as `1.21`."""
         major, minor, release = c_uint(), c_uint(), c_uint()
         self._ucp.ucp_get_version(byref(major), byref(minor), byref(release))
         return f"{major.value}.{minor.value}"
@@ -89,7 +89,7 @@ class Ucp:
         return self._status_string(status).decode(errors="replace")
 
     def register(self, context: Handle, address: int, num_bytes: int, kind: str) -> Handle:
-        """Memory of `kind` "cpu" or "cuda"."""
+        """Register memory of `kind` "cpu" or "cuda"."""
         params = _MapParams(
             field_mask=_MAP_ADDRESS | _MAP_LENGTH | _MAP_MEMORY_TYPE,
             address=address,
@@ -107,7 +107,7 @@ class Ucp:
         self._check(self._ucp.ucp_mem_unmap(context, memory), "cannot deregister memory")
 
     def pack_key(self, context: Handle, memory: Handle) -> bytes:
-        """What a peer needs to read the memory."""
+        """Return the key that a peer needs to read the memory."""
         buffer, size = c_void_p(), c_size_t()
         status = self._ucp.ucp_rkey_pack(context, memory, byref(buffer), byref(size))
         self._check(status, "cannot pack the key of our memory")
@@ -127,7 +127,7 @@ class Ucp:
         self._ucp.ucp_rkey_destroy(key)
 
     def registered(self, memory: Handle) -> _RequestParams:
-        """For `get`s into memory that is registered."""
+        """Return the parameters of `get`s into registered memory."""
         return _RequestParams(op_attr_mask=_GET_WITH_REGISTERED_MEMORY, memh=memory)
 
     def get(
@@ -139,7 +139,7 @@ class Ucp:
         num_bytes: int,
         params: _RequestParams | None = None,
     ) -> tuple[int, Handle]:
-        """Begins to read. The status, and while that is `IN_PROGRESS` a request to be given to `check` and `free`."""
+        """Begin to read. Returns the status and, if it is `IN_PROGRESS`, a request for `check` and `free`."""
         request = self._ucp.ucp_get_nbx(endpoint, address, num_bytes, remote_address, key, params or self._plain)
         if not request:
             return OK, 0
@@ -149,7 +149,7 @@ class Ucp:
         return IN_PROGRESS, request
 
     def check(self, request: Handle) -> int:
-        """`IN_PROGRESS`, or what it came to: nothing writes any more then."""
+        """Return `IN_PROGRESS`, or the final status, after which nothing writes any more."""
         return self._ucp.ucp_request_check_status(request)
 
     def free(self, request: Handle) -> None:

@@ -1,12 +1,12 @@
-"""Reads over UCX alone, through UCXX: the same lanes as NIXL's UCX backend, without the layer between.
+"""A transport over UCX alone, through UCXX: the same lanes as NIXL's UCX backend, without NIXL between.
 
-How it differs from `nixl.py`, for whoever compares the two:
+Differences from `nixl.py`:
 
 * Active messages are never sent, but the context must ask for them: with RMA alone UCX makes no lanes for large data,
   and reads between processes of a host go over TCP.
 * Every range is one `ucp_get_nbx`, whose request says when UCX has done with it. So a read that failed is released when
   each of its requests has completed, and there is no time to wait for siblings that might still write.
-* UCXX's progress thread is not used: whoever is read, or reads, calls `progress` or `poll`.
+* UCXX's progress thread is not used: both ends of a read call `progress` or `poll`.
 * A failed endpoint stays failed, as with NIXL; here it says so itself (`alive`), even when nothing is read.
 """
 
@@ -32,12 +32,12 @@ from ..errors import TransportError
 from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
-from .ucx_log import UcxLog
+from .ucx_process import UcxLog
 
 logger = logging.getLogger(__name__)
 
 # Where a message may become a rendezvous, UCX shuns lanes on which a reader's access cannot be revoked, as over CMA.
-# We send no messages, and whoever still reads when the lease is over throws away what it read.
+# We send no messages, and a reader whose read outlasts the lease discards what it has read.
 CONFIG = {"RNDV_THRESH": "inf"}
 PROGRESS_S = 2e-3  # of one call at most: while data flow, UCX always finds more to do
 CLOSE_PERIOD_NS, CLOSE_ATTEMPTS = 10_000_000, 10
@@ -46,7 +46,7 @@ _ucx_log = UcxLog()  # not NIXL's: its UCX is another library
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer must know of us: who speaks, UCX's own blobs, and where the region lies."""
+    """Names, UCX's own addresses and keys, and the address of the region."""
 
     version: Name
     name: Name
@@ -127,7 +127,7 @@ class UcxTransport:
 
     @property
     def lanes(self) -> list[str]:
-        """What UCX chose so far, in its own words."""
+        """The lanes that UCX has chosen so far, in its own words."""
         return _ucx_log.lanes
 
     def metadata(self) -> bytes:
@@ -214,7 +214,7 @@ class UcxTransport:
         self._advance()
 
     def close(self) -> None:
-        """Reads that still run keep the worker, and with it the region's registration, alive until the process ends."""
+        """Close, unless reads still run: they keep the worker and the region's registration until the process ends."""
         for read in self._reads.values():
             self._settle(read.transfer)
         running = sum(bool(read.transfer.running) for read in self._reads.values())
@@ -269,7 +269,7 @@ class UcxTransport:
             transfer.status = transfer.status or status
 
     def _settle(self, transfer: _Transfer) -> None:
-        """Takes out what has completed, in order: nothing is known of a transfer before its first request has."""
+        """Remove requests that have completed, in order: a later one is not looked at before the first has ended."""
         while transfer.running and (status := self._ucp.check(transfer.running[0])) != IN_PROGRESS:
             self._ucp.free(transfer.running.popleft())
             transfer.status = transfer.status or status
@@ -297,12 +297,12 @@ _abandoned: list[UcxTransport] = []
 
 
 def _import_ucxx() -> tuple[Any, Ucp]:
-    """Late, so that everything else works without UCXX, and so that UCX is loaded while its log is caught."""
+    """Import UCXX late: all else works without it, and UCX must be loaded while its log is captured."""
     ours = dict(os.environ)
     try:
         from ucxx._lib import libucxx
     except ImportError as error:
         raise TransportError(f"UCXX cannot be imported ({error}); install `baton[ucx]`") from error
     for name in os.environ.keys() - ours.keys():
-        del os.environ[name]  # UCXX's choices for messages with tags: child processes would inherit them
+        del os.environ[name]  # UCXX sets variables for tagged messages: child processes would inherit them
     return libucxx, Ucp()

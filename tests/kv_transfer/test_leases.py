@@ -196,7 +196,7 @@ def test_digests_are_told_to_the_reader_once_they_are_known(table: LeaseTable) -
     table.on_message(Claim(LEASE, READER, 1), now=1.0)
     assert table.on_message(AskDigests(LEASE, READER, 0), now=2.0) == []
     of_a_block = (b"12345678", b"abcdefghABCDEFGH")
-    table.know_digests(1, tuple(3 * digests for digests in of_a_block))
+    table.set_digests(1, tuple(3 * digests for digests in of_a_block))
     told = Digests(LEASE, READER, 0, 3, tuple(3 * digests for digests in of_a_block))
     assert table.on_message(AskDigests(LEASE, READER, 0), now=3.0) == to_reader(told)
     assert table.on_message(AskDigests(LEASE, READER, 2), now=3.0) == to_reader(
@@ -212,7 +212,7 @@ def test_digests_of_a_million_tokens_are_told_in_messages_that_a_channel_takes(n
     table.offer(LEASE, num_blocks, now=0.0)
     table.on_message(Claim(LEASE, READER, 1), now=1.0)
     of_a_rank = bytes(num_blocks * DIGEST_BYTES * max(1, num_heads // num_ranks))
-    table.know_digests(1, (of_a_rank,) * num_ranks)
+    table.set_digests(1, (of_a_rank,) * num_ranks)
     known = 0
     while known < num_blocks:
         (action,) = table.on_message(AskDigests(LEASE, READER, known), now=2.0)

@@ -1,8 +1,11 @@
-"""What UCX says, brought into Python's log: the lanes it chose, once each, and its warnings.
+"""UCX's environment and log in this process.
 
-UCX decides at run time by what a peer's memory is read (shared memory, InfiniBand, TCP) and tells it in its own log
-only. The log goes to a file in memory, which `drain` reads. UCX takes its settings from the environment when its
-library is loaded, so this must begin before; whoever sets UCX_LOG_FILE or UCX_LOG_LEVEL keeps UCX's log for themselves.
+UCX takes its settings from the environment when its library is loaded and when a context is made. Variables that are
+set here are set only for that time: child processes do not inherit them.
+
+UCX decides at run time how a peer's memory is read (shared memory, InfiniBand, TCP) and tells it only in its own log.
+That log goes to a file in memory, from which the chosen lanes, once each, and the warnings go into Python's log. Where
+UCX_LOG_FILE or UCX_LOG_LEVEL is set already, UCX's log is left alone.
 """
 
 from __future__ import annotations
@@ -12,14 +15,29 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Iterator
-
-from .ucx_environment import defaults
+from collections.abc import Iterator, Mapping
 
 logger = logging.getLogger(__name__)
 
 _LANES = re.compile(r"UCX  INFO\s+(?P<lanes>.*cfg#\d+.*)")
 _TROUBLE = re.compile(r"UCX  (?P<level>WARN|ERROR|FATAL)\s+(?P<text>.*)")
+
+
+# UCX's own probes keep a TCP connection whose other end was lost in mid-read from timing out: the kernel would give it
+# up only after a quarter of an hour, and the read's blocks would be kept as long.
+LOST_TCP = {"UCX_TCP_USER_TIMEOUT": "10s"}
+
+
+@contextlib.contextmanager
+def environment_defaults(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the context, except those that are set already."""
+    ours = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 class UcxLog:
@@ -29,17 +47,17 @@ class UcxLog:
         self._fd: int | None = None
         self._offset = 0
         self._rest = b""
-        self.lanes: list[str] = []  # as UCX words them, in the order in which they were chosen
+        self.lanes: list[str] = []  # in UCX's words, in the order in which they were chosen
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """UCX is loaded inside."""
+        """Direct UCX's log to this object; UCX must be loaded inside the context."""
         has_log = bool({"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys()) or self._fd is not None
-        with defaults({} if has_log else self._settings()):
+        with environment_defaults({} if has_log else self._settings()):
             yield
 
     def drain(self) -> None:
-        """Reports what UCX has said since the last call."""
+        """Log what UCX has written since the last call."""
         if self._fd is None:
             return
         ctypes.CDLL(None).fflush(None)  # UCX's stream is buffered, and only the C library knows it
