@@ -22,7 +22,7 @@ from baton.engine.net.curve import ClusterKey
 from .ranks import BenchFailed, Prompt, RankProcess, Ranks, RankSpec
 from .stages import HandoffStage, since_asked
 
-__all__ = ["BenchFailed", "BenchRow", "measure", "table"]
+__all__ = ["BenchFailed", "TransferRow", "measure", "table"]
 
 DEFAULT_LAYOUT = KVLayout(
     model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16"
@@ -31,7 +31,7 @@ DEFAULT_TOKENS = (16, 64, 256, 1024)
 DEFAULT_IN_FLIGHT = (1, 4)
 
 
-class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
+class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the repeats, for prompts of one length."""
 
     num_tokens: int
@@ -128,7 +128,7 @@ class _Bench:
         for reader in readers:
             reader.call("meet", raw, kept, holders[0].call("address"))
 
-    def row(self, num_tokens: int, in_flight: int, repeats: int, run_blocks: int, rng: random.Random) -> BenchRow:
+    def row(self, num_tokens: int, in_flight: int, repeats: int, run_blocks: int, rng: random.Random) -> TransferRow:
         count = -(-num_tokens // self._layout.block_size)
         ours: list[float] = []
         raw: list[float] = []
@@ -145,7 +145,7 @@ class _Bench:
                 turn()
         ours, raw = ours[2:], raw[2:]
         num_bytes = count * in_flight * sum(reader.spec.block_bytes for reader in self._readers)
-        return BenchRow(
+        return TransferRow(
             num_tokens=num_tokens,
             in_flight=in_flight,
             num_bytes=num_bytes,

@@ -40,7 +40,7 @@ from .read_messages import (
     RemovePeer,
     StartRead,
 )
-from .rpc import Member, MemberThread
+from .rpc import GroupMember, MemberThread
 
 
 class ReadServant:
@@ -136,10 +136,10 @@ class ReadServant:
         return ReadReport(read, state, reason, released, self._reader.num_bytes, self._reader.num_descriptors)
 
 
-def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Callable[[], float]) -> Member:
+def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Callable[[], float]) -> GroupMember:
     """Join rank 0's reads over a connection to it."""
     fingerprint = reader.region.layout.fingerprint
-    return Member(
+    return GroupMember(
         ReadServant(reader, clock), READS, rank=reader.rank, fingerprint=fingerprint, channel=channel, leader=leader
     )
 
@@ -163,7 +163,7 @@ def join_tp_read_group(
     settings = settings or TransferSettings()
     agent_name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # no two agents that one peer knows share a name
 
-    def begin(channel: Channel, route: Route) -> Member:
+    def begin(channel: Channel, route: Route) -> GroupMember:
         reader = RankReader(rank, region, open_transport(settings, region, agent_name), staged=staged)
         return read_member(reader, channel, route, time.monotonic)
 

@@ -1,6 +1,6 @@
 """Orders and reports between the ranks of one tensor-parallel group.
 
-    rank 0 (GroupLeader)                 another rank (Member)
+    rank 0 (GroupLeader)                 another rank (GroupMember)
       <------------------------------ Join      its rank, its layout, and details that the service asks for
       orders of the service ---------->
       <------------------------------ reports of the service
@@ -209,7 +209,7 @@ class Servant(Protocol):
     def close(self) -> None: ...
 
 
-class Member:
+class GroupMember:
     """Another rank's end of the connection to rank 0: passes orders to `servant` and sends its reports.
 
     No thread and no sleeping. `pump` raises what the servant raises, and `RankLost`.
@@ -245,11 +245,11 @@ class Member:
 
 
 class MemberThread:
-    """A `Member` in a thread of its own. Ranks 1, 2, ... have one for each service; a failure later on is reported."""
+    """A `GroupMember` in a thread of its own; ranks 1, 2, ... have one for each service."""
 
     def __init__(
         self,
-        begin: Callable[[Channel, Route], Member],
+        begin: Callable[[Channel, Route], GroupMember],
         *,
         rank: int,
         leader: str,

@@ -25,7 +25,7 @@ from ..block_copies import BlockCopier, SlotPair, open_block_copier
 from ..codec import Id
 from ..errors import MalformedMessage, NotRegistrable, TransportError
 from ..group.read_member import join_tp_read_group
-from ..group.rpc import IDLE_S, GroupSocket, Member, MemberThread, Service
+from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from ..group.tp_copy_group import TpCopyGroup
 from ..host_memory import HostMemory
 from ..net.channel import Channel, Route
@@ -162,10 +162,10 @@ def follow_connector(
         slots.region, rank=rank, leader=leader, engine_id=engine_id, key=key, settings=settings, staged=True
     )
 
-    def begin(channel: Channel, route: Route) -> Member:
+    def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(settings.cpu_affinity, region.device)
         servant, fingerprint = CopyServant(region, slots.memory), region.layout.fingerprint
-        return Member(servant, COPIES, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+        return GroupMember(servant, COPIES, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
 
     try:
         copier = MemberThread(begin, rank=rank, leader=copies, key=key, name="baton-copies").start()

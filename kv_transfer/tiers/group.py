@@ -25,7 +25,7 @@ from baton.engine.net.curve import ClusterKey
 from ..affinity import pin_thread
 from ..codec import MAX_REASON_CHARS, Id, Reason
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..group.rpc import IDLE_S, GroupSocket, Member, MemberThread, Service
+from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from ..group.tp_copy_group import TpCopyGroup
 from ..net.channel import Channel, Route
 from .disk_files import FileOwner
@@ -207,9 +207,9 @@ def follow_tiers(
     `leader` is the address of the socket that rank 0's store was given; `name` must be unique in this process.
     """
 
-    def begin(channel: Channel, route: Route) -> Member:
+    def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(cpu_affinity, region.device)
         servant, fingerprint = TierServant(region, settings, name, rank, num_ranks), region.layout.fingerprint
-        return Member(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+        return GroupMember(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
 
     return MemberThread(begin, rank=rank, leader=leader, key=key, name="baton-tiers").start()

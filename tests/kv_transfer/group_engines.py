@@ -30,7 +30,7 @@ from baton.kv_transfer.tiers.store import TierStore
 
 START_S = 90.0
 ANSWER_S = 60.0
-_READS, _COPIES, _TIERS = "kv-crew", "kv-copies", "kv-tiers"
+_READS, _COPIES, _TIERS = "kv-reads", "kv-copies", "kv-tiers"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.read_member import read_member
-from baton.kv_transfer.group.rpc import Member
+from baton.kv_transfer.group.rpc import GroupMember
 from baton.kv_transfer.group.tp_read_group import gather
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
 from baton.kv_transfer.protocol import messages
@@ -103,7 +103,7 @@ class Rank:
         self.region = KVRegion(0, NUM_BLOCKS, "cpu", world.layout, self.heads.start, len(self.heads))
         transport = world.fabric.attach(self.agent, self.memory)
         self.reader = RankReader(rank, self.region, transport, lambda block: b"".join(self.content(block)))
-        self.member: Member | None = None  # rank 0 has none
+        self.member: GroupMember | None = None  # rank 0 has none
         if rank > 0:
             self.channel = world.wires.bind(f"{self.agent}")
             leader = self.channel.connect(f"{engine.engine_id}:{engine.epoch}:0")

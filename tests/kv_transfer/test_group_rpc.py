@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.kv_transfer.errors import RankLost, TransportError
-from baton.kv_transfer.group.rpc import IDLE_S, GroupSocket, Member, MemberThread, Service
+from baton.kv_transfer.group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
 from baton.kv_transfer.net.channel import Channel, Route
 
@@ -56,8 +56,8 @@ def socket() -> Iterator[GroupSocket]:
 
 
 def member_of(socket: GroupSocket, servant: Counter) -> MemberThread:
-    def begin(channel: Channel, leader: Route) -> Member:
-        return Member(servant, COUNTING, rank=1, fingerprint="f", channel=channel, leader=leader)
+    def begin(channel: Channel, leader: Route) -> GroupMember:
+        return GroupMember(servant, COUNTING, rank=1, fingerprint="f", channel=channel, leader=leader)
 
     return MemberThread(begin, rank=1, leader=socket.address, key=None, name="rank 1")
 
@@ -67,7 +67,7 @@ def take_answers(group: TpCopyGroup, count: int) -> None:
         group.answers(Counted)
 
 
-def cannot_begin(channel: Channel, leader: Route) -> Member:
+def cannot_begin(channel: Channel, leader: Route) -> GroupMember:
     raise MemoryError("no memory to copy to")
 
 

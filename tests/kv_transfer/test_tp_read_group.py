@@ -25,7 +25,7 @@ from baton.kv_transfer.group.rank_reader import RankMemory, RankReader, group_me
 from baton.kv_transfer.group.read_member import join_tp_read_group, read_member
 from baton.kv_transfer.group.read_messages import READS, CompareBlocks, MakeDigests, ReadReport
 from baton.kv_transfer.group.remote_rank import ASK_ALIVE_EVERY_S, MAX_UNANSWERED
-from baton.kv_transfer.group.rpc import GiveUp, GroupSocket, Member, MemberThread
+from baton.kv_transfer.group.rpc import GiveUp, GroupMember, GroupSocket, MemberThread
 from baton.kv_transfer.group.tp_read_group import TpReadGroup, gather
 from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
 from baton.kv_transfer.transports import PeerState, ReadState
@@ -45,7 +45,7 @@ class Group:
         self.fabric = FakeFabric(self.clock, random.Random(0))
         self.wire = self.wires.bind("rank 0")
         self.own = self.reader(0, range(2))
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self.member_wire: FakeChannel | None = None
 
     def reader(
@@ -61,7 +61,7 @@ class Group:
         region = KVRegion(0, num_blocks, "cpu", layout, heads.start, len(heads))
         return RankReader(rank, region, self.fabric.attach(f"{rank} {heads}", memory), staged=staged)
 
-    def join(self, reader: RankReader) -> Member:
+    def join(self, reader: RankReader) -> GroupMember:
         self.member_wire = self.wires.bind(f"member {len(self.members)}")
         member = read_member(reader, self.member_wire, self.member_wire.connect("rank 0"), self.clock)
         self.members.append(member)
@@ -328,7 +328,7 @@ def test_a_connector_is_ready_when_all_ranks_are_and_ends_when_one_cannot_go_on(
     socket = GroupSocket(2, "127.0.0.1", key)
     with a_member(memory, socket, key) as member:
         connector = a_leader(memory, socket, key)
-        monkeypatch.setattr(Member, "pump", lambda self: 1 / 0)
+        monkeypatch.setattr(GroupMember, "pump", lambda self: 1 / 0)
         member._channel.wake()
         with pytest.raises(TransferThreadDied, match="rank 1 cannot go on: ZeroDivisionError"):
             poll_until_it_raises(connector)

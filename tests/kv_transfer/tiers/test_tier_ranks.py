@@ -15,7 +15,7 @@ from tier_memory import LAYOUT, Pool, event_of, name, names
 from baton.engine.core.tiers import Restored, Tier
 from baton.kv_transfer.codec import encode
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.group.rpc import GroupSocket, Join, Member, MemberThread
+from baton.kv_transfer.group.rpc import GroupMember, GroupSocket, Join, MemberThread
 from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
 from baton.kv_transfer.net.channel import Channel, Route
 from baton.kv_transfer.tiers.group import MAX_MOVES, TIERS, MoveBlocks, OpenTiers, TierServant, follow_tiers
@@ -303,8 +303,8 @@ class TestGone:
 def another_rank(socket: GroupSocket, *, rank: int, num_ranks: int, fingerprint: str) -> MemberThread:
     servant = TierServant(Pool(rank=1, size=2).region, settings_of(1, 0, None), "s", rank, num_ranks)
 
-    def begin(channel: Channel, leader: Route) -> Member:
-        return Member(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=leader)
+    def begin(channel: Channel, leader: Route) -> GroupMember:
+        return GroupMember(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=leader)
 
     return MemberThread(begin, rank=rank, leader=socket.address, key=None, name=f"rank {rank}").start()
 
