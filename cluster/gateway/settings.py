@@ -56,6 +56,7 @@ class GatewaySettings(BaseModel):
     api_keys: list[ApiKey] = []  # empty: everyone may call; else only /health, /live and /metrics are open
     api_keys_file: str = ""  # more of them, one a line, which may change: no config file shows them
     isolate_keys: bool = False  # prefixes are shared only between requests with the same key
+    special_tokens_in_messages: bool = False  # texts of a chat that spell control tokens become them
     allowed_origins: list[str] = []  # of web pages that may call from their visitors' browsers; "*": all
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # above: 413
     request_memory_bytes: int = Field(2**30, gt=0)  # of bodies and prompts together; beyond it: 503

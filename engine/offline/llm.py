@@ -23,7 +23,7 @@ from ..core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
 from ..parallel.errors import GroupFailed
 from ..parallel.member import ALONE_MEMBER
 from ..startup.build import Engine, build_engine
-from ..text import Tokenizer, bad_word_token_ids
+from ..text import ChatPrompt, Tokenizer, bad_word_token_ids
 from .arguments import one_for_each, refuse_unsupported, require_flag, require_tools, template_variables
 from .completion import Continuation, logprob_dict
 from .interrupts import SignalsAfter
@@ -132,30 +132,34 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens_in_messages: bool = False,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the checkpoint's chat template.
 
-        `chat_template_kwargs` are further names that the template may read, like `enable_thinking`.
+        `chat_template_kwargs` are further names that the template may read, like `enable_thinking`. What is given here
+        never becomes control tokens, whatever it spells, unless `special_tokens_in_messages` is set.
         Raises `ChatTemplateError` (`InvalidMessages` for messages) and what `generate` raises.
         """
         refuse_unsupported("chat", vllm_arguments, vllm_compat.CHAT)
         require_flag("add_generation_prompt", add_generation_prompt)
         require_flag("continue_final_message", continue_final_message)
+        require_flag("special_tokens_in_messages", special_tokens_in_messages)
         require_tools(tools)
         variables = template_variables(chat_template_kwargs)
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
         for conversation in as_conversations(messages):
-            text = tokenizer.render_chat(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+            chat = {
+                "messages": conversation,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
                 **variables,
-            )
-            ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            }
+            text = tokenizer.render_chat(**chat)
+            prompt = ChatPrompt(text) if special_tokens_in_messages else tokenizer.guard_chat(text, **chat)
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(prompt)})
         return self._generate(prompts, sampling_params, use_tqdm)
 
     def _generate(

@@ -5,6 +5,7 @@ from .answers.parts import AnswerPart, AnswerReader, CallArguments, CallBegins, 
 from .answers.reading import Reading
 from .answers.thoughts import Thoughts, behind_thoughts
 from .chat import ChatTemplate
+from .control_tokens import ChatPrompt
 from .detokenizer import IncrementalDetokenizer
 from .errors import ChatTemplateError, InvalidMessages, TextError, TokenizerError
 from .stop import StopResult, StopStrings
@@ -18,6 +19,7 @@ __all__ = [
     "CallArguments",
     "CallBegins",
     "CallFormat",
+    "ChatPrompt",
     "ChatTemplate",
     "ChatTemplateError",
     "Grammar",

@@ -7,7 +7,8 @@ itself is what `transformers` gives them: https://huggingface.co/docs/transforme
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +17,15 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.visitor
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .answers import thoughts
 from .answers.forms import call_format
 from .answers.turns import with_readable_arguments
+from .client_text import concatenated
+from .control_tokens import ControlTokens
 from .errors import ChatTemplateError, InvalidMessages
 
 DEFAULT = "default"
@@ -29,6 +33,10 @@ TOOL_USE = "tool_use"  # the template that some models have for chats with tools
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 # The blank at its end shows whether the template trims messages.
 _CUT = "\N{INFORMATION SEPARATOR ONE}the answer goes on here\N{INFORMATION SEPARATOR ONE} "
+_BEYOND_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]")  # surrogates are tags: see client_text.py
+
+# Filters and methods that make other characters of a text, leave some out or change their order.
+_REWRITING = {"lower", "upper", "title", "capitalize", "swapcase", "casefold", "replace", "translate", "reverse"}
 
 
 class ChatTemplate:
@@ -43,12 +51,16 @@ class ChatTemplate:
         self.call_format = call_format(sources.get(TOOL_USE) or sources.get(DEFAULT, ""))
         self.knows_thoughts = any(thoughts.BEGIN in source for source in sources.values())
         self.variables: frozenset[str] = frozenset()  # what it reads beside its own
+        self.literals: frozenset[str] = frozenset()  # texts that it writes or looks for
+        self.rewrites_texts = False  # so that a text may come out as another
         environment = _environment()
         for name, source in sources.items():
             try:
                 tree = environment.parse(source)
                 self.variables |= jinja2.meta.find_undeclared_variables(tree)
-                self._templates[name] = environment.from_string(source)
+                self.literals |= frozenset(_literals(tree))
+                self.rewrites_texts |= _rewrites_texts(tree)
+                self._templates[name] = environment.from_string(_Concatenations().visit(tree))
             except jinja2.TemplateSyntaxError as error:
                 raise ChatTemplateError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
             if _asks_for_content(tree):
@@ -72,11 +84,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        control: ControlTokens | None = None,
     ) -> str:
         """The prompt's text.
 
         `add_generation_prompt` opens the answer; `continue_final_message` instead leaves the last message open, so that
-        the model goes on with it. `variables` are further names the template may read, like `enable_thinking`.
+        the model goes on with it. `variables` are further names the template may read, like `enable_thinking`, and go
+        before `special_tokens`, like `bos_token`. `control` tags the messages, tools and variables.
 
         Raises `InvalidMessages` for messages that the template refuses or cannot read.
         """
@@ -90,7 +105,11 @@ class ChatTemplate:
                     f"{name!r} is not a template variable that can be set: it is an argument of its own"
                 )
         name = self._name(tools)
-        chat = [self._turn(index, message, name) for index, message in enumerate(messages)]
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        names = {**(special_tokens or {}), **_tagged(variables or {}, control)}
+        if control is not None:
+            plain, tools = [control.tag_message(message) for message in plain], control.tag(tools)
+        chat = [self._turn(message, name) for message in plain]
         if not chat:
             raise InvalidMessages("a chat needs at least one message")
         if tools and "tools" not in self.variables:
@@ -99,7 +118,7 @@ class ChatTemplate:
             _mark_end(chat[-1])
         text = self._render(
             self._templates[name],
-            {**(variables or {}), "messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt},
+            {**names, "messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt},
         )
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -116,8 +135,8 @@ class ChatTemplate:
         words = [chat[0]["content"] if has_system else None, self.call_format.introduce(tools)]
         return [{"role": "system", "content": "\n\n".join(filter(None, words))}, *chat[has_system:]]
 
-    def _turn(self, index: int, message: Mapping[str, Any], name: str) -> dict[str, Any]:
-        turn = with_readable_arguments(_plain_message(index, message))
+    def _turn(self, message: Mapping[str, Any], name: str) -> dict[str, Any]:
+        turn = with_readable_arguments(message)
         if turn["content"] is None and name not in self._tell_none:
             turn["content"] = ""  # Jinja would write "None"
         return turn if self.call_format is None else self.call_format.turn(turn)
@@ -141,6 +160,10 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise InvalidMessages(f"the model's chat template cannot read these messages ({reason})") from error
+
+
+def _tagged(variables: Mapping[str, Any], control: ControlTokens | None) -> Mapping[str, Any]:
+    return variables if control is None else {name: control.tag(value) for name, value in variables.items()}
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +202,21 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
         case jinja2.nodes.Call(args=[jinja2.nodes.Const(value="content"), *_]):  # of `get`
             return True
     return False
+
+
+def _literals(template: jinja2.nodes.Template) -> Iterator[str]:
+    """Yields the texts that stand in a template."""
+    for node in template.find_all((jinja2.nodes.TemplateData, jinja2.nodes.Const)):
+        text = node.data if isinstance(node, jinja2.nodes.TemplateData) else node.value  # type: ignore[attr-defined]
+        if isinstance(text, str):
+            yield text
+
+
+def _rewrites_texts(template: jinja2.nodes.Template) -> bool:
+    names = {node.name for node in template.find_all(jinja2.nodes.Filter)}
+    names |= {node.attr for node in template.find_all(jinja2.nodes.Getattr)}
+    steps = any(node.step is not None for node in template.find_all(jinja2.nodes.Slice))
+    return steps or not names.isdisjoint(_REWRITING)
 
 
 def _text_of_part(where: str, part: Any) -> str:
@@ -228,11 +266,25 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Concatenations(jinja2.visitor.NodeTransformer):
+    """Makes `a ~ b` keep track of a client's text, as all else that joins texts does."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        items = jinja2.nodes.List(node.nodes, lineno=node.lineno)
+        return jinja2.nodes.Filter(items, "concatenated", [], [], None, None, lineno=node.lineno)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    concat = staticmethod(concatenated)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["concatenated"] = _concatenated
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -246,7 +298,16 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own filter, leaves characters alone that only HTML needs escaped."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _BEYOND_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return json.dumps(character[0])[1:-1]
+
+
+def _concatenated(values: Iterable[Any]) -> str:
+    return concatenated(map(str, values))
 
 
 def _refuse(message: str) -> NoReturn:

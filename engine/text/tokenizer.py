@@ -21,7 +21,9 @@ from .answers import thoughts
 from .answers.calls import CallFormat
 from .answers.thoughts import Thoughts
 from .chat import ChatTemplate
-from .errors import ChatTemplateError, TokenizerError
+from .client_text import with_tags
+from .control_tokens import ChatPrompt, ControlTokens
+from .errors import ChatTemplateError, InvalidMessages, TokenizerError
 from .pieces import PieceRule, rule_of
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -51,6 +53,8 @@ class Tokenizer:
         self.piece_rule: PieceRule | None = rule_of(backend)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        literals = () if chat_template is None else chat_template.literals
+        self._control = ControlTokens(backend, literals, self.marks)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -151,7 +155,7 @@ class Tokenizer:
         return composed * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` frames it as in training (a chat's prompt is framed already)."""
+        """Token ids of `text`; `add_special_tokens` frames it as in training. For chats there is `encode_chat`."""
         # Of a batch, since that releases the interpreter's lock: seconds of a long text must not stop other threads.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -182,16 +186,56 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt for a chat; encode it with `add_special_tokens=False`. See `ChatTemplate.render`."""
-        if self._chat_template is None:
-            raise ChatTemplateError("this model has no chat template; use text completions, or add chat_template.jinja")
-        return self._chat_template.render(
+        """The text of a chat's prompt. See `ChatTemplate.render`, and `guard_chat` for its tokens."""
+        return self._template().render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables={**self.special_tokens, **kwargs},
+            variables=kwargs,
+            special_tokens=self.special_tokens,
         )
+
+    def guard_chat(
+        self,
+        text: str,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> ChatPrompt:
+        """The prompt whose text `render_chat` has made of the same arguments, for `encode_chat`: what these hold never
+        becomes control tokens.
+        """
+        template = self._template()
+        if not template.rewrites_texts and not self._control.may_be_spelled_by(messages, tools, kwargs):
+            return ChatPrompt(text)
+        try:
+            tagged = template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=kwargs,
+                special_tokens=self.special_tokens,
+                control=self._control,
+            )
+        except InvalidMessages as error:
+            raise InvalidMessages(self._control.untag(str(error))) from error
+        return ChatPrompt(text, with_tags(tagged))
+
+    def encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a chat's prompt, which its template has framed already."""
+        if prompt.tagged is None:
+            return self.encode(prompt.text, add_special_tokens)
+        return self._control.encode(prompt, add_special_tokens)
+
+    def _template(self) -> ChatTemplate:
+        if self._chat_template is None:
+            raise ChatTemplateError("this model has no chat template; use text completions, or add chat_template.jinja")
+        return self._chat_template
 
     def _read_piece(self, token_id: int) -> bytes:
         token = self.token(token_id)

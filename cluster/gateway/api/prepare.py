@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.cluster.counted import counted
 from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
-from baton.engine.text import TextError, bad_word_token_ids
+from baton.engine.text import ChatPrompt, TextError, bad_word_token_ids
 
 from ..dispatch.router import findable_names
 from ..errors import bad_request, context_length_exceeded, model_not_found, prompt_too_long
@@ -22,6 +22,7 @@ from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationReque
 from .shapes import answer_shape, asked_shape, thoughts_before
 from .tools import call_rules, reading
 
+T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates take steps for each pair
 CHARS_A_TOKEN = 8  # more than most texts have
@@ -93,7 +94,7 @@ class Preparer:
         calls = call_rules(request, form, is_told=tokenizer.tells_of_tools)
         prompt = await self._chat_prompt(request)
         shape = asked_shape(request)
-        thoughts = thoughts_before(shape, tokenizer.thoughts_after(prompt))
+        thoughts = thoughts_before(shape, tokenizer.thoughts_after(prompt.of_template))
         sampling = self._sampling(
             request,
             answer_shape(request, shape, form, calls, thoughts),
@@ -102,7 +103,8 @@ class Preparer:
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
         )
-        tokens = await self._prompt_tokens("messages", prompt, request.add_special_tokens)
+        await self._check_beginning("messages", prompt.text, request.add_special_tokens)
+        tokens = await self._encode_chat(prompt, request.add_special_tokens)
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
         prepared = self._prepared(request, circle, [tokens], [limit], sampling)
         prepared.form = AnswerForm.of(reading(form, calls, thoughts))
@@ -110,9 +112,9 @@ class Preparer:
 
     async def chat_tokens(self, request: ChatInput) -> list[int]:
         """The prompt that the messages make."""
-        return await self.tokenize(await self._chat_prompt(request), request.add_special_tokens)
+        return await self._encode_chat(await self._chat_prompt(request), request.add_special_tokens)
 
-    async def _chat_prompt(self, request: ChatInput) -> str:
+    async def _chat_prompt(self, request: ChatInput) -> ChatPrompt:
         if self._in_event_loop and len(request.messages) > INLINE_MESSAGES:
             raise TooMuchForTheLoop
         self._check_length("messages", len(request.messages))  # each is a token at least
@@ -122,35 +124,44 @@ class Preparer:
         if reserved := sorted(RENDER_ARGUMENTS & variables.keys()):
             param = f"chat_template_kwargs.{reserved[0]}"
             raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
-        render = functools.partial(
-            self._model.tokenizer.render_chat,
-            messages,
-            tools=[tool.for_template() for tool in request.usable_tools] or None,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
+        tokenizer = self._model.tokenizer
+        chat = {
+            "messages": messages,
+            "tools": [tool.for_template() for tool in request.usable_tools] or None,
+            "add_generation_prompt": request.add_generation_prompt,
+            "continue_final_message": request.continue_final_message,
             **(efforts | variables),
-        )
+        }
         try:
-            text = render()
+            text = tokenizer.render_chat(**chat)
+            self._check_length("messages", tokenizer.least_tokens(text))
+            if self._settings.special_tokens_in_messages:
+                return ChatPrompt(text)
+            return await self._compute(len(text), functools.partial(tokenizer.guard_chat, text, **chat))
         except TextError as error:
             raise bad_request("messages", f"No prompt can be made of 'messages': {error}.") from None
-        self._check_length("messages", self._model.tokenizer.least_tokens(text))
-        return text
 
-    async def _prompt_tokens(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
-        """As `tokenize`. Of a text that is long beside the context, the beginning alone shows whether it may fit."""
+    async def _encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool) -> list[int]:
+        encode = functools.partial(self._model.tokenizer.encode_chat, prompt, add_special_tokens)
+        return await self._compute(len(prompt.text), encode)
+
+    async def _check_beginning(self, field: str, text: str, add_special_tokens: bool) -> None:
+        """Refuses a text that is long beside the context where its beginning alone shows that it does not fit."""
         head = text[: CHARS_A_TOKEN * self._model.max_model_len]
         if len(text) > 2 * len(head):
             num_tokens = len(await self.tokenize(head, add_special_tokens))
             if num_tokens > self._model.max_model_len + CUT_TOKENS:
                 raise prompt_too_long(field, self._model.max_model_len, num_tokens - CUT_TOKENS)
-        return await self.tokenize(text, add_special_tokens)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        encode = self._model.tokenizer.encode
-        if not self._in_event_loop or len(text) <= self._settings.inline_tokenize_chars:
-            return encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, encode, text, add_special_tokens)
+        encode = functools.partial(self._model.tokenizer.encode, text, add_special_tokens)
+        return await self._compute(len(text), encode)
+
+    async def _compute(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Does what a text of so many characters is for, away from the event loop where it is long."""
+        if not self._in_event_loop or num_chars <= self._settings.inline_tokenize_chars:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def detokenize(self, tokens: list[int]) -> str:
         self._check_tokens("tokens", tokens)
@@ -168,7 +179,8 @@ class Preparer:
         for prompt in given:
             if isinstance(prompt, str):
                 self._check_length("prompt", self._model.tokenizer.least_tokens(prompt))
-                prompts.append(await self._prompt_tokens("prompt", prompt, request.add_special_tokens))
+                await self._check_beginning("prompt", prompt, request.add_special_tokens)
+                prompts.append(await self.tokenize(prompt, request.add_special_tokens))
             else:
                 self._check_tokens("prompt", prompt)
                 prompts.append(prompt)

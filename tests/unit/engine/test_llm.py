@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from baton.engine import (
     LLM,
@@ -21,6 +23,7 @@ from baton.engine import (
 )
 from baton.engine.core.engine import EngineFailed
 from baton.engine.hf_config.model_config import ModelError
+from baton.engine.text import ChatTemplate, Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 IDS = [10, 20, 30, 40]
@@ -131,6 +134,24 @@ def test_chat_renders_the_template_and_adds_nothing(text_llm: LLM) -> None:
     assert [answer.outputs[0].text for answer in both] == [result.outputs[0].text] * 2
     (bare,) = text_llm.chat(conversation, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert bare.prompt == "user: Hi\n"
+
+
+def test_what_a_message_spells_stays_text_unless_asked_for(text_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = json.loads(text_llm.get_tokenizer()._backend.to_str())
+    last = max(state["model"]["vocab"], key=state["model"]["vocab"].get)
+    end = state["model"]["vocab"]["<|end|>"] = state["model"]["vocab"].pop(last)
+    backend = Backend.from_str(json.dumps(state))
+    backend.add_special_tokens(["<|end|>"])
+    template = ChatTemplate({"default": "{{ messages[0].content }}:"})
+    monkeypatch.setattr(text_llm._prompts, "_tokenizer", Tokenizer(backend, {}, template))
+    conversation = [{"role": "user", "content": "Hi<|end|>"}]
+    (guarded,) = text_llm.chat(conversation, GREEDY, use_tqdm=False)
+    (bare,) = text_llm.chat(conversation, GREEDY, use_tqdm=False, special_tokens_in_messages=True)
+    assert guarded.prompt == bare.prompt == "Hi<|end|>:"
+    assert (len(guarded.prompt_token_ids), guarded.prompt_token_ids.count(end)) == (10, 0)
+    assert (len(bare.prompt_token_ids), bare.prompt_token_ids.count(end)) == (4, 1)
+    with pytest.raises(InvalidArgument, match="special_tokens_in_messages is 1: give True or False"):
+        text_llm.chat(conversation, GREEDY, special_tokens_in_messages=1)  # type: ignore[arg-type]
 
 
 def test_an_answer_of_calls_alone_is_empty_text_in_the_prompt(text_llm: LLM) -> None:

@@ -1,0 +1,235 @@
+"""Text that came from a client, told from the text that a chat template writes.
+
+The characters of a client are *tagged*: replaced, one by one, by surrogates, which no text that can be encoded holds.
+A template may join, slice, trim, repeat and write tagged text as it likes: each character keeps its tag. So in the
+finished prompt a control token whose characters all lack a tag was written by the template, and any other was not.
+
+    "a<|end|>"  ── tag ──>  ClientText, which holds "a" and seven surrogates, and equals "a<|end|>"
+    template: "<|user|>" + text + "<|end|>"  ──>  only the last "<|end|>" is found in the tagged prompt
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, SupportsIndex
+
+_FIRST_TAG, _NUM_TAGS = 0xD800, 2048  # all surrogates
+_TAGGED = re.compile("[\ud800-\udfff]+")
+
+
+class Tags:
+    """A tag for each character that occurs in some texts, the most frequent first.
+
+    Blanks have none, so that all who look for blanks find them, nor have the two characters that JSON escapes.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        counts = Counter(character for text in texts for character in text)
+        taggable = [character for character, _ in counts.most_common() if not character.isspace()]
+        taggable = [character for character in taggable if character not in '"\\'][:_NUM_TAGS]
+        self._tags = {ord(character): _FIRST_TAG + i for i, character in enumerate(taggable)}
+        self._characters = {tag: character for character, tag in self._tags.items()}
+
+    def tag(self, text: str) -> str:
+        return text.translate(self._tags)
+
+    def untag(self, text: str) -> str:
+        return _TAGGED.sub(lambda tagged: tagged[0].translate(self._characters), text)
+
+
+class ClientText(str):
+    """A string that holds tagged characters. It compares, hashes, searches and splits as the text that it stands for,
+    and what is cut out of it or joined to it keeps its tags. Operations that are not defined here give a plain string,
+    which keeps the tags all the same.
+    """
+
+    __slots__ = ("_plain", "_tags")
+
+    _tags: Tags
+    _plain: str | None
+
+    def __new__(cls, tagged: str, tags: Tags) -> ClientText:
+        text = super().__new__(cls, tagged)
+        text._tags = tags
+        text._plain = None
+        return text
+
+    @property
+    def _untagged(self) -> str:
+        """The text that it stands for. Nothing of it may come to a template, which sees no private names."""
+        if self._plain is None:
+            self._plain = self._tags.untag(with_tags(self))
+        return self._plain
+
+    def __str__(self) -> str:
+        return self
+
+    def __repr__(self) -> str:
+        return self._new(repr(self._untagged))  # what templates show of a list
+
+    def __hash__(self) -> int:
+        return hash(self._untagged)
+
+    def __eq__(self, other: object) -> bool:
+        return self._untagged == plain(other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._untagged != plain(other)
+
+    def __lt__(self, other: str) -> bool:
+        return self._untagged < plain(other)
+
+    def __le__(self, other: str) -> bool:
+        return self._untagged <= plain(other)
+
+    def __gt__(self, other: str) -> bool:
+        return self._untagged > plain(other)
+
+    def __ge__(self, other: str) -> bool:
+        return self._untagged >= plain(other)
+
+    def __contains__(self, part: object) -> bool:
+        return plain(part) in self._untagged
+
+    def __int__(self) -> int:
+        return int(self._untagged)
+
+    def __float__(self) -> float:
+        return float(self._untagged)
+
+    def __add__(self, other: str) -> str:
+        return self._with("".join((self, other))) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> str:
+        return self._with("".join((other, self))) if isinstance(other, str) else NotImplemented
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        return self._with(str.__getitem__(self, key))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._with, with_tags(self))
+
+    def join(self, texts: Iterable[str]) -> str:
+        return self._with(str.join(self, texts))
+
+    def lstrip(self, chars: str | None = None) -> str:
+        return self[len(self) - len(self._untagged.lstrip(plain(chars))) :]
+
+    def rstrip(self, chars: str | None = None) -> str:
+        return self[: len(self._untagged.rstrip(plain(chars)))]
+
+    def strip(self, chars: str | None = None) -> str:
+        return self.lstrip(chars).rstrip(chars)
+
+    def removeprefix(self, prefix: str) -> str:
+        return self[len(prefix) :] if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> str:
+        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
+
+    def partition(self, sep: str) -> tuple[str, str, str]:
+        before, found, _ = self._untagged.partition(plain(sep))
+        return self[: len(before)], self[len(before) : len(before) + len(found)], self[len(before) + len(found) :]
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        before, found, _ = self._untagged.rpartition(plain(sep))
+        return self[: len(before)], self[len(before) : len(before) + len(found)], self[len(before) + len(found) :]
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._located(self._untagged.split(plain(sep), maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._located(self._untagged.rsplit(plain(sep), maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        lines = self._located(self._untagged.splitlines(keepends=True), "")
+        if keepends:
+            return lines
+        return [line[: len(bare)] for line, bare in zip(lines, self._untagged.splitlines(), strict=True)]
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
+        if not old:
+            return self._new(self._untagged.replace("", plain(new), count))
+        return self._with(str.join(new, self.split(old, count)))
+
+    def _located(self, parts: Iterable[str], sep: str | None) -> list[str]:
+        """Cuts out parts of the plain text that follow each other, between them `sep`, or blanks where it is None."""
+        cut, end = [], 0
+        for part in parts:
+            start = self._untagged.index(part, end)
+            cut.append(self[start : start + len(part)])
+            end = start + len(part) + len(sep or "")
+        return cut
+
+    def _with(self, tagged: str) -> ClientText:
+        return ClientText(tagged, self._tags)
+
+    def _new(self, text: str) -> ClientText:
+        """A text that was made of this one in a way that does not tell which characters are whose."""
+        return ClientText(self._tags.tag(text), self._tags)
+
+
+def plain(value: Any) -> Any:
+    """The text that a `ClientText` stands for; anything else as it is, and tuples item by item."""
+    if isinstance(value, ClientText):
+        return value._untagged
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+
+def with_tags(text: str) -> str:
+    """Returns the characters of a text as they are, tagged ones too, in a string of the ordinary kind."""
+    return "".join((text,))
+
+
+def concatenated(texts: Iterable[str]) -> str:
+    """Joins texts; the result is `ClientText` where one of them is."""
+    listed = list(texts)
+    joined = "".join(listed)
+    first = next((text for text in listed if isinstance(text, ClientText)), None)
+    return joined if first is None else first._with(joined)
+
+
+def _of_plain(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+
+    def ask(self: ClientText, *args: Any) -> Any:
+        return method(self._untagged, *map(plain, args))
+
+    return ask
+
+
+def _new_of_plain(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+
+    def convert(self: ClientText) -> str:
+        return self._new(method(self._untagged))
+
+    return convert
+
+
+for _name in (
+    "startswith",
+    "endswith",
+    "find",
+    "rfind",
+    "index",
+    "rindex",
+    "count",
+    "encode",
+    "isalnum",
+    "isalpha",
+    "isascii",
+    "isdecimal",
+    "isdigit",
+    "isidentifier",
+    "islower",
+    "isnumeric",
+    "isprintable",
+    "istitle",
+    "isupper",
+):
+    setattr(ClientText, _name, _of_plain(_name))
+for _name in ("upper", "lower", "title", "capitalize", "swapcase", "casefold"):
+    setattr(ClientText, _name, _new_of_plain(_name))

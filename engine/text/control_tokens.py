@@ -1,0 +1,241 @@
+"""Control tokens, and chats in which they come from the model's template alone.
+
+A control token steers the model: it ends a turn, names who speaks, opens a call. A client's text that spells one is
+encoded as text. Control tokens are all special tokens of a vocabulary, and those of its other added tokens that the
+model's chat template writes, since many makers leave tokens like `<｜User｜>` and `<tool_call>` unmarked. Further added
+tokens, such as runs of blanks or tags of HTML, are ordinary parts of texts.
+
+Most chats spell no control token, and are rendered once and encoded as they are. Any other is rendered a second time
+with tagged values (`client_text`), which shows the control tokens that the template wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from .client_text import ClientText, Tags
+from .guarded_encoder import GuardedEncoder
+
+_LEAST_CHARS = 3  # of a token that is not special: shorter ones are punctuation
+_BRACKETED = re.compile(r"<[|｜].*[|｜]>")
+_ROLE = re.compile(r"[\w-]+")
+_WRITTEN_BY_MODELS = ("content", "reasoning_content")  # fields of an assistant's message
+_EDGE = 3  # characters by which a control token's beginning or end is known
+_NOTHING = "(?!)"  # a pattern
+_BORDER = "\0"  # between texts that are searched together
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat as its model reads it."""
+
+    text: str
+    tagged: str | None = None  # the same with a client's characters tagged, if they may spell control tokens
+
+    @property
+    def of_template(self) -> str:
+        """The text, in which no client's characters are taken for the template's."""
+        return self.text if self.tagged is None else self.tagged
+
+
+class ControlTokens:
+    """The control tokens of one model. Immutable once built; any number of threads may use it."""
+
+    def __init__(self, backend: Backend, template_literals: Collection[str], answer_marks: Collection[str]) -> None:
+        """`template_literals` are the texts that the chat template writes itself. `answer_marks` are those that the
+        model puts around parts of its answers; they may stand in an assistant's message, unless they are special.
+        """
+        self._backend = backend
+        known = "\n".join((*template_literals, *answer_marks))
+        added = sorted(backend.get_added_tokens_decoder().items())
+        self._tokens = {token_id: token for token_id, token in added if _is_control(token, known)}
+        self._ids = {token.content: token_id for token_id, token in self._tokens.items()}
+        self._unknown_ids = _unknown_ids(backend)
+        self._tags = Tags(self._ids)
+        self._reach = max(map(len, self._ids), default=0)
+        self._normalizer = backend.normalizer if any(token.normalized for token in self._tokens.values()) else None
+        self._edges = _Edges([*self._ids, *map(self._normalized, self._ids)], template_literals)
+        self._written = _any_of([_pattern(token) for token in self._tokens.values()])
+        kept = [token for token in self._tokens.values() if not token.special and token.content in answer_marks]
+        self._kept = _any_of([re.escape(token.content) for token in kept])
+
+    def may_be_spelled_by(self, messages: Iterable[Mapping[str, Any]], *others: Any) -> bool:
+        """Tells whether what a client sent could become control tokens. False is certain for templates that do not
+        rewrite texts.
+        """
+        if not self._ids:
+            return False
+        values = [
+            value
+            for message in messages
+            for key, value in message.items()
+            if key != "role" or not _has_plain_role(message)
+        ]
+        texts = list(_texts([values, others]))
+        return self._edges.are_in(texts) or (
+            self._normalizer is not None and self._edges.are_in([self._normalized(text) for text in texts])
+        )
+
+    def tag_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a copy with tagged values. A role is the template's to write, if it is a word."""
+        keeps = _WRITTEN_BY_MODELS if message["role"] == "assistant" else ()
+        tagged = {key: self.tag(value, keeps_answer_marks=key in keeps) for key, value in message.items()}
+        return {**tagged, "role": message["role"]} if _has_plain_role(message) else tagged
+
+    def tag(self, value: Any, *, keeps_answer_marks: bool = False) -> Any:
+        """Returns a copy of a JSON value whose strings and keys are `ClientText`."""
+        if isinstance(value, str):
+            return ClientText(self._tag_text(value, keeps_answer_marks), self._tags)
+        if isinstance(value, Mapping):
+            return {self.tag(key): self.tag(each) for key, each in value.items()}
+        return [self.tag(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def untag(self, text: str) -> str:
+        return self._tags.untag(text)
+
+    def encode(self, prompt: ChatPrompt, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt whose `tagged` is known: exactly those of its text, unless the text has control tokens
+        that the template did not write.
+        """
+        tagged = prompt.tagged or ""
+        ids = self._backend.encode_batch_fast([prompt.text], add_special_tokens=False)[0].ids
+        written = [self._ids[match[0]] for match in self._written.finditer(tagged)]
+        if self._control_ids(ids) == self._control_ids(written):
+            if not add_special_tokens:
+                return ids
+            return self._backend.encode_batch_fast([prompt.text], add_special_tokens=True)[0].ids
+        names = self._encoder.names
+        named = self._written.sub(lambda match: names[self._ids[match[0]]], tagged)
+        return self._encoder.encode(self._tags.untag(named), add_special_tokens)
+
+    @cached_property
+    def _encoder(self) -> GuardedEncoder:
+        return GuardedEncoder(self._backend, self._tokens, self._unknown_ids)
+
+    def _control_ids(self, ids: Iterable[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in self._tokens and token_id not in self._unknown_ids]
+
+    def _normalized(self, text: str) -> str:
+        return text if self._normalizer is None else self._normalizer.normalize_str(text)
+
+    def _tag_text(self, text: str, keeps_answer_marks: bool) -> str:
+        if not keeps_answer_marks:
+            return self._tag_edges(text)
+        end, pieces = 0, []
+        for mark in self._kept.finditer(text):
+            pieces += [self._tag_edges(text[end : mark.start()]), mark[0]]
+            end = mark.end()
+        return "".join([*pieces, self._tag_edges(text[end:])])
+
+    def _tag_edges(self, text: str) -> str:
+        """Tags what is as near to an end of the text, or to an edge of a control token, as the longest such token is
+        long: the rest of a long text can be no part of one.
+        """
+        end, pieces = 0, []
+        for start, stop in self._edges.near(text, self._reach):
+            begin = max(start, end)
+            pieces += [text[end:begin], self._tags.tag(text[begin:stop])]
+            end = max(end, stop)
+        return "".join([*pieces, text[end:]])
+
+
+class _Edges:
+    """Where control tokens could begin or end."""
+
+    def __init__(self, spellings: Iterable[str], template_literals: Iterable[str]) -> None:
+        tokens = [spelling for spelling in spellings if spelling.strip()]
+        starts = {token[:size] for token in tokens for size in range(1, _EDGE)}
+        ends = {token[-size:] for token in tokens for size in range(1, _EDGE)}
+        self._edge = _edge_of(tokens)
+        self._begun = re.compile(rf"(?:{_any_of(map(re.escape, starts)).pattern})\s*{_BORDER}")
+        self._ended = re.compile(rf"{_BORDER}\s*(?:{_any_of(map(re.escape, ends)).pattern})")
+        self._outer = {character for token in tokens for character in (token[0], token[-1])}
+        whole = _any_of(map(re.escape, tokens))
+        pieces = [piece for literal in template_literals for piece in whole.split(literal)]
+        opens = any(piece.endswith(tuple(starts)) for piece in pieces)
+        self._insides = "\n".join(tokens) if opens and any(piece.startswith(tuple(ends)) for piece in pieces) else ""
+
+    def are_in(self, texts: Collection[str]) -> bool:
+        """Tells whether a control token, or a part that could become one beside other text, is in one of the texts."""
+        if self._insides and any(text.strip() in self._insides for text in texts if text.strip()):
+            return True  # the template itself writes the beginning and the end of one
+        together = _BORDER + _BORDER.join(texts) + _BORDER
+        if not any(character in together for character in self._outer):
+            return False
+        return any(pattern.search(together) for pattern in (self._edge, self._begun, self._ended))
+
+    def near(self, text: str, reach: int) -> Iterator[tuple[int, int]]:
+        """Yields spans of the text, in order of their starts, in which there may be parts of control tokens."""
+        yield 0, min(reach, len(text))
+        for match in self._edge.finditer(text):
+            yield max(0, match.start() - reach), min(match.end() + reach, len(text))
+        yield max(0, len(text) - reach), len(text)
+
+
+def _edge_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Matches the first characters of a token, or the last of them behind the others. A search for it is fast, since
+    tokens begin and end with few different characters, which are rare in texts.
+    """
+    begins, ends = defaultdict(set), defaultdict(set)
+    for token in tokens:
+        begins[token[0]].add(re.escape(token[1:_EDGE]))
+        if len(token) >= _EDGE:
+            ends[token[-1]].add(re.escape(token[-_EDGE:]))
+    patterns = [f"{re.escape(first)}(?:{'|'.join(sorted(rest))})" for first, rest in sorted(begins.items())]
+    patterns += [f"{re.escape(last)}(?<={'|'.join(sorted(edge))})" for last, edge in sorted(ends.items())]
+    return re.compile("|".join(patterns) or _NOTHING)
+
+
+def _is_control(token: AddedToken, known: str) -> bool:
+    """Tells whether an added token steers the model: `known` are the texts of its template and of its answers."""
+    content = token.content
+    if not content.strip():
+        return False
+    if token.special:
+        return True
+    is_word = content.replace("_", "").isalnum() or len(content) < _LEAST_CHARS
+    return not is_word and (content in known or _BRACKETED.fullmatch(content) is not None)
+
+
+def _has_plain_role(message: Mapping[str, Any]) -> bool:
+    return _ROLE.fullmatch(message["role"]) is not None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields all strings of a JSON value, its keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    """Matches one of the patterns, the longest first; nothing where there are none."""
+    return re.compile("|".join(sorted(set(patterns), key=lambda pattern: (-len(pattern), pattern))) or _NOTHING)
+
+
+def _pattern(token: AddedToken) -> str:
+    """Matches the token where a tokenizer would find it in a tagged text."""
+    content = re.escape(token.content)
+    return rf"(?<![\w\ud800-\udfff]){content}(?![\w\ud800-\udfff])" if token.single_word else content
+
+
+def _unknown_ids(backend: Backend) -> frozenset[int]:
+    """The ids that a noncharacter becomes, which no vocabulary has."""
+    try:
+        return frozenset(backend.encode("\U0010ffff", add_special_tokens=False).ids)
+    except Exception:  # the library raises bare Exception where a vocabulary has no token for what it does not know
+        return frozenset()
