@@ -186,6 +186,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     reach: Reach
     application: str = ""  # digest of the arguments that it was started with
+    life_address: str = ""  # where its process answers however busy its Python is, tcp://ip:port
     scaling: ScalePlan | None = None  # what the application wants of its autoscaler; None: every fleet has a fixed size
 
 
@@ -196,6 +197,7 @@ class DirectorySnapshot(msgspec.Struct, frozen=True):
     engines: list[EngineRecord]
     gateways: list[GatewayRecord]  # an engine aborts the requests of one that left
     drains: DrainCounters = DrainCounters()
+    num_kept: int = 0  # members that sent no heartbeats and were kept, since their processes ran
 
 
 class MailCounters(msgspec.Struct):

@@ -191,7 +191,7 @@ class GatewayMetrics:
         self._memory = Gauge("baton_request_memory_bytes", "Bodies and prompts that requests hold.", registry=registry)
         registry.register(_EngineCollector(model_id, engines))
         registry.register(_ClientCollector(counters))
-        registry.register(_DrainCollector(listed))
+        registry.register(_DirectoryCollector(listed))
 
     def body_read(self, outcome: str) -> None:
         """Count a body that was read, or not, in a process of its own."""
@@ -284,8 +284,8 @@ class _ClientCollector(Collector):
             yield CounterMetricFamily(f"baton_{name}", help, value(counters))
 
 
-class _DrainCollector(Collector):
-    """Groups of engines that left in order: all gateways show the same."""
+class _DirectoryCollector(Collector):
+    """What the directory has counted: all gateways show the same."""
 
     def __init__(self, listed: Callable[[], DirectorySnapshot]) -> None:
         self._listed = listed
@@ -296,6 +296,8 @@ class _DrainCollector(Collector):
         yield CounterMetricFamily("baton_drain_seconds_total", "What they took, summed.", drains.seconds)
         help = "Requests that went on elsewhere, since the drain's time was over."
         yield CounterMetricFamily("baton_drain_handed_over_total", help, drains.handed_over)
+        help = "Gateways and groups of engines without heartbeats that were kept, since their processes ran."
+        yield CounterMetricFamily("baton_members_kept_total", help, self._listed().num_kept)
 
 
 def _labelled(

@@ -44,9 +44,8 @@ class GatewayReplica:
         self._started = True
 
     async def check_health(self) -> None:
-        """Serve asks. Raises where the gateway's own port is not served any more."""
-        if self._server.has_ended:
-            raise RuntimeError(f"the HTTP server of {self._server.record.identity} has ended")
+        """Serve asks. Raises where the gateway's own port is not served any more, or it is not kept listed."""
+        self._server.check()
 
     async def __del__(self) -> None:
         if hasattr(self, "_started"):

@@ -35,7 +35,8 @@ from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.spans import Spans
 from baton.cluster.logs import configure
-from baton.cluster.membership.contact import DirectoryWatch, stay_registered
+from baton.cluster.membership.contact import DirectoryWatch, HeartbeatThread
+from baton.cluster.membership.liveness import LifeSocket
 from baton.cluster.spec import FleetSpec, load_spec
 from baton.engine.net.endpoints import socket_family
 
@@ -147,6 +148,7 @@ class GatewayServer:
         self._actor = actor
         self._reach = launch.reach
         self._listener = listen(self._spec.gateway.host, launch.port, share=share_port)
+        self._life = LifeSocket(launch.node_ip)
         self.record = GatewayRecord(
             identity=f"gateway-{secrets.token_hex(6)}",
             node_id=launch.node_id,
@@ -156,15 +158,17 @@ class GatewayServer:
             port=launch.port,
             reach=launch.reach,
             application=digest(launch.args),
+            life_address=self._life.address,
             scaling=self._spec.scale_plan,
         )
         configure(self._spec.logging, "gateway", self.record.identity)
+        self._heartbeats = HeartbeatThread(launch.app, self.record.identity, self._register)
         self._spans = Spans.from_environment(self.record.identity)
 
     async def start(self) -> FastAPI:
         """The application that it serves from now on. Raises `InvalidKeys`."""
         spec, identity = self._spec, self.record.identity
-        await self._register()  # before any engine hears of it
+        await self._register(self._directory)  # before any engine hears of it
         key = await self._directory.call("cluster_key", spec.logging)
         settings, drain = spec.gateway.settings(identity), Drain()
         silence_s = settings.engine_silence_s
@@ -194,8 +198,7 @@ class GatewayServer:
             max_descriptor=max_descriptor(settings.max_inflight_requests),
         )
         self._http.start(self._listener)
-        register = functools.partial(self._directory.call, "register_gateway", self.record, self._actor)
-        self._heart = asyncio.create_task(stay_registered(self._directory, identity, None, register))
+        self._heartbeats.start()
         self._reports = asyncio.create_task(self._report()) if self.record.scaling else None
         return app
 
@@ -206,9 +209,11 @@ class GatewayServer:
                 await self._directory.call("report_gateway", self.record.identity, self._metrics.load())
             await asyncio.sleep(REPORT_S)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._http.has_ended
+    def check(self) -> None:
+        """Raises `RuntimeError` where the gateway does not serve any more, or soon nobody will know of it."""
+        if self._http.has_ended:
+            raise RuntimeError(f"the HTTP server of {self.record.identity} has ended")
+        self._heartbeats.check()
 
     async def ended(self) -> None:
         """Returns when its port is served no more. Raises what ended it."""
@@ -217,7 +222,7 @@ class GatewayServer:
     async def drain(self) -> None:
         """Ends it in order. Once it returns, nobody lists it."""
         await self._http.drain()
-        self._heart.cancel()
+        await self._heartbeats.close()
         if self._reports is not None:
             self._reports.cancel()
         await self._client.close()
@@ -226,9 +231,10 @@ class GatewayServer:
             await asyncio.to_thread(self._spans.close)
         with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
             await self._directory.call("leave", self.record.identity)
+        self._life.close()
 
-    async def _register(self) -> None:
-        await self._directory.call("register_gateway", self.record, self._actor)
+    async def _register(self, directory: DirectoryWatch) -> None:
+        await directory.call("register_gateway", self.record, self._actor)
 
 
 def digest(args: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """How engines and gateways reach the directory: their calls, and what keeps them listed.
 
-    stay_registered ── register, heartbeat ──┐
+    HeartbeatThread ─┐
+    stay_registered ─┴ register, heartbeat ──┐
     presence ────────── application_lives ───┼──> DirectoryWatch ──> directory
     snapshots <──────── watch ───────────────┘         └── where it is out of this process's reach: by another process
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -127,3 +129,48 @@ async def stay_registered(
             logger.warning("the directory does not answer %s, trying again: %s", name, type(error).__name__)
             known = False
         await asyncio.sleep(HEARTBEAT_S if known else HEARTBEAT_S / 5)
+
+
+class HeartbeatThread:
+    """Keeps a member registered from a thread with an event loop of its own: the member's may be busy with requests."""
+
+    def __init__(self, app: str, name: str, register: Callable[[DirectoryWatch], Awaitable[Any]]) -> None:
+        """`register` is given the directory as this thread reaches it."""
+        self._app, self._name, self._register = app, name, register
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="baton-heartbeat", daemon=True)
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what ended the thread by itself: the directory will take the member for gone."""
+        if self._failure is not None:
+            raise RuntimeError(f"{self._name} sends no heartbeats any more: {self._failure}") from self._failure
+
+    async def close(self) -> None:
+        """Return when no heartbeat will be sent any more. Closing twice changes nothing."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end.set)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._beat())
+        except Exception as error:
+            logger.exception("the heartbeats of %s ended", self._name)
+            self._failure = error
+        finally:
+            self._loop.close()
+
+    async def _beat(self) -> None:
+        directory = DirectoryWatch(self._app)
+        beating = asyncio.create_task(stay_registered(directory, self._name, None, lambda: self._register(directory)))
+        ending = asyncio.create_task(self._end.wait())
+        await asyncio.wait({beating, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if beating.done():
+            await beating
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)

@@ -5,10 +5,11 @@
     both    ── heartbeat ──────────────────────>       └── run() of every worker: Ray fails it when the process dies
 
 A group leaves the snapshot the moment one of its processes dies; a lost machine or a dead gateway when its heartbeats
-stop. A group that drains stays listed, as one that drains, until it has ended. The directory keeps nothing on disk:
-after a restart its members are told that they are unknown, and register again. It ends itself when its application has
-been gone for a while (`company.py`), and gateways that nobody else would end with it; members that are still starting
-say that there is one. Where the application is autoscaled, it decides how many groups there should be.
+stop and it does not answer when it is asked (`liveness.py`); a member that is only busy stays. A group that drains
+stays listed, as one that drains, until it has ended. The directory keeps nothing on disk: after a restart its members
+are told that they are unknown, and register again. It ends itself when its application has been gone for a while
+(`company.py`), and gateways that nobody else would end with it; members that are still starting say that there is one.
+Where the application is autoscaled, it decides how many groups there should be.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from baton.cluster.logs import LogSettings, configure
 from baton.engine.net.curve import ClusterKey
 
 from .company import Company
+from .liveness import BUSY_S, MISSED_AFTER_S, Pulse, ask_all
 from .members import Membership, Standing
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,6 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "baton"  # of the actor's name
 HEAD_NODE = "node:__internal_head__"  # where Ray's own state is: the loss of another machine never takes the directory
 HEARTBEAT_S = 1.0
-MISSED_AFTER_S = 6.0  # a member that was silent for so long is gone
 RECOVERY_S = 3.0  # after a restart watchers wait so long, that nobody takes a half-filled list for the whole
 WATCH_S = 20.0  # a watch without news is answered after so long
 
@@ -51,6 +52,7 @@ class Directory:
         self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
         self._changed = asyncio.Event()
         self._watched: dict[tuple[str, int | None], asyncio.Task[None]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}  # members that are silent
         self._free_standing: dict[str, ActorHandle] = {}  # gateways that live until somebody ends them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
@@ -192,15 +194,30 @@ class Directory:
             slept_s = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
             self._excuse(time.monotonic() - slept_s - HEARTBEAT_S)
-            silent = self._members.remove_silent(MISSED_AFTER_S)
+            self._ask_suspects()
+            silent = self._members.remove_silent()
             if silent:
-                silence = f"the directory had no sign of life for {MISSED_AFTER_S:.0f} s"
+                silence = f"the directory had no sign of life for {MISSED_AFTER_S:.0f} s or longer"
                 logger.warning("%s is gone: %s", ", ".join(silent), silence)
                 self._company.lost()
                 self._announce()
             if self._company.is_gone:
                 logger.info("the application is gone, so the directory ends")
                 await self.end()
+
+    def _ask_suspects(self) -> None:
+        for name, addresses in self._members.suspects().items():
+            if name not in self._asking:
+                self._asking[name] = asyncio.create_task(self._ask(name, addresses))
+
+    async def _ask(self, name: str, addresses: list[str]) -> None:
+        try:
+            pulse = await ask_all(addresses)
+        finally:
+            del self._asking[name]
+        if self._members.asked(name, pulse):
+            logger.warning("%s sends no heartbeats, but %s: it is kept for %.0f s", name, Pulse.RUNS.value, BUSY_S)
+            self._announce()
 
     def _excuse(self, deaf_s: float) -> None:
         """A directory that was stopped wakes up before the signs of life that wait for it are read."""

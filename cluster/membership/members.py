@@ -1,19 +1,22 @@
 """Who is a member of the application, which ranks they have, and who is to leave: what the directory knows.
 
 UNKNOWN ──register──> LISTED ──set_draining──> LISTED as draining ──remove──> UNKNOWN
-                        └──────────── remove, or silent for long ─────────────┘
+                        └──────── remove, or silent for long (`liveness.py`) ─┘
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from baton.cluster.contracts import DirectorySnapshot, DrainCounters, EngineGroup, EngineRecord, GatewayRecord
+
+from .liveness import BUSY_S, MISSED_AFTER_S, SUSPECT_AFTER_S, TRUSTED_S, Pulse
 
 
 class Standing(enum.StrEnum):
@@ -34,6 +37,19 @@ class Member:
     group: EngineGroup | None = None
     gateway: GatewayRecord | None = None
     is_to_leave: bool = False  # somebody asked for its end
+    pulse: Pulse | None = None  # what its process was found to be, while it was silent
+    answered_s: float = -math.inf  # when that was last found to run
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where its processes listen."""
+        if self.group is not None:
+            return [engine.address for engine in self.group.engines]
+        return [self.gateway.life_address] if self.gateway is not None and self.gateway.life_address else []
+
+    def is_gone(self, now: float) -> bool:
+        silent_s = now - self.heard_s
+        return silent_s > BUSY_S or (silent_s > MISSED_AFTER_S and now - self.answered_s > TRUSTED_S)
 
     @property
     def epoch(self) -> int | None:
@@ -51,6 +67,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self.version = first_version
         self.drains = DrainCounters()
+        self.num_kept = 0  # members that were silent and kept, since their processes ran
 
     def __len__(self) -> int:
         return len(self._members)
@@ -97,7 +114,7 @@ class Membership:
         member = self._members.get(name)
         if member is None or member.epoch not in (None, epoch):
             return Standing.UNKNOWN
-        member.heard_s = self._clock()
+        member.heard_s, member.pulse = self._clock(), None
         return Standing.LEAVE if member.is_to_leave else Standing.LISTED
 
     def set_draining(self, group_id: str, epoch: int, draining: bool) -> None:
@@ -132,18 +149,41 @@ class Membership:
         for member in self._members.values():
             member.heard_s = min(now, member.heard_s + deaf_s)
 
-    def remove_silent(self, longer_than_s: float) -> list[str]:
-        """Removes members that gave no sign of life for `longer_than_s`; returns their names."""
+    def suspects(self) -> dict[str, list[str]]:
+        """Return the members whose heartbeats are missing, with the addresses where they are to be asked."""
         now = self._clock()
-        silent = [name for name, member in self._members.items() if now - member.heard_s > longer_than_s]
-        for name in silent:
+        return {
+            name: member.addresses
+            for name, member in self._members.items()
+            if now - member.heard_s > SUSPECT_AFTER_S and member.addresses
+        }
+
+    def asked(self, name: str, pulse: Pulse) -> bool:
+        """Note what a suspect's process is. Return whether it is kept by that for the first time in this silence."""
+        member, now = self._members.get(name), self._clock()
+        if member is None or now - member.heard_s <= SUSPECT_AFTER_S:
+            return False
+        is_news = pulse is Pulse.RUNS and member.pulse is not Pulse.RUNS
+        member.pulse = pulse
+        if pulse is Pulse.RUNS:
+            member.answered_s = now
+        if is_news:
+            self.num_kept += 1
+            self.version += 1
+        return is_news
+
+    def remove_silent(self) -> list[str]:
+        """Remove members that are gone; return their names, with what was found of their processes."""
+        now = self._clock()
+        gone = {name: member for name, member in self._members.items() if member.is_gone(now)}
+        for name in gone:
             self.remove(name)
-        return silent
+        return [name if member.pulse is None else f"{name} ({member.pulse.value})" for name, member in gone.items()]
 
     def snapshot(self) -> DirectorySnapshot:
         engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
         gateways = [member.gateway for member in self._members.values() if member.gateway is not None]
-        return DirectorySnapshot(self.version, engines, gateways, self.drains)
+        return DirectorySnapshot(self.version, engines, gateways, self.drains, self.num_kept)
 
     def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
         """With the names of their groups."""

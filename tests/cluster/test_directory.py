@@ -170,11 +170,11 @@ def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membershi
     members.add_group(alone("b"))
     clock.now_s = 15.0
     members.excuse(9.0)
-    assert members.remove_silent(6.0) == []
+    assert members.remove_silent() == []
     clock.now_s = 15.5
-    assert members.remove_silent(6.0) == ["a"], "6.5 s while it could have been heard"
+    assert members.remove_silent() == ["a"], "6.5 s while it could have been heard"
     clock.now_s = 22.0
-    assert members.remove_silent(6.0) == ["b"]
+    assert members.remove_silent() == ["b"]
 
 
 def test_drains_are_counted_for_everyone(members: Membership) -> None:
@@ -188,10 +188,10 @@ def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership,
     clock.now_s = 4.0
     members.heard("g")
     clock.now_s = 7.0
-    assert members.remove_silent(6.0) == ["a"]
+    assert members.remove_silent() == ["a"]
     assert listed(members) == []
     assert [gateway.identity for gateway in members.snapshot().gateways] == ["g"]
-    assert members.remove_silent(6.0) == []
+    assert members.remove_silent() == []
 
 
 async def test_a_member_that_starts_says_again_and_again_that_the_application_lives(

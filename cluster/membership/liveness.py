@@ -1,0 +1,100 @@
+"""How the directory asks a member that fell silent once more, past its Python.
+
+A heartbeat is sent by Python, and a process that parses, compiles or collects garbage may hold Python's lock for
+seconds. libzmq's threads need no lock: one that listens greets whoever connects, before it knows who that is. So the
+directory connects to the member and waits for the first byte (`ZMTP` signature, RFC 23/37).
+
+| member | heartbeat | connection | first byte | listed |
+|---|---|---|---|---|
+| well | comes | | | yes |
+| busy: its event loop, not Python's lock | comes, from a thread of its own | | | yes |
+| busy: Python's lock | none | is made | comes | yes, `BUSY_S` at most |
+| stopped, or starved | none | is made, by its kernel | none | until `MISSED_AFTER_S` |
+| dead | none | is refused | | until Ray tells, `MISSED_AFTER_S` at most |
+| its machine or the link is lost | none | no answer | | until `MISSED_AFTER_S` |
+
+All times count from the last heartbeat. The directory begins to ask after `SUSPECT_AFTER_S`, so that whoever is not
+there is gone no later than without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import zmq
+
+from baton.engine.net.endpoints import endpoint, is_ipv6
+
+SUSPECT_AFTER_S = 3.0  # two heartbeats are missing
+MISSED_AFTER_S = 6.0  # a member that was silent for so long, and does not answer, is gone
+BUSY_S = 30.0  # one that answers and says nothing for so long is gone, too: nobody can be served by it
+ASK_S = 1.5  # for an answer
+TRUSTED_S = 3.0  # after its answer, in which the next one comes
+
+_SIGNATURE = b"\xff"  # the first byte of each ZMTP connection
+
+
+class Pulse(enum.Enum):
+    """What a silent member's process turned out to be."""
+
+    RUNS = "its process runs"
+    STOPPED = "its process is stopped"
+    DEAD = "its process is gone"
+    UNREACHABLE = "its machine does not answer"
+
+
+class LifeSocket:
+    """A port at which nobody is ever let in: libzmq's thread greets whoever connects. The key is nobody's."""
+
+    def __init__(self, host: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.ipv6 = is_ipv6(host)
+        self._socket.handshake_ivl = round(2 * ASK_S * 1000)
+        self.public_key, secret = zmq.curve_keypair()
+        self._socket.curve_server, self._socket.curve_secretkey = True, secret
+        self._socket.zap_domain = b"nobody"
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler that is a refusal of all
+        try:
+            self._socket.bind(f"tcp://{endpoint(host, '*')}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        """Closing twice changes nothing."""
+        self._socket.close()
+        self._context.term()
+
+
+async def ask(address: str, timeout_s: float = ASK_S) -> Pulse:
+    """Return what the process that listens at `address` is, `tcp://HOST:PORT`, as far as its machine tells."""
+    where = urlsplit(address)
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            return Pulse.RUNS if await reader.read(1) == _SIGNATURE else Pulse.DEAD
+    except TimeoutError:
+        return Pulse.UNREACHABLE if writer is None else Pulse.STOPPED
+    except (ConnectionRefusedError, ConnectionResetError):
+        return Pulse.DEAD
+    except OSError:
+        return Pulse.UNREACHABLE
+    finally:
+        if writer is not None:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def ask_all(addresses: Sequence[str], timeout_s: float = ASK_S) -> Pulse:
+    """Return `RUNS` where all of a member's processes do, else what is wrong with the first that does not."""
+    pulses = await asyncio.gather(*(ask(address, timeout_s) for address in addresses))
+    return next((pulse for pulse in pulses if pulse is not Pulse.RUNS), Pulse.RUNS)

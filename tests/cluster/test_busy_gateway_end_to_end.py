@@ -1,0 +1,152 @@
+"""A gateway whose loop, or whose Python, is held up for longer than the directory waits for heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from free_ports import free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+
+DEMO = Path(__file__).parents[2] / "configs/demo/model"
+APP = "busy"
+START_S = 120.0
+
+
+def main(port: int) -> None:
+    """In a process of its own: a Ray cluster, a directory and one gateway. A line on stdin is an order, one on stdout
+    what has come of it.
+    """
+    import ray
+
+    from baton.cluster.contracts import Reach
+    from baton.cluster.ingress.keeper import GatewayActor
+    from baton.cluster.ingress.server import GatewayLaunch
+    from baton.cluster.membership.directory import get_directory
+
+    class Held(GatewayActor):
+        async def hold(self, what: str, seconds: float) -> float:
+            """Return for how long it really was."""
+            began_s = time.monotonic()
+            if what == "loop":
+                time.sleep(seconds)
+            else:
+                ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+            return time.monotonic() - began_s
+
+    ray.init("local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
+    directory = get_directory(APP)
+    args = {"model": str(DEMO), "fleets": {"unified": {"replicas": 1}}, "gateway": {"host": "127.0.0.1", "port": port}}
+    launch = GatewayLaunch(APP, args, Reach(), ray.get_runtime_context().get_node_id(), "127.0.0.1", port)
+    actor: Any = ray.remote(Held).options(num_cpus=0, max_concurrency=10).remote(launch)
+    record = ray.get(actor.start.remote())
+
+    async def versions_during(what: str, seconds: float) -> list[tuple[int, list[str]]]:
+        """Whoever the directory lists, from before the gateway is held until after."""
+        seen = []
+        held = asyncio.ensure_future(actor.hold.remote(what, seconds))
+        version = -1
+        while True:
+            asked = asyncio.ensure_future(directory.watch.remote(version))
+            await asyncio.wait({asked, held}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                assert await held >= seconds
+                return seen
+            snapshot = await asked
+            version = snapshot.version
+            seen.append((snapshot.num_kept, [gateway.identity for gateway in snapshot.gateways]))
+
+    def keep_alive() -> None:
+        """A directory that knows of no engine ends, and the gateway with it."""
+        while True:
+            directory.application_lives.remote()
+            time.sleep(2.0)
+
+    print(json.dumps([record.identity, record.pid]), flush=True)
+    threading.Thread(target=keep_alive, daemon=True).start()
+    for line in sys.stdin:
+        what, seconds = json.loads(line)
+        if what == "listed":
+            snapshot = ray.get(directory.watch.remote(-1))
+            print(json.dumps([gateway.identity for gateway in snapshot.gateways]), flush=True)
+        else:
+            print(json.dumps(asyncio.run(versions_during(what, seconds))), flush=True)
+    ray.shutdown()
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(free_port())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        self.identity, self.pid = self._answer()
+
+    def order(self, *words: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the cluster has ended"
+        return json.loads(line)
+
+    def close(self) -> None:
+        from baton.cluster.cli.processes import descendants, kill
+
+        below = descendants(self.process.pid)
+        self.process.kill()
+        self.process.wait()
+        kill(below)
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    yield gateway
+    gateway.close()
+
+
+def test_a_gateway_whose_event_loop_is_busy_goes_on_saying_that_it_lives(gateway: Gateway) -> None:
+    seen = gateway.order("loop", 12.0)
+    assert [listed for _, listed in seen] == [[gateway.identity]] * len(seen)
+    assert {kept for kept, _ in seen} == {0}, "nobody had to ask"
+
+
+def test_a_gateway_whose_python_is_busy_is_asked_and_kept(gateway: Gateway) -> None:
+    seen = gateway.order("python", 12.0)
+    assert [listed for _, listed in seen] == [[gateway.identity]] * len(seen)
+    assert seen[-1][0] - seen[0][0] == 1, "kept once"
+
+
+def test_a_gateway_that_is_stopped_is_not_kept(gateway: Gateway) -> None:
+    os.kill(gateway.pid, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 60.0
+        while gateway.order("listed", 0):
+            assert time.monotonic() < deadline, "it is still listed"
+            time.sleep(0.2)
+    finally:
+        os.kill(gateway.pid, signal.SIGCONT)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
