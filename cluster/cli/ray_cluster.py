@@ -72,17 +72,59 @@ def _leave_signals_alone(handler: object) -> None:
 
 
 def _answering(address: str) -> str:
-    """HOST:PORT of a cluster where somebody listens: Ray itself would ask for minutes."""
+    """Return HOST:PORT of a cluster where somebody listens: Ray itself would ask for minutes."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or "auto"  # as every command of Ray's
+    if address == "auto":
+        return _only_one_here()
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
     where = address
     try:
         where = canonicalize_bootstrap_address_or_die(address)
-        socket.create_connection(split_endpoint(where), PROBE_S).close()
-    except (OSError, ValueError) as error:  # ConnectionError: there is none on this machine
+        _reach(where)
+    except (OSError, ValueError) as error:
         found = "" if where == address else f", which is that of {where}"
         raise NoRayCluster(
             f"no Ray cluster answers at {address}{found} ({error}); give --address HOST:PORT of a head, or start one "
             "with `ray start --head`"
         ) from None
     return where
+
+
+def _only_one_here() -> str:
+    """Return the cluster that `ray start` has made known here, or else the only one of this machine.
+
+    Ray's own `auto` is whichever it finds first, be it a dead one's address that a file or a process still names.
+    """
+    from ray._private.services import find_bootstrap_address, find_gcs_addresses
+
+    named = find_bootstrap_address(None)
+    if named and _is_alive(named):
+        return named
+    alive = sorted(filter(_is_alive, find_gcs_addresses()))
+    if len(alive) == 1:
+        return alive[0]
+    if alive:
+        raise NoRayCluster(
+            f"{len(alive)} Ray clusters run on this machine: {', '.join(alive)}; say which with --address, as "
+            "`baton serve` prints it"
+        )
+    gone = f" (the last one that `ray start` has made, {named}, does not answer)" if named else ""
+    raise NoRayCluster(
+        f"no Ray cluster runs on this machine{gone}; give --address HOST:PORT of a head, or start one with "
+        "`ray start --head`"
+    )
+
+
+def _is_alive(address: str) -> bool:
+    try:
+        _reach(address)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _reach(address: str) -> None:
+    """Raises `OSError` where nobody listens, `ValueError` for an address that is none."""
+    socket.create_connection(split_endpoint(address), PROBE_S).close()
