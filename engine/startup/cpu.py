@@ -19,7 +19,9 @@ from ..layers.decoder import CausalLM
 from ..models import load_model
 from ..parallel.groups import ALL_ALONE
 from ..weights import loading_bar
+from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
+from ..worker.shapes import CpuShapes, StepLimits
 from ..worker.warmup import warm_up
 from .device import DeviceContext
 from .kv_cache import allocate_kv, cpu_budget, size_kv_cache
@@ -59,15 +61,11 @@ class CpuStartup:
     def make_runner(
         self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
-        runner = ModelRunner(
-            model,
-            kv,
-            vocab_size=core_config.vocab_size,
-            max_num_seqs=core_config.max_num_seqs,
-            max_model_len=core_config.max_model_len,
-            tapes=self._context.groups == ALL_ALONE,
-        )
-        warm_up(runner, num_blocks=core_config.num_blocks, max_model_len=core_config.max_model_len)
+        limits = StepLimits(core_config.max_num_seqs, core_config.max_num_batched_tokens, core_config.max_model_len)
+        runner = ModelRunner(model, kv, CpuBackend(CpuShapes(limits)), limits, core_config.vocab_size)
+        if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded
+            runner.capture()
+        warm_up(runner, limits, core_config.num_blocks)
         return runner
 
     def in_order(self) -> AbstractContextManager[object]:

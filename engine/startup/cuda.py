@@ -23,11 +23,12 @@ from ..layers.decoder import CausalLM
 from ..models import load_model, sketch_model
 from ..parallel import ParallelGroups
 from ..weights import loading_bar
-from ..worker.cuda.queue import CudaQueue
-from ..worker.cuda.rehearsal import Needs, Rehearsal, exchanges, peak_bytes
-from ..worker.cuda.runner import DeviceRunner
-from ..worker.cuda.shapes import CapturedShapes
-from ..worker.runner import Model
+from ..worker.backends import Model
+from ..worker.backends.cuda import CudaBackend
+from ..worker.backends.cuda_stream import CudaStream
+from ..worker.runner import ModelRunner
+from ..worker.shapes import CudaShapes, StepLimits
+from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import DeviceContext
 from .kv_cache import gpu_budget, size_kv_cache
 from .phases import Phases
@@ -46,7 +47,7 @@ class CudaStartup:
         self._phases = phases
         self._compiler = compiler
         torch.cuda.set_device(context.device)
-        self._queue = CudaQueue(context.device)
+        self._stream = CudaStream(context.device)
 
     def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
         """Set the number of CPU threads, and record the kernels of every step, which other processes compile while the
@@ -58,14 +59,14 @@ class CudaStartup:
             with self._phases("recording"):
                 with recording(self._compiler.submit):
                     for groups in self._groups.sketches():
-                        model = sketch_model(model_config, device=self._queue.device, groups=groups)
-                        self._rehearse(model, groups, model_config, layout)
+                        model = sketch_model(model_config, device=self._stream.device, groups=groups)
+                        self._profile(model, groups, model_config, layout)
                         del model
                 torch.cuda.empty_cache()
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
         with loading_bar() as progress:
-            return load_model(model_config, device=self._queue.device, progress=progress, groups=self._groups)
+            return load_model(model_config, device=self._stream.device, progress=progress, groups=self._groups)
 
     def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
         """Run every size of step, so that all kernels have been launched and the memory of the largest is known."""
@@ -74,21 +75,21 @@ class CudaStartup:
                 self._compiler.wait()
                 self._compiler.close()
         self._groups.widest.agree([0])  # the kernels that one rank compiles for all are there
-        with self._phases("rehearsal"), model.shortened():
-            needs = self._rehearse(model, self._groups, model_config, layout)
+        with self._phases("profile"), model.shortened():
+            memory = self._profile(model, self._groups, model_config, layout)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._queue.device)
-        budget = gpu_budget(needs.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
+        free, total = torch.cuda.mem_get_info(self._stream.device)
+        budget = gpu_budget(memory.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
         return size_kv_cache(self._config, model_config.max_model_len, layout, lambda: budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, and must not hold NaN."""
-        return torch.zeros(layout.shape(num_blocks), dtype=getattr(torch, layout.dtype), device=self._queue.device)
+        return torch.zeros(layout.shape(num_blocks), dtype=getattr(torch, layout.dtype), device=self._stream.device)
 
     def make_runner(
         self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
-    ) -> DeviceRunner:
-        runner = self._runner(model, kv, model_config, core_config.max_model_len)
+    ) -> ModelRunner:
+        runner = self._runner(model, kv, model_config, self._limits(core_config.max_model_len))
         if not self._config.enforce_eager:
             with self._phases("capture"):
                 runner.capture()
@@ -96,49 +97,39 @@ class CudaStartup:
         return runner
 
     def in_order(self) -> AbstractContextManager[object]:
-        return self._queue.current()
+        return self._stream.current()
 
     def late_compilations(self) -> int:
         return jit.compilations_after_ready()
 
     def release(self) -> None:
-        self._queue.release()
+        self._stream.release()
 
-    def _rehearse(self, model: CausalLM, groups: ParallelGroups, model_config: ModelConfig, layout: KVLayout) -> Needs:
+    def _profile(
+        self, model: CausalLM, groups: ParallelGroups, model_config: ModelConfig, layout: KVLayout
+    ) -> StepMemory:
         """Run all that will be launched, over a single block of KV."""
-        with self._queue.current():
-            exchanges(model, groups, getattr(torch, model_config.dtype))
-        self._queue.synchronize()
-        context_len = model_config.max_model_len
-        sizes = list(self._shapes(context_len).largest_first())
+        with self._stream.current():
+            warm_up_collectives(model, groups, getattr(torch, model_config.dtype))
+        self._stream.synchronize()
+        limits = self._limits(model_config.max_model_len)
+        sizes = list(self._shapes(limits).in_capture_order())
         eager = self._config.enforce_eager
         kv = self.allocate_kv(layout, 1)
-        return Rehearsal(
-            lambda: self._runner(model, kv, model_config, context_len),
+        return ProfileRun(
+            lambda: self._runner(model, kv, model_config, limits),
             [] if eager else sizes,
-            functools.partial(peak_bytes, device=self._queue.device),
-            **self._limits(context_len),
+            functools.partial(peak_bytes, device=self._stream.device),
+            limits,
             eager_decodes=[size for size in sizes if size.is_decode] if eager else [],
         ).run()
 
-    def _runner(self, model: Model, kv: torch.Tensor, model_config: ModelConfig, max_model_len: int) -> DeviceRunner:
-        return DeviceRunner(
-            model,
-            kv,
-            self._queue,
-            vocab_size=model_config.vocab_size,
-            logits_dtype=getattr(torch, model_config.dtype),
-            shapes=self._shapes(max_model_len),
-            **self._limits(max_model_len),
-        )
+    def _runner(self, model: Model, kv: torch.Tensor, model_config: ModelConfig, limits: StepLimits) -> ModelRunner:
+        backend = CudaBackend(self._stream, self._shapes(limits), getattr(torch, model_config.dtype))
+        return ModelRunner(model, kv, backend, limits, model_config.vocab_size)
 
-    def _limits(self, max_model_len: int) -> dict[str, int]:
-        config = self._config
-        return {
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "max_model_len": max_model_len,
-        }
+    def _limits(self, max_model_len: int) -> StepLimits:
+        return StepLimits(self._config.max_num_seqs, self._config.max_num_batched_tokens, max_model_len)
 
-    def _shapes(self, max_model_len: int) -> CapturedShapes:
-        return CapturedShapes(**self._limits(max_model_len), max_tokens=self._config.max_cudagraph_capture_size)
+    def _shapes(self, limits: StepLimits) -> CudaShapes:
+        return CudaShapes(limits, max_tokens=self._config.max_cudagraph_capture_size)

@@ -1,9 +1,17 @@
-"""The runner: state rows, step inputs, sampling and output of one device. It obeys plans and decides nothing.
+"""The runner: one step of a plan on one device. It obeys plans and decides nothing.
 
-StepPlan ─> Rows, BlockTables      what a request keeps, one row each, from its first plan to its last
-         ─> StepInputs             what one step needs, gathered from the rows: token ids and an AttentionBatch
-         ─> model ─> sampling      logits only where something is sampled or asked for
-         ─> StepResult
+runner.py      the order of a step, the same on every device
+tables.py      what each request keeps on the device, one row each, from its first plan to its last
+inputs.py      what one step feeds to the model
+shapes.py      which sizes of steps are captured, and which of them serves a step
+sampling.py    logits processors and log probabilities
+outputs.py     sampled tokens on their way to the scheduler
+warmup.py      steps that are run before the engine is ready
+backends/      what differs between kinds of devices: memory, order of work, captured steps, draws
 
-Here is what a CPU does, and what both kinds of devices share; `cuda` is the same for a device that is never waited for.
+StepPlan ─> RowTables         changes to rows, and the batch of the step
+         ─> StepShape         the captured size that serves it, if any
+         ─> StepInputs        token ids, positions, slots, lengths: filled from the tables
+         ─> model ─> draws    logits only where something is drawn or scored
+         ─> OutputRing        tokens and log probabilities ─> StepResult
 """

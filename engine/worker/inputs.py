@@ -1,101 +1,164 @@
-"""What one step feeds to the model, gathered from the rows."""
+"""The inputs of one step, described once for all devices; each backend fills the tensors in its way.
+
+    plan.chunks ─> Batch          columns of numbers, on the CPU
+                ─> StepShape      the size that the step is padded to
+                ─> StepInputs     tensors at fixed addresses, filled from the row tables
+
+Tensors stay at their addresses for the life of a runner, so that a captured step finds them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
 
-from ..core.layout import BLOCK_SIZE
-from ..core.step import Chunk
-from .block_tables import BlockTables
-from .rows import Rows
+from ..core.step import PADDING, Chunk, StepSize
+from .shapes import StepLimits, StepShape
+from .tables import RowTables, TableWrites
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The chunks of one step as columns, one entry a chunk."""
+
+    rows: list[int]
+    starts: list[int]  # tokens of the row whose KV exists before the step
+    lens: list[int]  # tokens of the row that the step runs
+    ends: list[int]  # tokens of the row whose KV exists after the step
+    samples: list[bool]  # a token is drawn behind the chunk
+    scored: list[int]  # indices of the chunks whose tokens get prompt logprobs
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Batch:
+        starts, lens = [chunk.start for chunk in chunks], [chunk.num_tokens for chunk in chunks]
+        return cls(
+            rows=[chunk.row for chunk in chunks],
+            starts=starts,
+            lens=lens,
+            ends=[start + length for start, length in zip(starts, lens, strict=True)],
+            samples=[chunk.samples for chunk in chunks],
+            scored=[i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs],
+        )
+
+    @cached_property
+    def num_wanted(self) -> list[int]:
+        """Tokens of each chunk whose hidden states are needed: those that are scored, else the one sampled from."""
+        counts = [int(samples) for samples in self.samples]
+        for index in self.scored:
+            counts[index] = self.lens[index]
+        return counts
+
+    @cached_property
+    def drawing(self) -> list[int]:
+        """Indices of the chunks that sample."""
+        return [i for i, samples in enumerate(self.samples) if samples]
+
+    @cached_property
+    def size(self) -> StepSize:
+        """The size of the step, as `StepPlan.size` gives it; `PADDING` where there are no chunks."""
+        if not self.rows:
+            return PADDING
+        num_wanted = sum(self.num_wanted) if self.scored else sum(self.samples)
+        return StepSize(sum(self.lens), len(self.rows), max(1, num_wanted), bool(self.scored))
+
+    @property
+    def alone(self) -> int:
+        """The length of the step's only sequence; 0 where there are several."""
+        return self.ends[0] if len(self.ends) == 1 else 0
+
+    def exact_shape(self, num_wanted: int) -> StepShape:
+        """Return the shape of the step without padding, in which so many tokens are wanted."""
+        num_seqs, num_tokens = len(self.lens), self.size.num_tokens
+        num_decodes = next((i for i, length in enumerate(self.lens) if length != 1), num_seqs)
+        return StepShape(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            max_query_len=max(self.lens),
+            max_seq_len=max(self.ends),
+            num_kv_tokens=sum(self.ends[num_decodes:]),
+            num_wanted=None if num_wanted == num_tokens else num_wanted,
+        )
+
+
+class CurrentBatch:
+    """The batch that the device's tables hold, so that only differences are written.
+
+    A step advances `starts` by itself. So a step of the same rows, each of which begins where the step before ended,
+    needs nothing written: the steady state of decoding.
+
+    Behind the last sequence all rows are -1, whatever size the step is padded to.
+    """
+
+    def __init__(self, tables: RowTables, writes: TableWrites) -> None:
+        self._tables = tables
+        self._writes = writes
+        self.batch = Batch.of([])
+
+    def set(self, batch: Batch, shape: StepShape) -> None:
+        """Write the next step's batch, which is padded to `shape`."""
+        last = self.batch
+        if batch.rows != last.rows or batch.starts != last.ends or batch.samples != last.samples:
+            tables, add = self._tables, self._writes.add
+            add(tables.rows.address(0), batch.rows + [-1] * (len(last.rows) - len(batch.rows)))
+            add(tables.starts.address(0), batch.starts)
+            add(tables.samples.address(0), batch.samples)
+        if not shape.is_decode:
+            query_start = list(accumulate(batch.lens, initial=0))
+            query_start += query_start[-1:] * (shape.num_seqs - len(batch.lens))
+            self._writes.add(self._tables.query_start.address(0), query_start)
+        self.batch = batch
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step's tokens, chunk after chunk, and whose hidden states are wanted.
+    """The tensors that the model reads in a step of one shape, padding included."""
 
-    A chunk that samples wants its last token's, one with prompt logprobs those of all its tokens, any other none. Those
-    of chunk i end at `wanted_ends[i]`.
-    """
-
-    token_ids: torch.Tensor  # [num_tokens] int32
+    token_ids: Tensor  # [num_tokens] int32
     attention: AttentionBatch
-    wanted: torch.Tensor | None  # [num_wanted] int64, indices of tokens; None: all
-    wanted_ends: NDArray[np.int64]  # [num_chunks]
-    rows: NDArray[np.int64]  # [num_chunks]
-    ends: NDArray[np.int64]  # [num_chunks] tokens of each row whose KV exists after the step
+    wanted: Tensor | None  # [num_wanted] int64: tokens that go through all of the last layer; None: all
 
-    @classmethod
-    def padding(cls) -> StepInputs:
-        """Of an empty step (`core.step.PADDING`): one token of no sequence, whose KV goes nowhere."""
-        nothing = torch.zeros(1, dtype=torch.int32)
+
+class InputBuffers:
+    """Memory for the inputs of the largest step; each step uses the front of it."""
+
+    def __init__(self, tables: RowTables, limits: StepLimits) -> None:
+        self._tables = tables
+        max_num_seqs, max_num_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+
+        def zeros(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=tables.memory.device)
+
+        self.token_ids = zeros(max_num_tokens, torch.int32)
+        self.positions = zeros(max_num_tokens, torch.int64)
+        self.slots = zeros(max_num_tokens, torch.int64)
+        self.wanted = zeros(max_num_tokens, torch.int64)
+        self.seq_lens = zeros(max_num_seqs, torch.int32)
+        self.table_rows = zeros(max_num_seqs, torch.int32)
+        self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=tables.memory.device)
+
+    def of(self, shape: StepShape) -> StepInputs:
+        """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
+        seqs, tokens = shape.num_seqs, shape.num_tokens
+        query_start = self._one_each if shape.is_decode else self._tables.query_start.tensor[0]
         attention = AttentionBatch(
-            query_start=torch.tensor([0, 1], dtype=torch.int32),
-            seq_lens=nothing,
-            block_tables=nothing[:, None],
-            positions=nothing.long(),
-            slots=torch.tensor([-1]),
-            max_query_len=1,
-            max_seq_len=1,
-            num_decodes=1,
+            query_start=query_start[: seqs + 1],
+            seq_lens=self.seq_lens[:seqs],
+            block_tables=self._tables.blocks.tensor,
+            positions=self.positions[:tokens],
+            slots=self.slots[:tokens],
+            max_query_len=shape.max_query_len,
+            max_seq_len=shape.max_seq_len,
+            num_decodes=shape.num_decodes,
+            table_rows=self.table_rows[:seqs],
+            num_kv_tokens=shape.num_kv_tokens,
         )
-        none = np.zeros(0, np.int64)
-        return cls(nothing, attention, None, none, none, none)
-
-    @classmethod
-    def gather(cls, chunks: Sequence[Chunk], rows: Rows, tables: BlockTables) -> StepInputs:
-        num_chunks = len(chunks)
-        row_ids = np.fromiter((chunk.row for chunk in chunks), np.int64, num_chunks)
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, num_chunks)
-        lens = np.fromiter((chunk.num_tokens for chunk in chunks), np.int64, num_chunks)
-        ends = starts + lens
-        query_start = np.zeros(num_chunks + 1, np.int32)
-        np.cumsum(lens, out=query_start[1:])
-        max_query_len = int(lens.max())
-        if max_query_len == 1:
-            token_rows, positions = row_ids, starts
-        else:
-            token_rows = np.repeat(row_ids, lens)
-            positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], lens)
-        max_seq_len = int(ends.max())
-        token_blocks = tables.table[token_rows, positions // BLOCK_SIZE].astype(np.int64)
-        attention = AttentionBatch(
-            query_start=torch.from_numpy(query_start),
-            seq_lens=torch.from_numpy(ends.astype(np.int32)),
-            block_tables=torch.from_numpy(tables.table[row_ids, : -(-max_seq_len // BLOCK_SIZE)]),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(token_blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            num_decodes=_leading_ones(lens),
-        )
-        token_ids = torch.from_numpy(rows.tokens[token_rows, positions])
-        wanted, wanted_ends = _wanted(chunks, query_start)
-        return cls(token_ids, attention, wanted, wanted_ends, row_ids, ends)
-
-
-def _wanted(chunks: Sequence[Chunk], query_start: NDArray[np.int32]) -> tuple[torch.Tensor | None, NDArray[np.int64]]:
-    """The last so many tokens of each chunk: indices of all, and where those of each chunk end.
-
-    Where no chunk wants any, the step's last token goes on: the last layer's all-reduce must wait for every rank, or
-    rank 0 would call the step done before the others have written their keys and values.
-    """
-    counts = [chunk.num_tokens if chunk.prompt_logprobs else int(chunk.samples) for chunk in chunks]
-    ends = np.cumsum(counts)
-    if not ends[-1]:
-        return torch.from_numpy(query_start[-1:] - 1).to(torch.int64), ends
-    if ends[-1] == query_start[-1]:
-        return None, ends
-    return torch.from_numpy(np.arange(ends[-1]) + np.repeat(query_start[1:] - ends, counts)), ends
-
-
-def _leading_ones(lens: NDArray[np.int64]) -> int:
-    longer = lens != 1
-    return int(longer.argmax()) if longer.any() else len(lens)
+        wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
+        return StepInputs(self.token_ids[:tokens], attention, wanted)

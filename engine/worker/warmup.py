@@ -1,13 +1,30 @@
-"""One prompt and one decode step before anyone waits for them, so that nothing is compiled or first touched later."""
+"""Steps run before the engine is ready: kernels are compiled, memory is touched, and the largest step is measured.
+
+warm_up        a CPU: one prompt and one decode with every kind of sampling
+ProfileRun     a GPU: every size of step; its peak of memory decides how many KV blocks there are
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from baton.kernels.mla import MAX_EXPANDED_TOKENS
+
 from ..core.layout import BLOCK_SIZE
-from ..core.sampling import SamplingParams
+from ..core.sampling import MAX_LOGPROBS, SamplingParams
 from ..core.step import Chunk, RowStart, Runner, StepPlan
+from ..layers.base import Layer
+from ..parallel.balance import spread_experts
+from ..parallel.groups import ParallelGroups
+from .runner import ModelRunner
+from .shapes import StepLimits, StepShape
 
 _PROMPT_LEN = 2 * BLOCK_SIZE  # more than one block, and long enough for the kernels that serve several query tokens
-EVERY_KIND = SamplingParams(  # of sampling, in one request
+EVERY_KIND = SamplingParams(  # every kind of sampling in one request
     temperature=0.7,
     top_k=5,
     top_p=0.9,
@@ -18,13 +35,20 @@ EVERY_KIND = SamplingParams(  # of sampling, in one request
     logprobs=2,
     logit_bias={0: 1.0},
     bad_words_token_ids=[[0, 1]],
-    allowed_token_ids=[0],  # as the masks of grammars
+    allowed_token_ids=[0],  # runs the kernels that masks of grammars run
 )
+EVERYTHING = msgspec.structs.replace(EVERY_KIND, min_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+MAX_SCORED_ROWS = 256  # hidden states of one product with the head: with more, kernels do not depend on their number
+
+_GRAPH_BYTES = 4 << 20  # of one captured step, beside the memory that all of them share
+_SPARE_BYTES = 256 << 20
+_FRAGMENTATION = 0.05  # of the peak
 
 
-def warm_up(runner: Runner, *, num_blocks: int, max_model_len: int) -> None:
-    """Runs a prompt and a decode step with every kind of sampling. The blocks that it writes hold nothing yet."""
-    prompt_len = max(1, min(_PROMPT_LEN, max_model_len - 2, num_blocks * BLOCK_SIZE - 1))
+def warm_up(runner: Runner, limits: StepLimits, num_blocks: int) -> None:
+    """Run a prompt and a decode step with every kind of sampling, in blocks that hold nothing yet."""
+    room = min(limits.max_num_batched_tokens, limits.max_model_len - 2, num_blocks * BLOCK_SIZE - 1)
+    prompt_len = max(1, min(_PROMPT_LEN, room))
     start = RowStart(
         row=0,
         request_id="warm-up",
@@ -37,10 +61,141 @@ def warm_up(runner: Runner, *, num_blocks: int, max_model_len: int) -> None:
     )
     prompt = Chunk(row=0, start=0, num_tokens=prompt_len, samples=True, new_block_ids=[])
     decode = Chunk(row=0, start=prompt_len, num_tokens=1, samples=True, new_block_ids=[])
-    fits = prompt_len + 2 <= max_model_len
+    fits = prompt_len + 2 <= limits.max_model_len
     for plan in (
         StepPlan(step=0, freed_rows=[], started_rows=[start], chunks=[prompt]),
         StepPlan(step=0, freed_rows=[], started_rows=[], chunks=[decode] if fits else []),
         StepPlan(step=0, freed_rows=[0], started_rows=[], chunks=[]),
     ):
         runner.launch(plan).result()
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory that a runner takes beside weights and blocks."""
+
+    step_bytes: int  # at the peak of the largest step
+    captured_bytes: int  # of the largest captured step
+    num_captured: int
+
+    @property
+    def num_bytes(self) -> int:
+        captured = self.captured_bytes + self.num_captured * _GRAPH_BYTES
+        return int(self.step_bytes * (1 + _FRAGMENTATION)) + captured + _SPARE_BYTES
+
+
+class ProfileRun:
+    """Runs every size of step once, in runners that are dropped afterwards."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        captured: Sequence[StepShape],
+        peak_bytes: Callable[[Callable[[], object]], int],
+        limits: StepLimits,
+        *,
+        eager_decodes: Sequence[StepShape] = (),
+    ) -> None:
+        """`captured`: the sizes that will be captured, largest first; `eager_decodes`: the sizes of decodes by which
+        kernels are chosen where nothing is captured. `peak_bytes(work)` does work and returns the memory it took.
+        """
+        self._make_runner = make_runner
+        self._captured = captured
+        self._eager_decodes = eager_decodes
+        self._peak_bytes = peak_bytes
+        self._limits = limits
+
+    def run(self) -> StepMemory:
+        """Return the memory that steps take at most. The largest come first: their kernels take longest to compile."""
+        limits = self._limits
+        largest_captured = max((shape.num_tokens for shape in self._captured), default=0)
+        eager = list(eager_shapes(limits, largest_captured))
+        step_bytes = max(
+            self._peak_bytes(lambda: largest_step(self._make_runner(), limits)),
+            self._peak_bytes(lambda: padding_steps(self._make_runner(), eager[:1])),
+        )
+        captured_bytes = self._peak_bytes(lambda: padding_steps(self._make_runner(), self._captured[:1]))
+        padding_steps(self._make_runner(), [*eager[1:], *self._captured[1:], *self._eager_decodes])
+        scored_steps(self._make_runner(), limits, up_to=max(largest_captured, MAX_SCORED_ROWS))
+        return StepMemory(step_bytes, captured_bytes, len(self._captured))
+
+
+@torch.inference_mode()
+def warm_up_collectives(model: Layer, groups: ParallelGroups, dtype: torch.dtype) -> None:
+    """Launch every kernel of the collectives that a step of any size may use. All ranks call it at the same time."""
+    groups.rehearse(dtype)
+    for spread in spread_experts(model):
+        spread.rehearse(dtype)
+
+
+def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShape]:
+    """Yield sizes that are not captured: from the largest, which takes most memory, each half of the one before.
+
+    Each is one decode and one chunk. The largest comes twice: with as many keys as kernels expand latents for, and with
+    more.
+    """
+    largest = limits.max_num_batched_tokens
+    if largest <= max(largest_captured, 2):
+        return
+    decodes = 1 if limits.max_num_seqs > 1 else 0
+
+    def chunk(tokens: int, num_kv_tokens: int | None) -> StepShape:
+        longest = min(tokens, limits.max_model_len)
+        return StepShape(decodes + 1, tokens, decodes, longest, limits.max_model_len, num_kv_tokens, decodes + 1)
+
+    yield chunk(largest, MAX_EXPANDED_TOKENS)
+    yield chunk(largest, None)
+    tokens = largest // 2
+    while tokens > max(largest_captured, 2):
+        yield chunk(tokens, tokens)
+        tokens //= 2
+
+
+@torch.inference_mode()
+def padding_steps(runner: ModelRunner, shapes: Sequence[StepShape]) -> None:
+    """Run an eager step of each shape that holds nothing but padding, in a runner that has never had a plan."""
+    with runner.backend.in_order():
+        for shape in shapes:
+            runner.step.run(shape)
+    runner.backend.synchronize()
+
+
+def scored_steps(runner: ModelRunner, limits: StepLimits, up_to: int) -> None:
+    """Run steps with a prompt whose tokens are all scored, by itself and behind a decode. They are never captured.
+
+    Kernels are chosen by powers of two of tokens.
+    """
+    largest = min(up_to, limits.max_num_batched_tokens)
+    freed: list[int] = []
+    for tokens in [*(1 << bits for bits in range(2, largest.bit_length()) if 1 << bits < largest), largest]:
+        for decodes in range(min(2, limits.max_num_seqs)):
+            lens = [*[1] * decodes, min(tokens - decodes, limits.max_model_len - 1)]
+            starts = [_start(row, length) for row, length in enumerate(lens)]
+            chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=length > 1) for row, length in enumerate(lens)]
+            runner.launch(StepPlan(0, freed, starts, chunks)).result()
+            freed = list(range(len(lens)))
+
+
+def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
+    """Run as many rows as there are, with as many tokens as fit and every kind of sampling. All share block 0."""
+    rows = range(limits.max_num_seqs)
+    length = min(limits.max_num_batched_tokens // limits.max_num_seqs, limits.max_model_len - 1)
+    starts = [_start(row, length) for row in rows]
+    chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in rows]
+    runner.launch(StepPlan(0, [], starts, chunks)).result()
+    runner.launch(StepPlan(0, list(rows), [], [])).result()
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Return the peak of what `work` holds on a GPU, less what it leaves behind: libraries keep some for good."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+def _start(row: int, length: int) -> RowStart:
+    """Return a prompt with every kind of sampling, all of it in block 0."""
+    blocks = [0] * (-(-(length + 1) // BLOCK_SIZE))
+    return RowStart(row, str(row), [0] * length, [], EVERYTHING, seed=0, stop_token_ids=[1], block_ids=blocks)

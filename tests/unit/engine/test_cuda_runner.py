@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from inline_queue import InlineQueue
+from inline_stream import InlineStream
 
 from baton.engine import SamplingParams, StructuredOutputsParams
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
@@ -27,13 +27,15 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.rows import RankRows
 from baton.engine.models import load_model, sketch_model
 from baton.engine.startup.kv_cache import allocate_kv, gpu_budget
-from baton.engine.worker.cuda.rehearsal import Needs, Rehearsal, eager_shapes, idle_steps, largest_step
-from baton.engine.worker.cuda.runner import DeviceRunner
-from baton.engine.worker.cuda.shapes import CapturedShapes, StepShape
-from baton.engine.worker.cuda.step import Step
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
+from baton.engine.worker.backends.staged_writes import StagedWrites
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape
+from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, largest_step, padding_steps
 
 MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN = 8, 64, 200
+LIMITS = StepLimits(MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN)
 
 
 class Workshop:
@@ -54,35 +56,16 @@ class Workshop:
         return allocate_kv(self.layout, num_blocks).fill_(float("nan"))
 
     def cpu_runner(self, num_blocks: int = 64) -> ModelRunner:
-        return ModelRunner(
-            self.model,
-            self.kv(num_blocks),
-            vocab_size=self.config.vocab_size,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=MODEL_LEN,
-        )
+        backend = CpuBackend(CpuShapes(LIMITS))
+        return ModelRunner(self.model, self.kv(num_blocks), backend, LIMITS, self.config.vocab_size)
 
-    def device_runner(self, num_blocks: int = 64, *, max_captured_tokens: int = 32) -> DeviceRunner:
+    def device_runner(self, num_blocks: int = 64, *, max_captured_tokens: int = 32) -> ModelRunner:
         """One that has "captured" decodes and mixes of up to `max_captured_tokens` tokens; None: nothing at all."""
-        shapes = CapturedShapes(
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_TOKENS,
-            max_model_len=MODEL_LEN,
-            max_tokens=max_captured_tokens,
-        )
-        return DeviceRunner(
-            self.model,
-            self.kv(num_blocks),
-            InlineQueue(),
-            vocab_size=self.config.vocab_size,
-            logits_dtype=torch.float32,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_TOKENS,
-            max_model_len=MODEL_LEN,
-            shapes=shapes,
-        )
+        shapes = CudaShapes(LIMITS, max_tokens=max_captured_tokens)
+        backend = CudaBackend(InlineStream(), shapes, torch.float32)
+        return ModelRunner(self.model, self.kv(num_blocks), backend, LIMITS, self.config.vocab_size)
 
-    def captured_runner(self, num_blocks: int = 64) -> DeviceRunner:
+    def captured_runner(self, num_blocks: int = 64) -> ModelRunner:
         runner = self.device_runner(num_blocks)
         runner.capture()
         return runner
@@ -330,7 +313,7 @@ def test_a_request_whose_kv_is_damaged_ends_with_an_error_and_no_other_does(
     core.add(EngineRequest(request_id="damaged", prompt_token_ids=list(range(3, 40)), sampling=sampling))
     while not (outputs := core.step()):
         pass
-    (runner.step.kv if isinstance(runner, DeviceRunner) else runner.kv).fill_(float("nan"))
+    runner.kv.fill_(float("nan"))
     core.add(EngineRequest(request_id="sound", prompt_token_ids=list(range(50, 90)), sampling=sampling))
     while core.has_work():
         outputs += core.step()
@@ -363,8 +346,6 @@ def test_a_step_without_chunks_only_updates_rows(workshop: Workshop) -> None:
 def test_a_prompt_larger_than_a_buffer_of_writes_arrives_whole(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baton.engine.worker.cuda.tables import StagedWrites
-
     monkeypatch.setattr(StagedWrites, "BUFFER_VALUES", 16)
     monkeypatch.setattr(StagedWrites, "BUFFER_PIECES", 3)
     runner = workshop.captured_runner()
@@ -379,13 +360,10 @@ def test_a_prompt_larger_than_a_buffer_of_writes_arrives_whole(
 
 def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> None:
     runner, fresh = workshop.device_runner(), workshop.device_runner()
-    shapes = CapturedShapes(
-        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MODEL_LEN, max_tokens=32
-    )
-    idle_steps(runner, list(shapes.largest_first()))
+    padding_steps(runner, list(CudaShapes(LIMITS, max_tokens=32).in_capture_order()))
     assert torch.equal(runner.tables.memory, fresh.tables.memory)
-    assert not runner.outbox.mailbox.pages.any()
-    assert bool(torch.isnan(runner.step.kv).all()), "padding wrote into a block"
+    assert not runner.outputs.mailbox.pages.any()
+    assert bool(torch.isnan(runner.kv).all()), "padding wrote into a block"
 
 
 # ------------------------------------------------------------------------------------ before ready
@@ -393,8 +371,7 @@ def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> No
 
 def test_the_largest_step_leaves_rows_that_remember_nothing(workshop: Workshop) -> None:
     runner = workshop.device_runner()
-    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MODEL_LEN}
-    largest_step(runner, **limits)
+    largest_step(runner, LIMITS)
     core = workshop.core(runner)
     fresh = workshop.core(workshop.device_runner())
     for i in range(MAX_NUM_SEQS):
@@ -409,14 +386,13 @@ def test_the_largest_step_leaves_rows_that_remember_nothing(workshop: Workshop) 
 
 def test_sizes_that_are_run_before_ready_reach_from_the_captured_ones_to_the_largest(workshop: Workshop) -> None:
     runner = workshop.device_runner()
-    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MODEL_LEN}
-    shapes = list(eager_shapes(**limits, largest_captured=32))
+    shapes = list(eager_shapes(LIMITS, largest_captured=32))
     assert [shape.num_tokens for shape in shapes] == [64, 64]
     assert {shape.num_kv_tokens is None for shape in shapes} == {True, False}
-    everything = list(eager_shapes(**limits, largest_captured=0))
+    everything = list(eager_shapes(LIMITS, largest_captured=0))
     assert [shape.num_tokens for shape in everything] == [64, 64, 32, 16, 8, 4]
-    idle_steps(runner, everything)
-    assert bool(torch.isnan(runner.step.kv).all()), "padding wrote into a block"
+    padding_steps(runner, everything)
+    assert bool(torch.isnan(runner.kv).all()), "padding wrote into a block"
 
 
 def test_a_shortened_model_runs_each_kind_of_layer_and_the_last(workshop: Workshop) -> None:
@@ -424,9 +400,7 @@ def test_a_shortened_model_runs_each_kind_of_layer_and_the_last(workshop: Worksh
     runner = workshop.device_runner()
     with workshop.model.shortened():
         assert workshop.model.model.layers == [layers[0], layers[-1]]
-        idle_steps(
-            runner, list(eager_shapes(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=9, largest_captured=0))
-        )
+        padding_steps(runner, list(eager_shapes(StepLimits(2, 8, 9), largest_captured=0)))
     assert workshop.model.model.layers is layers
 
 
@@ -437,15 +411,14 @@ def test_a_sketch_of_a_model_steps_like_it_with_weights_that_nobody_filled(check
     indexes = [layer.self_attn.layer for layer in workshop.model.model.layers]  # type: ignore[attr-defined]
     assert indexes == [0, len(kept.model.layers) - 1]
     runner = workshop.device_runner()
-    runner.step.kv.zero_()
-    idle_steps(
-        runner, list(eager_shapes(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=9, largest_captured=0))
-    )
+    runner.kv.zero_()
+    padding_steps(runner, list(eager_shapes(StepLimits(2, 8, 9), largest_captured=0)))
 
 
-def test_a_rehearsal_runs_every_size_and_gives_the_peaks_of_the_largest(workshop: Workshop) -> None:
-    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MODEL_LEN}
-    sizes = list(CapturedShapes(**limits, max_tokens=32).largest_first())
+def test_a_profile_run_runs_every_size_and_gives_the_peaks_of_the_largest(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list(CudaShapes(LIMITS, max_tokens=32).in_capture_order())
     ran: list[StepShape] = []
     at: list[int] = []  # how many sizes had been run when each measurement began
 
@@ -454,33 +427,39 @@ def test_a_rehearsal_runs_every_size_and_gives_the_peaks_of_the_largest(workshop
         work()
         return 100 + ran[-1].num_tokens
 
-    class Watched(Step):
-        def __call__(self, shape: StepShape, ranks: RankRows | None = None) -> torch.Tensor | None:
-            ran.append(shape)
-            return super().__call__(shape, ranks)
+    inner = CudaStep.run
 
-    def make_runner() -> DeviceRunner:
+    def watched(step: CudaStep, shape: StepShape, ranks: RankRows | None = None) -> torch.Tensor:
+        ran.append(shape)
+        return inner(step, shape, ranks)
+
+    def make_runner() -> ModelRunner:
         runner = workshop.device_runner()
-        runner.step.kv.zero_()
-        runner.step = runner.captured._step = runner.extras._step = Watched(**vars(runner.step))
+        runner.kv.zero_()
         return runner
 
-    needs = Rehearsal(make_runner, sizes, peak_bytes, **limits).run()
-    assert {*sizes, *eager_shapes(**limits, largest_captured=32)} <= set(ran)
+    monkeypatch.setattr(CudaStep, "run", watched)
+    memory = ProfileRun(make_runner, sizes, peak_bytes, LIMITS).run()
+    assert {*sizes, *eager_shapes(LIMITS, largest_captured=32)} <= set(ran)
     assert (ran[at[1]].num_tokens, ran[at[2]]) == (MAX_TOKENS, sizes[0])
     assert ran[0].num_tokens == MAX_TOKENS // MAX_NUM_SEQS * MAX_NUM_SEQS
-    assert needs == Needs(
+    assert memory == StepMemory(
         step_bytes=100 + MAX_TOKENS, captured_bytes=100 + sizes[0].num_tokens, num_captured=len(sizes)
     )
 
 
+def cuda_step(runner: ModelRunner) -> CudaStep:
+    assert isinstance(runner.step, CudaStep)
+    return runner.step
+
+
 def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
-    """What a rehearsal leaves behind is measured right after it: memory must not wait for a collector of garbage."""
+    """What a profile run leaves behind is measured right after it: memory must not wait for a collector of garbage."""
     gc.disable()
     try:
         runner = workshop.device_runner()
-        largest_step(runner, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MODEL_LEN)
-        logits = weakref.ref(runner.step.logits)
+        largest_step(runner, LIMITS)
+        logits = weakref.ref(cuda_step(runner).logits)
         del runner
         assert logits() is None
     finally:
@@ -489,27 +468,28 @@ def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
 
 def test_blocks_get_what_the_step_and_the_graphs_leave_of_the_share() -> None:
     gib = 1 << 30
-    needs = Needs(step_bytes=10 * gib, captured_bytes=gib, num_captured=64)
-    budget = gpu_budget(needs.num_bytes, utilization=0.9, free=80 * gib, total=100 * gib)
-    assert budget.num_bytes == int(0.9 * 100 * gib) - 20 * gib - needs.num_bytes
-    assert 11 * gib < needs.num_bytes < 12.5 * gib
-    assert gpu_budget(needs.num_bytes, utilization=0.2, free=80 * gib, total=100 * gib).num_bytes == 0
+    memory = StepMemory(step_bytes=10 * gib, captured_bytes=gib, num_captured=64)
+    budget = gpu_budget(memory.num_bytes, utilization=0.9, free=80 * gib, total=100 * gib)
+    assert budget.num_bytes == int(0.9 * 100 * gib) - 20 * gib - memory.num_bytes
+    assert 11 * gib < memory.num_bytes < 12.5 * gib
+    assert gpu_budget(memory.num_bytes, utilization=0.2, free=80 * gib, total=100 * gib).num_bytes == 0
     assert budget.setting == "gpu_memory_utilization"
 
 
 # ------------------------------------------------------------------------------------ sizes
 
 
-def shapes_of(**sizes: int) -> CapturedShapes:
-    defaults = {"max_num_seqs": 512, "max_num_batched_tokens": 16384, "max_model_len": 4096, "max_tokens": 1024}
-    return CapturedShapes(**{**defaults, **sizes})
+def shapes_of(
+    *, max_num_seqs: int = 512, max_num_batched_tokens: int = 16384, max_model_len: int = 4096, max_tokens: int = 1024
+) -> CudaShapes:
+    return CudaShapes(StepLimits(max_num_seqs, max_num_batched_tokens, max_model_len), max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 60, 256, 500])
 @pytest.mark.parametrize("max_tokens", [0, 16, 100, 1024])
 def test_every_size_that_is_chosen_is_captured_and_large_enough(max_num_seqs: int, max_tokens: int) -> None:
     shapes = shapes_of(max_num_seqs=max_num_seqs, max_tokens=max_tokens)
-    captured = list(shapes.largest_first())
+    captured = list(shapes.in_capture_order())
     assert len(set(captured)) == len(captured)
     for num_seqs in range(1, max_num_seqs + 1):
         decode = shapes.decode(num_seqs, 4096)
@@ -532,7 +512,7 @@ def test_one_short_sequence_has_sizes_of_its_own() -> None:
     shapes = shapes_of(max_model_len=40960)
     lengths = [shapes.decode(1, alone).max_seq_len for alone in (1, 1024, 1025, 4096, 4097, 40960)]
     assert lengths == [1024, 1024, 4096, 4096, 40960, 40960]
-    assert {shapes.decode(1, alone) for alone in (1, 1025, 4097)} <= set(shapes.largest_first())
+    assert {shapes.decode(1, alone) for alone in (1, 1025, 4097)} <= set(shapes.in_capture_order())
     assert shapes.decode(2, 10).max_seq_len == 40960
     few = shapes_of(max_model_len=500)
     assert few.decode(1, 10) == few.decode(1, 500)
@@ -540,7 +520,7 @@ def test_one_short_sequence_has_sizes_of_its_own() -> None:
 
 
 def test_the_largest_are_captured_first() -> None:
-    captured = list(shapes_of().largest_first())
+    captured = list(shapes_of().in_capture_order())
     mixes = [shape for shape in captured if not shape.is_decode]
     decodes = [shape for shape in captured if shape.is_decode]
     assert captured == mixes + decodes
@@ -552,4 +532,4 @@ def test_the_largest_are_captured_first() -> None:
 
 def test_a_step_is_never_larger_than_the_batch_may_be() -> None:
     shapes = shapes_of(max_num_batched_tokens=300, max_num_seqs=300)
-    assert max(shape.num_tokens for shape in shapes.largest_first()) == 300
+    assert max(shape.num_tokens for shape in shapes.in_capture_order()) == 300

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.startup.kv_cache import allocate_kv, region_of
-from baton.engine.worker import logprobs
-from baton.engine.worker.block_tables import BlockTables
-from baton.engine.worker.inputs import StepInputs
-from baton.engine.worker.rows import Rows
+from baton.engine.worker import outputs
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.inputs import Batch, StepInputs
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, StepLimits
 from baton.kernels.attention import AttentionBatch
 
 PROMPT = [(37 * i) % 251 + 3 for i in range(50)]
@@ -41,7 +42,8 @@ def make_runner(checkpoint: Path) -> Callable[[], ModelRunner]:
             dtype="float32",
         )
         kv = allocate_kv(layout, 32).fill_(float("nan"))
-        return ModelRunner(model, kv, vocab_size=config.vocab_size, max_num_seqs=4, max_model_len=config.max_model_len)
+        limits = StepLimits(4, 128, config.max_model_len)
+        return ModelRunner(model, kv, CpuBackend(CpuShapes(limits)), limits, config.vocab_size)
 
     return make
 
@@ -137,7 +139,7 @@ def test_prompt_logprobs_in_pieces_equal_those_in_one(
     assert whole.prompt_logprobs is not None
     assert [entry.token_ids[0] for entry in whole.prompt_logprobs] == PROMPT[1:]
 
-    monkeypatch.setattr(logprobs, "_PIECE_BYTES", 1)  # as few rows of logits a piece as may be
+    monkeypatch.setattr(outputs, "_PIECE_BYTES", 1)  # as few rows of logits a piece as may be
     runner = make_runner()
     pieces = step(runner, Chunk(0, 0, 30, False, [], True), started=(start,))
     pieces += step(runner, Chunk(0, 30, 20, True, [], True))
@@ -157,12 +159,12 @@ def test_each_request_gets_as_many_alternatives_as_it_asked_for(make_runner: Cal
     assert [result.logprobs and result.logprobs.rank for result in results] == [1, None, 1]
 
 
-def test_step_inputs_equal_the_definition_of_an_attention_batch() -> None:
-    rows, tables = Rows(4, 64), BlockTables(4, 4)
+def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Callable[[], ModelRunner]) -> None:
+    runner = make_runner()
+    tables = runner.tables
     for row, length, blocks in ((0, 20, [7, 3]), (1, 40, [9, 1, 4]), (2, 33, [5, 6, 8]), (3, 64, [10, 11, 12, 13])):
-        rows.start(row_start(row, list(range(100 * row, 100 * row + length)), []))
-        tables.start(row, blocks[:1])
-        tables.append(row, blocks[1:])
+        tables.start(row_start(row, list(range(100 * row, 100 * row + length)), blocks[:1]))
+        tables.append_blocks([Chunk(row, 0, 1, False, blocks[1:])])
     chunks = [
         Chunk(3, 63, 1, True, []),
         Chunk(0, 19, 1, True, []),
@@ -170,23 +172,44 @@ def test_step_inputs_equal_the_definition_of_an_attention_batch() -> None:
         Chunk(1, 14, 20, False, []),
     ]
     for chosen in (chunks, chunks[:2], chunks[2:]):
-        inputs = StepInputs.gather(chosen, rows, tables)
+        inputs = inputs_of(runner, chosen)
         lens = [chunk.num_tokens for chunk in chosen]
         ends = [chunk.start + chunk.num_tokens for chunk in chosen]
         widest = -(-max(ends) // BLOCK_SIZE)
-        table = torch.from_numpy(tables.table[[chunk.row for chunk in chosen], :widest])
+        table = tables.blocks.tensor[[chunk.row for chunk in chosen], :widest]
         expected = AttentionBatch.plan(lens, ends, table, BLOCK_SIZE)
-        for name in ("query_start", "seq_lens", "block_tables", "positions", "slots"):
+        for name in ("query_start", "seq_lens", "positions", "slots"):
             ours, theirs = getattr(inputs.attention, name), getattr(expected, name)
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
-        for name in ("max_query_len", "max_seq_len", "num_decodes"):
+        assert inputs.attention.table_rows is not None
+        own_table = inputs.attention.block_tables[inputs.attention.table_rows.long(), :widest]
+        assert own_table.dtype == expected.block_tables.dtype
+        assert torch.equal(own_table, expected.block_tables)
+        for name in ("max_query_len", "max_seq_len", "num_decodes", "num_kv_tokens"):
             assert getattr(inputs.attention, name) == getattr(expected, name)
         tokens = [100 * c.row + position for c in chosen for position in range(c.start, c.start + c.num_tokens)]
         assert inputs.token_ids.tolist() == tokens
         num_through_the_last_layer = len(tokens) if inputs.wanted is None else len(inputs.wanted)
         num_wanted = max(1, sum(chunk.samples for chunk in chosen))
         assert num_through_the_last_layer == StepPlan(0, [], [], chosen).size.num_wanted == num_wanted
+
+
+def inputs_of(runner: ModelRunner, chunks: list[Chunk]) -> StepInputs:
+    """What the model is given in a step of these chunks that is not captured."""
+    seen: list[StepInputs] = []
+
+    def forward(token_ids: torch.Tensor, batch: AttentionBatch, kv: object, wanted: Any, ranks: object) -> None:
+        seen.append(StepInputs(token_ids, batch, wanted))
+
+    batch = Batch.of(chunks)
+    assert batch.size == StepPlan(0, [], [], chunks).size
+    shape = batch.exact_shape(runner.backend.shapes.num_wanted(batch.size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.model, "forward", forward)
+        runner.current.set(batch, shape)
+        runner.step.run(shape)
+    return seen[0]
 
 
 def test_kv_memory_is_page_aligned_zeroed_and_untouched() -> None:

@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 import torch
-from inline_queue import InlineQueue
+from inline_stream import InlineStream
 from thread_groups import TIMEOUT_S, run_threads, thread_groups
 
 from baton.engine.core.config import EngineCoreConfig
@@ -32,9 +32,10 @@ from baton.engine.models import load_model
 from baton.engine.parallel.balance import ExpertBalancer, ReviewingRunner
 from baton.engine.parallel.groups import ExpertSpread, ParallelGroups
 from baton.engine.startup.kv_cache import allocate_kv
-from baton.engine.worker.cuda.runner import DeviceRunner
-from baton.engine.worker.cuda.shapes import CapturedShapes
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int, **sampling: object) -> EngineRequest:
@@ -84,7 +85,7 @@ class ThreadEngines:
         )
         self._moves_experts = moves_experts
         self._captured_tokens = captured_tokens
-        self._capture: list[DeviceRunner] = []
+        self._capture: list[ModelRunner] = []
         self._groups = thread_groups(tp, dp, spread)
         self._bells = [threading.Event() for _ in range(dp)]
         self._inboxes: list[deque[EngineRequest]] = [deque() for _ in range(dp)]
@@ -170,33 +171,20 @@ class ThreadEngines:
             runner = ReviewingRunner(runner, balancer, nullcontext)
         return runner, balancer
 
-    def _cpu_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
+    def _limits(self) -> StepLimits:
         sizes = self._core_config
-        return ModelRunner(
-            model,
-            kv,
-            vocab_size=sizes.vocab_size,
-            max_num_seqs=sizes.max_num_seqs,
-            max_model_len=sizes.max_model_len,
-        )
+        return StepLimits(sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len)
+
+    def _cpu_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
+        limits = self._limits()
+        return ModelRunner(model, kv, CpuBackend(CpuShapes(limits)), limits, self._core_config.vocab_size)
 
     def _device_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
         """That of a GPU, which has "captured" mixes of up to so many tokens; of 0, nothing at all."""
-        sizes = self._core_config
-        limits = {
-            "max_num_seqs": sizes.max_num_seqs,
-            "max_num_batched_tokens": sizes.max_num_batched_tokens,
-            "max_model_len": sizes.max_model_len,
-        }
-        runner = DeviceRunner(
-            model,
-            kv.fill_(float("nan")),
-            InlineQueue(),
-            vocab_size=sizes.vocab_size,
-            logits_dtype=torch.float32,
-            shapes=CapturedShapes(**limits, max_tokens=self._captured_tokens or 0),
-            **limits,
-        )
+        limits = self._limits()
+        shapes = CudaShapes(limits, max_tokens=self._captured_tokens or 0)
+        backend = CudaBackend(InlineStream(), shapes, torch.float32)
+        runner = ModelRunner(model, kv.fill_(float("nan")), backend, limits, self._core_config.vocab_size)
         if self._captured_tokens:
             self._capture.append(runner)
         return runner

@@ -1,7 +1,8 @@
-"""The order in which a device works, as far as the runner has to know it.
+"""The stream, events, pinned memory and graphs of a GPU.
 
-Everything else (allocation, kernels, copies) goes through torch and Triton, which put their work into the queue that is
-current. Nothing else asks for a GPU: with a queue whose work is done when the call returns, the runner runs on a CPU.
+Everything else (allocation, kernels, copies) goes through torch and Triton, which put their work into the current
+stream. Nothing else asks for a GPU: over a stream whose work is done when the call returns, all of the CUDA backend
+runs on a CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -14,51 +15,37 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-
-class Event(Protocol):
-    """A point in a queue."""
-
-    def record(self) -> None:
-        """Moves it behind everything that is in the current queue."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the device is past it; True where it was never recorded."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits until it is."""
-        ...
+from ..outputs import Event
 
 
-class Queue(Protocol):
+class Stream(Protocol):
     device: torch.device
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within, the work that is ordered goes into this queue."""
+        """Within, work goes into this stream."""
         ...
 
     def event(self) -> Event: ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros in memory of the CPU that the device reads and writes in place."""
+        """Return zeros in host memory that the device reads and writes in place."""
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Records the kernels that `work` launches, which run when the result is called, with the same addresses."""
+        """Record the kernels that `work` launches; calling the result launches them again, with the same addresses."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for all work so far, of other queues too."""
+        """Wait for all work so far, of other streams too."""
         ...
 
     def release(self) -> None:
-        """Gives up all that was captured, which must not be called any more."""
+        """Release all captured graphs, which must not be called any more."""
         ...
 
 
-class CudaQueue:
-    """A stream. What it captures shares one pool of memory, so capture the largest first."""
+class CudaStream:
+    """A CUDA stream. Its graphs share one pool of memory, so capture the largest first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,6 +1,7 @@
-"""What ranks bring each other launches nothing after ready that was not rehearsed, whatever size a step has.
+"""Collectives launch nothing after ready that was not launched in their warm-up, whatever size a step has.
 
-Launches are noted and skipped, as in test_rehearsal_variants.py. Options of collectives are those measured on an H200.
+Launches are noted and skipped, as in test_profile_run_variants.py. Options of collectives are those measured on an
+H200.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from baton.engine.layers.moe import MoE
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.parallel.groups import ALONE, ExpertSpread, ParallelGroups, _Sketched
 from baton.engine.parallel.symmetric import SymmetricGroup
-from baton.engine.worker.cuda.rehearsal import exchanges
+from baton.engine.worker.warmup import warm_up_collectives
 from baton.kernels import tuned
 from baton.kernels.compiler import recording
 from baton.kernels.p2p import PeerMemory, RoutedTokens
@@ -64,7 +65,7 @@ def captured(count):
 
 with torch.inference_mode(), recording() as variants:
     if sys.argv[4] == "rehearsed":
-        exchanges(moe, groups, torch.bfloat16)
+        warm_up_collectives(moe, groups, torch.bfloat16)
     for count in (128, 64, 32, 16, 8, 4, 2, 1):
         captured(count)
     rehearsed = len(variants)

@@ -1,4 +1,4 @@
-"""What is rehearsed before ready is all that a step launches: a kernel that came later would compile then.
+"""The profile run launches all that a step launches: a kernel that came later would compile then.
 
 Launches are noted and skipped, so this runs anywhere. Options of kernels are the untuned ones here.
 """
@@ -23,17 +23,18 @@ SCRIPT = (
 import random
 import sys
 
-from inline_queue import InlineQueue
+from inline_stream import InlineStream
 
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
 from baton.engine.layers import linear
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model, sketch_model
-from baton.engine.worker import logprobs
-from baton.engine.worker.cuda.rehearsal import Rehearsal, idle_steps
-from baton.engine.worker.cuda.runner import DeviceRunner
-from baton.engine.worker.cuda.shapes import CapturedShapes, StepShape
+from baton.engine.worker import outputs
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CudaShapes, StepLimits, StepShape
+from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import fp8
 from baton.kernels.compiler import recording
 from baton.kernels.linear import gpu as linear_gpu
@@ -45,12 +46,12 @@ TILES = {
 
 fp8.has_gpu_kernels = lambda device: True
 linear.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
-logprobs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
+outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
 config = ModelConfig.from_folder(sys.argv[1], dtype="bfloat16", load_format="dummy")
 layout = config.layout
 most_tokens = int(sys.argv[2])
-limits = {"max_num_seqs": 40, "max_num_batched_tokens": most_tokens, "max_model_len": 2048}
-sizes = CapturedShapes(**limits, max_tokens=128)
+limits = StepLimits(40, most_tokens, 2048)
+sizes = CudaShapes(limits, max_tokens=128)
 linear_gpu.UNTUNED_MANY = {**linear_gpu.NOTHING, **TILES}  # as tuned, other kernels serve other numbers of tokens
 
 rng = random.Random(3)
@@ -59,7 +60,8 @@ def any_step():
     tokens = rng.randint(129, most_tokens)
     decodes = rng.randint(0, seqs - 1)
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
-    return StepShape(seqs, tokens, decodes, longest, 2048, rng.choice([tokens, 5000, 100_000]), rng.random() < 0.3)
+    num_kv_tokens, num_wanted = rng.choice([tokens, 5000, 100_000]), rng.choice([None, seqs, seqs])
+    return StepShape(seqs, tokens, decodes, longest, 2048, num_kv_tokens, num_wanted)
 
 def any_request():
     def maybe(*values): return rng.choice([None, *values])
@@ -97,30 +99,28 @@ torch.mm = mm  # another type for the result is there on a GPU only
 models = [load_model(config), sketch_model(config, device="cpu")]
 torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kernels for a GPU are chosen
 kv = torch.zeros(layout.shape(1), dtype=torch.bfloat16)
-whole, sketch = (
-    DeviceRunner(
-        model, kv, InlineQueue(), vocab_size=config.vocab_size, logits_dtype=torch.bfloat16, shapes=sizes, **limits
-    )
+whole, stub = (
+    ModelRunner(model, kv, CudaBackend(InlineStream(), sizes, torch.bfloat16), limits, config.vocab_size)
     for model in models
 )
 with recording() as variants:
-    Rehearsal(lambda: sketch, list(sizes.largest_first()), lambda work: work() or 0, **limits).run()
-    rehearsed = len(variants)
+    ProfileRun(lambda: stub, list(sizes.in_capture_order()), lambda work: work() or 0, limits).run()
+    profiled = len(variants)
     if most_tokens > 128:
-        idle_steps(whole, [any_step() for _ in range(40)])
+        padding_steps(whole, [any_step() for _ in range(40)])
     whole.capture()
     for step in range(25):
         for plan in any_plans(step):
             whole.launch(plan).result()
-assert rehearsed > 10, variants
-assert not variants[rehearsed:], variants[rehearsed:]
+assert profiled > 10, variants
+assert not variants[profiled:], variants[profiled:]
 """
 )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])
-def test_no_step_launches_what_was_not_rehearsed(kind: str, tmp_path: Path) -> None:
+def test_no_step_launches_what_the_profile_run_did_not(kind: str, tmp_path: Path) -> None:
     check(write_checkpoint(tmp_path, kind))
 
 

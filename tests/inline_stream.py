@@ -1,4 +1,4 @@
-"""A queue of work where there is no device: all is done when the call returns. Implements `worker.cuda.queue.Queue`."""
+"""A stream where there is no GPU: work is done when the call returns. Implements `backends.cuda_stream.Stream`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.worker.cuda.queue import Event
+from baton.engine.worker.outputs import Event
 
 
-class InlineQueue:
+class InlineStream:
     """A captured step is the function itself."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class InlineQueue:
         return nullcontext()
 
     def event(self) -> Event:
-        return _Past()
+        return _PassedEvent()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
@@ -37,7 +37,7 @@ class InlineQueue:
         pass
 
 
-class _Past:
+class _PassedEvent:
     def record(self) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""Steps that are made again by recorded calls give what the model's Python gives."""
+"""CPU graphs: steps that repeat recorded calls give what the model's Python gives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.engine import LLM, SamplingParams
+from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
-from baton.engine.worker import tapes
-from baton.engine.worker.inputs import StepInputs
-from baton.engine.worker.tapes import StepTape, StepTapes
+from baton.engine.worker.backends import CapturedSteps, cpu
+from baton.engine.worker.runner import ModelRunner
 from baton.kernels.linear import pack
+from baton.kernels.native.cpu_graph import CpuGraph
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 200 + 3 for j in range(4 + 9 * i)]} for i in range(6)]
 PARAMS = [
@@ -35,31 +35,40 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Answer]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """How many tokens and sequences each step had that a tape served."""
+    """How many tokens and sequences each step had that a CPU graph served."""
     made: list[tuple[int, int]] = []
-    inner = StepTape.forward
+    replayed: list[CpuGraph] = []
+    replay, launch = CpuGraph.replay, ModelRunner.launch
 
-    def counted(tape: StepTape, inputs: StepInputs) -> Tensor:
-        made.append((len(inputs.token_ids), len(inputs.rows)))
-        return inner(tape, inputs)
+    def noted(graph: CpuGraph, *sizes: int) -> None:
+        replayed.append(graph)
+        replay(graph, *sizes)
 
-    monkeypatch.setattr(StepTape, "forward", counted)
+    def counted(runner: ModelRunner, plan: StepPlan) -> PendingStep:
+        replayed.clear()
+        step = launch(runner, plan)
+        if replayed:
+            made.append((plan.num_tokens, len(plan.chunks)))
+        return step
+
+    monkeypatch.setattr(CpuGraph, "replay", noted)
+    monkeypatch.setattr(ModelRunner, "launch", counted)
     return made
 
 
-def without_tapes(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, **args: object) -> list[Answer]:
+def without_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, **args: object) -> list[Answer]:
     with monkeypatch.context() as patch:
-        patch.setattr(StepTapes, "find", lambda *args: None)
+        patch.setattr(CapturedSteps, "fitting", lambda *args: None)
         return answers(make_llm(dtype="bfloat16", **args))
 
 
-def test_batches_that_shrink_and_grow_give_the_answers_of_steps_without_tapes(
+def test_batches_that_shrink_and_grow_give_the_answers_of_steps_without_graphs(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]]
 ) -> None:
-    expected = without_tapes(make_llm, monkeypatch)
+    expected = without_graphs(make_llm, monkeypatch)
     llm = make_llm(dtype="bfloat16")
     served.clear()
-    monkeypatch.setattr(tapes, "record", None)  # a request records nothing
+    monkeypatch.setattr(cpu, "record", None)  # a request records nothing
     assert answers(llm) == expected
     assert answers(llm) == expected
     if IN_PANELS:
@@ -69,10 +78,10 @@ def test_batches_that_shrink_and_grow_give_the_answers_of_steps_without_tapes(
 
 
 @pytest.mark.parametrize("budget", [8, 32, 100])
-def test_chunks_of_prompts_beside_decodes_give_the_answers_of_steps_without_tapes(
+def test_chunks_of_prompts_beside_decodes_give_the_answers_of_steps_without_graphs(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]], budget: int
 ) -> None:
-    expected = without_tapes(make_llm, monkeypatch, max_num_batched_tokens=budget)
+    expected = without_graphs(make_llm, monkeypatch, max_num_batched_tokens=budget)
     llm = make_llm(dtype="bfloat16", max_num_batched_tokens=budget)
     served.clear()
     assert answers(llm) == expected
@@ -95,7 +104,7 @@ def test_a_step_that_wants_more_tokens_than_sequences_can_draw_runs_through_pyth
         assert all(tokens == seqs for tokens, seqs in served), "the prompts, which ran together, ran through Python"
 
 
-def test_sizes_that_cannot_be_recorded_go_on_without_tapes(
+def test_sizes_that_cannot_be_recorded_go_on_without_graphs(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]]
 ) -> None:
     """As those of more sequences than an MLP takes at once, whose slices are put together by torch."""
@@ -107,7 +116,7 @@ def test_sizes_that_cannot_be_recorded_go_on_without_tapes(
         assert set(served) == {(1, 1), (2, 2)}
 
 
-def test_a_model_that_needs_torch_goes_on_without_tapes(
+def test_a_model_that_needs_torch_goes_on_without_graphs(
     make_llm: Callable[..., LLM], served: list[tuple[int, int]]
 ) -> None:
     """In float32, products are torch's."""

@@ -1,0 +1,166 @@
+"""The kinds of device that a runner works on, behind one interface.
+
+cpu.py             computes when it is called; its captured steps are recorded calls of native functions
+cuda.py            launches and never waits; its captured steps are CUDA graphs
+cuda_stream.py     the stream, events, pinned memory and graphs of a GPU
+staged_writes.py   changes to the row tables, in a pinned buffer that a GPU reads in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from baton.kernels.attention import AttentionBatch
+
+from ...core.step import StepSize
+from ...layers.rows import RankRows
+from ..inputs import Batch, CurrentBatch, InputBuffers
+from ..outputs import Event, OutputRing
+from ..sampling import Draws, LogitsProcessors
+from ..shapes import Shapes, StepLimits, StepShape
+from ..tables import RowTables, TableWrites
+
+Graph = Callable[[], Tensor | None]  # runs a captured step; returns what `DeviceStep.run` returns, if it is kept
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv: Tensor,
+        wanted: Tensor | None,
+        ranks: RankRows | None = None,
+    ) -> Tensor:
+        """Return the hidden states behind the last norm of the `wanted` `[R]` int64 tokens, or of all; write all KV.
+
+        `ranks`: how many rows the data-parallel ranks have that run this step together; None: as many as this one.
+        """
+        ...
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[R, hidden_size] -> [R, vocab_size]`, float32 on a CPU; written to `out`, of the model's dtype, if given."""
+        ...
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """Within, a step runs each of the model's kernels, but not for every layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What the steps of one runner read and write."""
+
+    model: Model
+    kv: Tensor
+    tables: RowTables
+    current: CurrentBatch
+    inputs: InputBuffers
+    outputs: OutputRing
+    processors: LogitsProcessors
+    limits: StepLimits
+    vocab_size: int
+
+
+class DeviceStep(Draws, Protocol):
+    """One step on one kind of device. What it leaves behind is valid until the next one runs."""
+
+    def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
+        """Fill the inputs from the tables and run the model; return the hidden states of the wanted tokens.
+
+        Of a shape that holds more than the current batch, the rest is padding. `ranks`: see `Model.forward`.
+        """
+        ...
+
+    def capture(self, shape: StepShape) -> Graph | None:
+        """Record `run` for a shape; None if the model cannot be recorded in that size."""
+        ...
+
+    def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
+        """Store the tokens of the chunks that sample in their rows and in the current page of the outputs."""
+        ...
+
+
+class Backend(Protocol):
+    """One kind of device: memory, order of work, and its steps."""
+
+    device: torch.device
+    shapes: Shapes
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        """Within, work goes to the device in the order of the steps."""
+        ...
+
+    def zeros(self, num_values: int) -> Tensor:
+        """Return int32 zeros on the device."""
+        ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros in host memory that the device reads and writes in place."""
+        ...
+
+    def event(self) -> Event: ...
+
+    def table_writes(self, memory: Tensor) -> TableWrites: ...
+
+    def make_step(self, parts: StepParts) -> DeviceStep: ...
+
+    def synchronize(self) -> None:
+        """Wait for all work so far."""
+        ...
+
+
+class CapturedSteps:
+    """Steps of fixed sizes that were recorded once; any other size runs eagerly."""
+
+    def __init__(self, step: DeviceStep, shapes: Shapes) -> None:
+        self._step = step
+        self._shapes = shapes
+        self._graphs: dict[StepShape, Graph] = {}
+        self.num_replays = self.num_eager = 0
+
+    def capture_all(self) -> None:
+        """On a GPU, called after every size has run once: what a capture launches first, it compiles and loads."""
+        for shape in self._shapes.in_capture_order():
+            if (graph := self._step.capture(shape)) is not None:
+                self._graphs[shape] = graph
+
+    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+        """Return the smallest captured shape that serves the steps of all ranks; None if none does.
+
+        `alone`: the length of this rank's sequence if it has only one, else 0.
+        """
+        shape = self._shapes.fitting(sizes, alone)
+        return shape if shape in self._graphs else None
+
+    def rows_of_ranks(self, sizes: Sequence[StepSize]) -> RankRows:
+        """Return the rows of each rank in a step that all run eagerly: padded where a captured size would serve one."""
+        rows = []
+        for size in sizes:
+            shape = self.fitting([size], 0)  # sequences of any length have as many rows
+            if shape is None:
+                rows.append((size.num_tokens, self._shapes.num_wanted(size)))
+            else:
+                rows.append((shape.num_tokens, shape.num_seqs))
+        tokens, wanted = zip(*rows, strict=True)
+        return RankRows(tokens, wanted)
+
+    def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor | None:
+        """Return the hidden states of the wanted tokens, if they are kept.
+
+        With `ranks`, the ranks run steps of different sizes, and none is replayed.
+        """
+        graph = self._graphs.get(shape) if ranks is None else None
+        if graph is None:
+            self.num_eager += 1
+            return self._step.run(shape, ranks)
+        self.num_replays += 1
+        return graph()

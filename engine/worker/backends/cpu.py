@@ -1,0 +1,222 @@
+"""Steps on a CPU, which has computed a step when it has launched it.
+
+    at start-up      the model's native calls are recorded, once for each captured shape (`kernels.native.cpu_graph`)
+    a step           numpy fills the inputs from the tables; the calls of its shape or the next are made again without
+                     the model's Python; logits, draws and their storage follow
+
+Calls compute no more rows than the step has. A model that does more than call native functions (torch's own products,
+collectives, experts) has no CPU graphs, and runs its Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.kernels.native.calls import NotRecordable
+from baton.kernels.native.cpu_graph import Workspace, record
+from baton.kernels.sampling import sample
+
+from ...core.layout import BLOCK_SIZE
+from ...layers.rows import RankRows
+from ..inputs import Batch
+from ..outputs import Event
+from ..shapes import Shapes, StepShape
+from ..tables import TableWrites, Values
+from . import DeviceStep, Graph, StepParts
+
+logger = logging.getLogger(__name__)
+
+
+class CpuBackend:
+    """Implements `Backend`."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.device = torch.device("cpu")
+        self.shapes = shapes
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def zeros(self, num_values: int) -> Tensor:
+        # numpy gets zeroed pages from the system and touches none: large tables cost addresses, not memory.
+        return torch.from_numpy(np.zeros(num_values, np.int32))
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    def event(self) -> Event:
+        return _PassedEvent()
+
+    def table_writes(self, memory: Tensor) -> TableWrites:
+        return _DirectWrites(memory)
+
+    def make_step(self, parts: StepParts) -> DeviceStep:
+        return CpuStep(parts)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CpuStep:
+    """Implements `DeviceStep`."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        tables, inputs = parts.tables, parts.inputs
+        # The same memory: numpy takes less time than torch for arrays so small.
+        self._tokens, self._blocks = tables.tokens.tensor.numpy(), tables.blocks.tensor.numpy()
+        self._rows, self._starts = tables.rows.tensor[0].numpy(), tables.starts.tensor[0].numpy()
+        self._query_start = tables.query_start.tensor[0].numpy()
+        self._token_ids, self._positions = inputs.token_ids.numpy(), inputs.positions.numpy()
+        self._slots, self._wanted = inputs.slots.numpy(), inputs.wanted.numpy()
+        self._seq_lens, self._table_rows = inputs.seq_lens.numpy(), inputs.table_rows.numpy()
+        self._logits: Tensor | None = None  # of the chunks that sample, in order
+        self._workspace = Workspace()
+        self._unrecordable: set[bool] = set()  # whether decodes, whether mixes of any larger size
+
+    def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
+        self._fill(shape)
+        return self._forward(shape, ranks)
+
+    def capture(self, shape: StepShape) -> Graph | None:
+        """Record the model's calls. Computes nothing."""
+        if shape.is_decode in self._unrecordable:
+            return None
+        sizes = [size for size in (shape.num_tokens, shape.num_wanted) if size is not None]
+        try:
+            recording = record(lambda: self._forward(shape, None), self._workspace, sizes)
+        except NotRecordable as reason:
+            self._unrecordable.add(shape.is_decode)
+            unit = "decodes" if shape.is_decode else "tokens"
+            logger.info("steps of %d %s or more run through Python: the model needs %s", sizes[0], unit, reason)
+            return None
+
+        def replay() -> Tensor:
+            self._fill(shape)
+            size = self._parts.current.batch.size
+            if shape.num_wanted is None:
+                recording.graph.replay(size.num_tokens)
+                return recording.answer[: size.num_tokens]
+            recording.graph.replay(size.num_tokens, size.num_wanted)
+            return recording.answer[: size.num_wanted]
+
+        return replay
+
+    def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
+        num_seqs, drawing = len(batch.rows), batch.drawing
+        self._starts[:num_seqs] = self._seq_lens[:num_seqs]
+        if not drawing:
+            return
+        assert hidden is not None, "steps on a CPU keep their hidden states"
+        if len(drawing) < len(hidden):
+            last = np.cumsum(batch.num_wanted)[drawing] - 1
+            hidden = hidden[torch.from_numpy(last)]
+        self._logits = self._parts.model.logits(hidden)
+        drawn = sample(self._logits, self._parts.processors.of_chunks(batch, drawing)).numpy()
+        rows, positions = self._rows[:num_seqs], self._seq_lens[:num_seqs]
+        page = self._parts.outputs.tokens.numpy()
+        if len(drawing) == num_seqs:
+            page[:num_seqs] = drawn
+        else:
+            page[drawing] = drawn
+            rows, positions = rows[drawing], positions[drawing]
+        # A row that drew none gets token 0: a step that is planned already goes on from it.
+        self._tokens[rows, positions] = np.maximum(drawn, 0)
+
+    def logits_of(self, chunks: list[int]) -> Tensor:
+        assert self._logits is not None
+        drawing = self._parts.current.batch.drawing
+        return self._logits[torch.tensor([drawing.index(chunk) for chunk in chunks])]
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        return self._parts.model.logits(hidden)
+
+    def indices(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers)
+
+    def to_host(self, column: Tensor) -> Tensor:
+        return column
+
+    def _forward(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
+        inputs = self._parts.inputs.of(shape)
+        return self._parts.model.forward(inputs.token_ids, inputs.attention, self._parts.kv, inputs.wanted, ranks)
+
+    def _fill(self, shape: StepShape) -> None:
+        """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs are leftovers."""
+        batch = self._parts.current.batch
+        num_seqs = num_tokens = len(batch.rows)
+        rows, starts = self._rows[:num_seqs], self._starts[:num_seqs]
+        if shape.is_decode:
+            token_rows, positions = rows, starts
+            self._seq_lens[:num_seqs] = starts + 1
+        else:
+            query_start = self._query_start[: num_seqs + 1]
+            num_tokens = int(query_start[-1])
+            lens = np.diff(query_start)
+            token_rows = np.repeat(rows, lens)
+            positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], lens)
+            self._seq_lens[:num_seqs] = starts + lens
+        self._table_rows[:num_seqs] = rows
+        self._token_ids[:num_tokens] = self._tokens[token_rows, positions]
+        self._positions[:num_tokens] = positions
+        blocks = self._blocks[token_rows, positions // BLOCK_SIZE]
+        self._slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        self._slots[num_tokens : shape.num_tokens] = -1
+        self._seq_lens[num_seqs : shape.num_seqs] = 0
+        if shape.num_wanted is not None:
+            self._fill_wanted(batch)
+
+    def _fill_wanted(self, batch: Batch) -> None:
+        """Write the indices of the last `num_wanted` tokens of each chunk.
+
+        Where no chunk wants any, the step's last token goes on: the last layer's all-reduce must wait for every rank,
+        or rank 0 would call the step done before the others have written their keys and values.
+        """
+        counts = np.array(batch.num_wanted)
+        ends = counts.cumsum()
+        num_wanted = int(ends[-1])
+        query_ends = self._query_start[1 : len(counts) + 1]
+        if num_wanted:
+            self._wanted[:num_wanted] = np.arange(num_wanted) + np.repeat(query_ends - ends, counts)
+        else:
+            self._wanted[0] = query_ends[-1] - 1
+
+
+class _DirectWrites:
+    """Applies changes to tables in host memory at once. Implements `TableWrites`."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory.numpy()
+        self.num_flushes = 0
+
+    def add(self, address: int, values: Values) -> None:
+        self._memory[address : address + len(values)] = values
+
+    def add_singles(self, addresses: Sequence[int], values: Sequence[int]) -> None:
+        self._memory[addresses] = values
+
+    def flush(self) -> None:
+        pass
+
+    def capture(self) -> None:
+        pass
+
+
+class _PassedEvent:
+    """An event of a device whose work is done when it has been launched."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass

@@ -1,0 +1,130 @@
+"""Steps on a GPU, which works through its stream while the CPU is elsewhere.
+
+    graph of a shape     inputs ─> model ─> logits ─> draws by temperature, top-k, top-p, min-p ─> rows, page of tokens
+    behind it            rows with penalties, biases, masks or shut stop tokens are drawn again from the same logits
+
+Nothing here waits for the device. Tables, inputs and logits stay at their addresses, so that graphs find them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels.sampling import sample, sample_rows
+from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, replace_tokens, store_tokens
+
+from ...layers.rows import RankRows
+from ..inputs import Batch
+from ..outputs import Event
+from ..shapes import Shapes, StepShape
+from ..tables import TableWrites
+from . import DeviceStep, Graph, StepParts
+from .cuda_stream import Stream
+from .staged_writes import StagedWrites
+
+
+class CudaBackend:
+    """Implements `Backend` over a stream."""
+
+    def __init__(self, stream: Stream, shapes: Shapes, logits_dtype: torch.dtype) -> None:
+        self.device = stream.device
+        self.shapes = shapes
+        self._stream = stream
+        self._logits_dtype = logits_dtype
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        return self._stream.current()
+
+    def zeros(self, num_values: int) -> Tensor:
+        return torch.zeros(num_values, dtype=torch.int32, device=self.device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._stream.pinned(shape, dtype)
+
+    def event(self) -> Event:
+        return self._stream.event()
+
+    def table_writes(self, memory: Tensor) -> TableWrites:
+        return StagedWrites(memory, self._stream)
+
+    def make_step(self, parts: StepParts) -> DeviceStep:
+        return CudaStep(parts, self._stream, self._logits_dtype)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class CudaStep:
+    """Implements `DeviceStep`. The last token of every sequence is wanted, and a token is drawn behind it."""
+
+    def __init__(self, parts: StepParts, stream: Stream, logits_dtype: torch.dtype) -> None:
+        self._parts = parts
+        self._stream = stream
+        shape = (parts.limits.max_num_seqs, parts.vocab_size)
+        self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)  # one line a sequence of the step
+
+    def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
+        parts, tables = self._parts, self._parts.tables
+        buffers, batch = self._buffers(shape), tables.batch(shape.num_seqs)
+        fill = decode_inputs if shape.is_decode else chunk_inputs
+        fill(tables.step, batch, buffers)
+        inputs = parts.inputs.of(shape)
+        hidden = parts.model.forward(inputs.token_ids, inputs.attention, parts.kv, inputs.wanted, ranks)
+        last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]
+        logits = self.logits[: shape.num_seqs]
+        parts.model.logits(last, out=logits)
+        drawn = sample_rows(logits, tables.sampling.tensor, batch.rows, buffers.seq_lens)
+        store_tokens(drawn, tables.step, batch, buffers, parts.outputs.mailbox)
+        return hidden
+
+    def capture(self, shape: StepShape) -> Graph | None:
+        replay = self._stream.capture(functools.partial(self.run, shape))
+
+        def graph() -> None:
+            replay()
+
+        return graph
+
+    def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
+        """Draw those rows again whose logits are edited before: their tokens replace those that `run` stored."""
+        chunks = self._parts.processors.edited(batch)
+        if not chunks:
+            return
+        index, tables = self.indices(chunks), self._parts.tables
+        asked = self._parts.processors.of_chunks(batch, chunks)
+        drawn = sample(self.logits[index], asked)
+        mailbox = self._parts.outputs.mailbox
+        replace_tokens(drawn, index, tables.step, tables.batch(shape.num_seqs), self._buffers(shape), mailbox)
+
+    def logits_of(self, chunks: list[int]) -> Tensor:
+        return self.logits[self.indices(chunks)]
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        return self._parts.model.logits(hidden)
+
+    def indices(self, numbers: list[int]) -> Tensor:
+        pinned = self._stream.pinned((len(numbers),), torch.int64)
+        pinned.copy_(torch.tensor(numbers))
+        return pinned.to(self._stream.device, non_blocking=True)
+
+    def to_host(self, column: Tensor) -> Tensor:
+        pinned = self._stream.pinned(column.shape, column.dtype)
+        return pinned.copy_(column, non_blocking=True)
+
+    def _buffers(self, shape: StepShape) -> StepBuffers:
+        """Return the inputs of a step of this shape as its kernels fill them."""
+        inputs, seqs, tokens = self._parts.inputs, shape.num_seqs, shape.num_tokens
+        return StepBuffers(
+            token_ids=inputs.token_ids[:tokens],
+            positions=inputs.positions[:tokens],
+            slots=inputs.slots[:tokens],
+            seq_lens=inputs.seq_lens[:seqs],
+            table_rows=inputs.table_rows[:seqs],
+            last_tokens=inputs.wanted[:seqs],
+        )

@@ -1,0 +1,198 @@
+"""Sampled tokens and log probabilities on their way to the scheduler.
+
+    a step ──writes──> page of the ring, in host memory        an event behind the step says when it can be read
+
+The backend writes a step's tokens to a page of pinned memory as well as to their rows, so that nothing is copied. Pages
+are used in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.kernels.logprobs import token_logprobs
+from baton.kernels.step import Mailbox
+
+from ..core.messages import TokenLogprobs
+from ..core.step import ChunkResult, StepResult
+
+# Float32 logits are computed in pieces: those of a long prompt over a large vocabulary would take gigabytes at once.
+_PIECE_BYTES = 32 << 20
+_PIECE_ROWS = 16  # a piece is a multiple: every one begins on a cache line, as kernels like it
+_NO_TOKEN = ChunkResult(None)
+
+
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def record(self) -> None:
+        """Move it behind everything that was launched so far."""
+        ...
+
+    def query(self) -> bool:
+        """Return True if the device is past it, or if it was never recorded."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device is past it."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogprobColumns:
+    """Log probabilities at R positions, as tensors."""
+
+    token_ids: Tensor  # [R] int64
+    logprobs: Tensor  # [R] float32
+    ranks: Tensor  # [R] int64
+    top_ids: Tensor  # [R, k] int64
+    top_logprobs: Tensor  # [R, k] float32
+
+    @classmethod
+    def of(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobColumns:
+        """Compute those of `token_ids` `[R]` int64 and of the `num_top` likeliest tokens, from `logits` `[R, V]`."""
+        return cls(token_ids, *token_logprobs(logits, token_ids, num_top))
+
+    @classmethod
+    def in_pieces(
+        cls,
+        hidden: Tensor,
+        token_ids: Tensor,
+        num_top: int,
+        to_logits: Callable[[Tensor], Tensor],
+        vocab_size: int,
+    ) -> LogprobColumns:
+        """As `of`, from hidden states `[R, hidden_size]`, without holding the logits of all of them at once."""
+        rows = max(1, _PIECE_BYTES // (4 * vocab_size * _PIECE_ROWS)) * _PIECE_ROWS
+        pieces = [
+            cls.of(to_logits(piece), targets, num_top)
+            for piece, targets in zip(hidden.split(rows), token_ids.split(rows), strict=True)
+        ]
+        return cls(*(torch.cat(columns) for columns in zip(*(piece.columns() for piece in pieces), strict=True)))
+
+    def columns(self) -> tuple[Tensor, ...]:
+        return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LogprobColumns:
+        """Return the columns with `change` applied to each, such as a copy to another device."""
+        return LogprobColumns(*(change(column) for column in self.columns()))
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Return one entry a position: its token, then the likeliest ones. Reads the columns on the CPU."""
+        return [
+            TokenLogprobs([token, *tops], [logprob, *top_values], rank)
+            for token, logprob, rank, tops, top_values in zip(
+                *(column.tolist() for column in self.columns()), strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """The log probabilities that requests of one step asked for, in host memory; the step fills them."""
+
+    sampled: LogprobColumns | None  # one position for each of `counts`
+    counts: dict[int, int]  # index of the chunk -> alternatives asked for
+    prompts: dict[int, LogprobColumns]  # by index of the chunk
+
+
+NO_LOGPROBS = StepLogprobs(None, {}, {})
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """The result of a plan that ran nothing."""
+
+    finished: StepResult
+
+    def result(self) -> StepResult:
+        return self.finished
+
+
+class PendingStep:
+    """A step that the device works on. Implements `engine.core.step.PendingStep`."""
+
+    def __init__(self, step: int, page: _Page, samples: Sequence[bool], logprobs: StepLogprobs) -> None:
+        self._step = step
+        self._page = page
+        self._samples = samples
+        self._logprobs = logprobs
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Wait for this step and no later one; its KV is in its blocks then. Raises what the device raised."""
+        if self._result is None:
+            self._page.filled.synchronize()
+            self._result = StepResult(self._step, self._read())
+            self._page.reader = None
+        return self._result
+
+    def _read(self) -> list[ChunkResult]:
+        tokens = self._page.tokens[: len(self._samples)].tolist()
+        if self._logprobs is NO_LOGPROBS:
+            if all(self._samples):
+                return [ChunkResult(token) for token in tokens]
+            return [
+                ChunkResult(token) if samples else _NO_TOKEN
+                for token, samples in zip(tokens, self._samples, strict=True)
+            ]
+        sampled = self._sampled_logprobs()
+        prompts = {index: columns.entries() for index, columns in self._logprobs.prompts.items()}
+        return [
+            ChunkResult(token if samples else None, sampled.get(index), prompts.get(index))
+            for index, (token, samples) in enumerate(zip(tokens, self._samples, strict=True))
+        ]
+
+    def _sampled_logprobs(self) -> dict[int, TokenLogprobs]:
+        """Return those of sampled tokens by chunk. One kernel gave all as many alternatives as any chunk asked for."""
+        if self._logprobs.sampled is None:
+            return {}
+        return {
+            index: TokenLogprobs(entry.token_ids[: count + 1], entry.logprobs[: count + 1], entry.rank)
+            for (index, count), entry in zip(
+                self._logprobs.counts.items(), self._logprobs.sampled.entries(), strict=True
+            )
+        }
+
+
+class OutputRing:
+    """Pages of tokens. Before a page is used again, a step that has not been read yet is waited for and read."""
+
+    NUM_PAGES = 4  # twice the steps in flight
+
+    def __init__(self, pages: Tensor, device: torch.device, make_event: Callable[[], Event]) -> None:
+        """`pages` `[NUM_PAGES, max_num_seqs]` int32 is host memory that the device writes to."""
+        self.mailbox = Mailbox(pages, torch.zeros(1, dtype=torch.int32, device=device))
+        self._pages = [_Page(page, make_event()) for page in pages]
+        self._turn = 0
+
+    @property
+    def tokens(self) -> Tensor:
+        """The page of the step that is being launched, `[max_num_seqs]` int32."""
+        return self._pages[self._turn].tokens
+
+    def make_room(self) -> None:
+        """Free the next page. Called before a step that stores tokens is launched."""
+        reader = self._pages[self._turn].reader
+        if reader is not None:
+            reader.result()
+
+    def send(self, step: int, samples: Sequence[bool], logprobs: StepLogprobs) -> PendingStep:
+        """Return the step that was launched since `make_room`; nothing is added to it any more."""
+        page = self._pages[self._turn]
+        page.filled.record()
+        page.reader = PendingStep(step, page, samples, logprobs)
+        self._turn = (self._turn + 1) % self.NUM_PAGES
+        return page.reader
+
+
+class _Page:
+    def __init__(self, tokens: Tensor, filled: Event) -> None:
+        self.tokens = tokens
+        self.filled = filled
+        self.reader: PendingStep | None = None

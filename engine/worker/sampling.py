@@ -1,0 +1,124 @@
+"""Logits processors and log probabilities: what rows ask for beyond temperature, top-k, top-p and min-p."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.kernels.sampling import SamplingBatch, SamplingRows
+
+from ..core.step import RowStart, TokenMask
+from .inputs import Batch
+from .outputs import NO_LOGPROBS, LogprobColumns, StepLogprobs
+from .shapes import StepLimits
+from .tables import RowTables
+
+
+class Draws(Protocol):
+    """The logits of the current step, and where they are."""
+
+    def logits_of(self, chunks: list[int]) -> Tensor:
+        """Return the logits `[len(chunks), vocab_size]` of the last token of chunks that sample, given by index."""
+        ...
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, `[R, hidden_size] -> [R, vocab_size]`."""
+        ...
+
+    def indices(self, numbers: list[int]) -> Tensor:
+        """Return the numbers as int64 on the device, without waiting for it."""
+        ...
+
+    def to_host(self, column: Tensor) -> Tensor:
+        """Return a copy in host memory that may be read when the step has finished."""
+        ...
+
+
+class LogitsProcessors:
+    """Remembers by row what requests ask for. Steps in which no row asks for anything pay nothing."""
+
+    def __init__(self, tables: RowTables, limits: StepLimits, vocab_size: int) -> None:
+        self._tokens = tables.tokens.tensor
+        self._vocab_size = vocab_size
+        self._sampling = SamplingRows(limits.max_num_seqs, vocab_size, self._tokens)
+        self._num_logprobs: dict[int, int] = {}  # row -> alternatives beside each sampled token
+        self._num_prompt_logprobs: dict[int, int] = {}
+        self._prompt_lens: dict[int, int] = {}  # of the rows with prompt logprobs
+
+    def start(self, start: RowStart) -> None:
+        """A request takes a row."""
+        row, params = start.row, start.sampling
+        self._sampling.start(
+            row, params, seed=start.seed, prompt_len=len(start.prompt_token_ids), stop_token_ids=start.stop_token_ids
+        )
+        if params.logprobs is not None:
+            self._num_logprobs[row] = params.logprobs
+        if params.prompt_logprobs is not None:
+            self._num_prompt_logprobs[row] = params.prompt_logprobs
+            self._prompt_lens[row] = len(start.prompt_token_ids)
+
+    def free(self, row: int) -> None:
+        """The request of a row is over."""
+        self._sampling.free(row)
+        for asked in (self._num_logprobs, self._num_prompt_logprobs, self._prompt_lens):
+            asked.pop(row, None)
+
+    def mask(self, masks: Sequence[TokenMask]) -> None:
+        """Set the tokens that rows with a grammar may draw in the next step: `[ceil(vocab_size / 32)]` int32 each."""
+        self._sampling.mask(
+            {mask.row: torch.from_numpy(np.frombuffer(mask.words, "<i4").astype(np.int32)) for mask in masks}
+        )
+
+    def edited(self, batch: Batch) -> list[int]:
+        """Return the indices of chunks that sample and whose logits are edited before: by penalties, biases, masks."""
+        return [i for i in self._sampling.edited(batch.rows, batch.ends) if batch.samples[i]]
+
+    def of_chunks(self, batch: Batch, chunks: list[int]) -> SamplingBatch:
+        """Return all that the draws of these chunks, given by index, depend on beside the logits."""
+        if len(chunks) == len(batch.rows):
+            return self._sampling.batch(batch.rows, batch.ends)
+        return self._sampling.batch([batch.rows[i] for i in chunks], [batch.ends[i] for i in chunks])
+
+    def logprobs(self, batch: Batch, draws: Draws, hidden: Tensor | None) -> StepLogprobs:
+        """Compute the log probabilities that this step's requests ask for, of sampled tokens and of prompts.
+
+        Hidden states are those of the wanted tokens, in order; None where no prompt is scored.
+        """
+        if not self._num_logprobs and not batch.scored:
+            return NO_LOGPROBS
+        counts = {i: self._num_logprobs[batch.rows[i]] for i in batch.drawing if batch.rows[i] in self._num_logprobs}
+        if not counts and not batch.scored:
+            return NO_LOGPROBS
+        prompts = self._of_prompts(batch, draws, hidden) if batch.scored and hidden is not None else {}
+        sampled = self._of_sampled(batch, draws, counts) if counts else None
+        return StepLogprobs(sampled, counts, prompts)
+
+    def _of_sampled(self, batch: Batch, draws: Draws, counts: dict[int, int]) -> LogprobColumns:
+        chunks = list(counts)
+        rows, positions = [batch.rows[i] for i in chunks], [batch.ends[i] for i in chunks]
+        tokens = self._tokens[draws.indices(rows), draws.indices(positions)].long()
+        return LogprobColumns.of(draws.logits_of(chunks), tokens, max(counts.values())).map(draws.to_host)
+
+    def _of_prompts(self, batch: Batch, draws: Draws, hidden: Tensor) -> dict[int, LogprobColumns]:
+        """Compute by chunk those of the prompt tokens that follow each of its tokens."""
+        found = {}
+        all_hidden = len(hidden) == batch.size.num_tokens
+        first = 0
+        for i, (row, start, length) in enumerate(zip(batch.rows, batch.starts, batch.lens, strict=True)):
+            if i in batch.scored:
+                last = min(start + length, self._prompt_lens[row] - 1)
+                targets = self._tokens[row, start + 1 : last + 1].long()
+                columns = LogprobColumns.in_pieces(
+                    hidden[first : first + len(targets)],
+                    targets,
+                    self._num_prompt_logprobs[row],
+                    draws.to_logits,
+                    self._vocab_size,
+                )
+                found[i] = columns.map(draws.to_host)
+            first += length if all_hidden else batch.num_wanted[i]
+        return found

@@ -1,0 +1,200 @@
+"""Sizes of steps: which of them are captured, and which captured size serves a step.
+
+A captured step has a fixed number of sequences and tokens. A smaller step is padded to the next size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.kernels.attention import SHORT_CONTEXTS
+
+from ..core.step import StepSize
+
+# Numbers of decodes at which torch's matrix products take longer than at the next larger size.
+_SLOW_DECODES = frozenset({192, 224, 240})
+# Between 128 and 256 tokens, the size that suits matrix products best.
+_CHUNK_TOKENS = (16, 32, 64, 128, 208, 256, 384, 512, 768, 1024, 1536, 2048)
+_CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is the most frequent mix of a lightly loaded engine
+_CPU_CHUNK_TOKENS = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Bounds of every step of a runner."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The size of a step, and bounds of its sequences."""
+
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int  # the first so many sequences have one token each and are served by the decode kernels
+    max_query_len: int
+    max_seq_len: int
+    num_kv_tokens: int | None = None  # of all sequences behind the decodes; None: a captured step serves any number
+    num_wanted: int | None = None  # tokens that go through all of the last layer; None: all of them
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_decodes == self.num_tokens
+
+
+class Shapes(Protocol):
+    """The captured sizes of one kind of device."""
+
+    @property
+    def padding(self) -> StepShape:
+        """One padding sequence of one padding token: the step of a rank that has nothing to do."""
+        ...
+
+    def in_capture_order(self) -> Iterator[StepShape]:
+        """Yield every captured size once."""
+        ...
+
+    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+        """Return the smallest size that serves steps of all these sizes; None if none does.
+
+        `alone`: the length of this rank's sequence if it has only one, else 0.
+        """
+        ...
+
+    def num_wanted(self, size: StepSize) -> int:
+        """Return how many tokens go through all of the last layer in a step of this size that is not captured."""
+        ...
+
+
+class CudaShapes:
+    """Decodes of one token each, and mixes of chunks of any length.
+
+    In a captured mix the chunk kernels serve every sequence, single tokens included: the number of decodes is not part
+    of its size. The last token of every sequence is wanted, whether or not the sequence samples.
+    """
+
+    def __init__(self, limits: StepLimits, *, max_tokens: int) -> None:
+        """Mixes are captured up to `max_tokens` tokens a step."""
+        self._max_model_len = limits.max_model_len
+        self._decodes = decode_sizes(limits.max_num_seqs)
+        self._contexts = [context for context in SHORT_CONTEXTS if context < limits.max_model_len]
+        largest = min(max_tokens, limits.max_num_batched_tokens)
+        self._tokens = [size for size in _CHUNK_TOKENS if size < largest] + [largest] * (largest > 0)
+        self._seqs = [size for size in _CHUNK_SEQS if size < limits.max_num_seqs] + [limits.max_num_seqs]
+
+    @property
+    def padding(self) -> StepShape:
+        return self._decode(1)
+
+    def in_capture_order(self) -> Iterator[StepShape]:
+        """Yield mixes, then decodes, the largest first: all share one pool of memory."""
+        mixes = {(min(seqs, tokens), tokens) for tokens in self._tokens for seqs in self._seqs}
+        for seqs, tokens in sorted(mixes, key=lambda size: (size[1], size[0]), reverse=True):
+            yield self._mix(seqs, tokens)
+        for size in reversed(self._decodes):
+            yield self._decode(size)
+        for context in self._contexts:
+            yield self._one_decode(context)
+
+    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+        if any(size.all_hidden for size in sizes):
+            return None
+        num_seqs, num_tokens = max(size.num_seqs for size in sizes), max(size.num_tokens for size in sizes)
+        if all(size.num_seqs == size.num_tokens for size in sizes):
+            return self.decode(num_seqs, alone)
+        return self.chunks(num_seqs, num_tokens)
+
+    def num_wanted(self, size: StepSize) -> int:
+        return size.num_tokens if size.all_hidden else size.num_seqs
+
+    def decode(self, num_seqs: int, alone: int) -> StepShape | None:
+        """Return the size for one token of each of `num_seqs` sequences. `alone`: see `fitting`."""
+        size = at_least(self._decodes, num_seqs)
+        if size is None:
+            return None
+        context = at_least(self._contexts, alone) if size == 1 else None
+        return self._decode(size) if context is None else self._one_decode(context)
+
+    def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
+        """Return the size for any chunks; None if nothing so large is captured."""
+        tokens, seqs = at_least(self._tokens, num_tokens), at_least(self._seqs, num_seqs)
+        return None if tokens is None or seqs is None else self._mix(min(seqs, tokens), tokens)
+
+    def _one_decode(self, context: int) -> StepShape:
+        """Return the size for one short sequence. It is frequent, and has an attention kernel of its own."""
+        return StepShape(1, 1, 1, 1, context)
+
+    def _decode(self, num_seqs: int) -> StepShape:
+        return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
+
+    def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
+        longest = min(num_tokens, self._max_model_len)
+        return StepShape(num_seqs, num_tokens, 0, longest, self._max_model_len, num_wanted=num_seqs)
+
+
+class CpuShapes:
+    """Decodes of one token each, and mixes of chunks of up to 512 tokens.
+
+    With more tokens the native calls take so long that the Python between them does not matter. Only tokens that are
+    sampled from or scored are wanted.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._max_num_seqs = limits.max_num_seqs
+        self._max_model_len = limits.max_model_len
+        self._decodes = decode_sizes(limits.max_num_seqs)
+        largest = min(limits.max_num_batched_tokens, _CPU_CHUNK_TOKENS[-1])
+        self._tokens = [size for size in _CPU_CHUNK_TOKENS if size < largest] + [largest] * (largest > 1)
+
+    @property
+    def padding(self) -> StepShape:
+        return self._decode(1)
+
+    def in_capture_order(self) -> Iterator[StepShape]:
+        """Yield decodes, then mixes, the smallest first: a model may be recordable up to some size only."""
+        yield from map(self._decode, self._decodes)
+        yield from map(self._mix, self._tokens)
+
+    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+        if len(sizes) > 1:
+            return None  # ranks that wait for each other within a step capture nothing
+        (size,) = sizes
+        if size.num_wanted == size.num_tokens:
+            decodes = at_least(self._decodes, size.num_seqs) if size.num_seqs == size.num_tokens else None
+            return None if decodes is None else self._decode(decodes)
+        tokens = at_least(self._tokens, size.num_tokens)
+        shape = None if tokens is None else self._mix(tokens)
+        return shape if shape is not None and size.num_wanted <= (shape.num_wanted or 0) else None
+
+    def num_wanted(self, size: StepSize) -> int:
+        return size.num_wanted
+
+    def _decode(self, num_seqs: int) -> StepShape:
+        return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
+
+    def _mix(self, num_tokens: int) -> StepShape:
+        # Fewer wanted tokens than tokens: a recorded call tells the two by their number.
+        num_wanted = min(self._max_num_seqs, num_tokens - 1)
+        return StepShape(self._max_num_seqs, num_tokens, 0, num_tokens, self._max_model_len, num_wanted=num_wanted)
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Return the numbers of decodes that are captured, ascending to `max_num_seqs`: by 8, then by 16, then by 32."""
+    sizes, size = [], 1
+    while size < max_num_seqs:
+        if size not in _SLOW_DECODES:
+            sizes.append(size)
+        size += size if size < 8 else 8 if size < 64 else 16 if size < 256 else 32
+    return [*sizes, max_num_seqs]
+
+
+def at_least(sizes: Sequence[int], wanted: int) -> int | None:
+    """Return the smallest of the ascending `sizes` that is at least `wanted`; None if none is."""
+    index = bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None

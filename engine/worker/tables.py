@@ -1,0 +1,132 @@
+"""State of the rows of a runner, on its device, and how the plan's changes get there.
+
+    memory [N] int32    tokens | blocks | sampling | rows | starts | samples | query_start
+                        one line a running request     | the batch of the step
+
+All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
+changes is the backend's `TableWrites`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.kernels.sampling import ROW_WORDS, encode_row
+from baton.kernels.step import StepBatch, StepTables
+
+from ..core.layout import BLOCK_SIZE
+from ..core.step import Chunk, RowStart
+from .shapes import StepLimits
+
+_ALIGNMENT = 64  # elements: every table begins on a cache line, as kernels like it
+Values = Sequence[int] | NDArray[np.int32]
+
+
+class TableWrites(Protocol):
+    """Changes to the tables on their way to the device. Those of one step do not overlap."""
+
+    num_flushes: int  # launches so far
+
+    def add(self, address: int, values: Values) -> None:
+        """Write `values` to `address` and the elements after it."""
+        ...
+
+    def add_singles(self, addresses: Sequence[int], values: Sequence[int]) -> None:
+        """Write one value to each address."""
+        ...
+
+    def flush(self) -> None:
+        """Apply what was added, before the work that is launched next."""
+        ...
+
+    def capture(self) -> None:
+        """Record what `flush` launches. Called before the first step that anyone waits for."""
+        ...
+
+
+class Table:
+    """Lines of int32 in the memory of all tables."""
+
+    def __init__(self, memory: Tensor, address: int, num_lines: int, width: int) -> None:
+        self.tensor = memory[address : address + num_lines * width].view(num_lines, width)
+        self._address = address
+        self._width = width
+
+    def address(self, line: int, column: int = 0) -> int:
+        return self._address + line * self._width + column
+
+
+class RowTables:
+    """What a request keeps on the device from its first step to its last, and the batch of the current step.
+
+    The first entries of `tokens[row]` are the prompt, then outputs; a step writes what it samples there at once, and
+    the next step may read it. Tokens 16 i ... 16 i + 15 lie in block `blocks[row, i]`. Entries behind those that the
+    plans name are leftovers that nothing reads.
+    """
+
+    def __init__(self, memory: Tensor, writes: TableWrites, limits: StepLimits) -> None:
+        """`memory` has `num_values(limits)` zeros; `writes` applies changes to it."""
+        self.memory = memory
+        self._writes = writes
+        addresses = np.cumsum([0, *_table_sizes(limits)]).tolist()
+        shapes = _table_shapes(limits)
+        tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
+        self.tokens, self.blocks, self.sampling, self.rows, self.starts, self.samples, self.query_start = tables
+        self.rows.tensor.fill_(-1)
+        self.step = StepTables(self.tokens.tensor, self.blocks.tensor, BLOCK_SIZE)
+        self._num_blocks = [0] * limits.max_num_seqs  # in the block table of each row
+
+    @staticmethod
+    def num_values(limits: StepLimits) -> int:
+        """Return how many int32 the tables take."""
+        return sum(_table_sizes(limits))
+
+    def batch(self, num_seqs: int) -> StepBatch:
+        """Return the first `num_seqs` entries of the step's batch."""
+        return StepBatch(
+            rows=self.rows.tensor[0, :num_seqs],
+            starts=self.starts.tensor[0, :num_seqs],
+            query_start=self.query_start.tensor[0, : num_seqs + 1],
+            samples=self.samples.tensor[0, :num_seqs],
+        )
+
+    def start(self, start: RowStart) -> None:
+        """Write what a request brings into its row."""
+        row, prompt_len, add = start.row, len(start.prompt_token_ids), self._writes.add
+        add(self.tokens.address(row), start.prompt_token_ids)
+        add(self.tokens.address(row, prompt_len), start.output_token_ids)
+        add(self.blocks.address(row), start.block_ids)
+        add(self.sampling.address(row), encode_row(start.sampling, seed=start.seed, prompt_len=prompt_len))
+        self._num_blocks[row] = len(start.block_ids)
+
+    def append_blocks(self, chunks: Sequence[Chunk]) -> None:
+        """Append the new blocks of each chunk to its row's block table. Most rows grow by one: those go together."""
+        addresses, blocks = [], []
+        for chunk in chunks:
+            if not chunk.new_block_ids:
+                continue
+            first = self._num_blocks[chunk.row]
+            self._num_blocks[chunk.row] = first + len(chunk.new_block_ids)
+            address = self.blocks.address(chunk.row, first)
+            if len(chunk.new_block_ids) == 1:
+                addresses.append(address)
+                blocks.append(chunk.new_block_ids[0])
+            else:
+                self._writes.add(address, chunk.new_block_ids)
+        if addresses:
+            self._writes.add_singles(addresses, blocks)
+
+
+def _table_shapes(limits: StepLimits) -> list[tuple[int, int]]:
+    seqs = limits.max_num_seqs
+    max_blocks = -(-limits.max_model_len // BLOCK_SIZE)
+    return [(seqs, limits.max_model_len), (seqs, max_blocks), (seqs, ROW_WORDS), *[(1, seqs)] * 3, (1, seqs + 1)]
+
+
+def _table_sizes(limits: StepLimits) -> list[int]:
+    return [-(-lines * width // _ALIGNMENT) * _ALIGNMENT for lines, width in _table_shapes(limits)]
