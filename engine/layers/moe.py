@@ -92,7 +92,7 @@ class SpreadExperts:
         self._table = ExpertMap.empty(placement.num_experts, placement.most_replicas, device)
         self._table.write(placement.replicas())
 
-    def rehearse(self, dtype: torch.dtype) -> None:
+    def warm_up(self, dtype: torch.dtype) -> None:
         """Sends a token without experts the eager way, and back: captured steps may go another. All ranks call it."""
         device, shape = self.table.places.device, (1, self._top_k)
         token = RoutedTokens(

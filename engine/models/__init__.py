@@ -59,10 +59,10 @@ def load_model(
     return model
 
 
-def sketch_model(config: ModelConfig, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE) -> CausalLM:
-    """A model that launches the kernels of that of `config` and means nothing: few layers, and weights never filled.
+def stub_model(config: ModelConfig, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE) -> CausalLM:
+    """Return a model that launches the same kernels as that of `config`: one layer of each kind, weights never filled.
 
-    It takes no more memory than a few layers do, the embedding and the head. `groups`: one of some `sketches()`.
+    It takes the memory of a few layers, the embedding and the head. `groups`: one of `ParallelGroups.stubs()`.
     """
     from baton.engine.weights.loader import allocate_unfilled
 

@@ -54,12 +54,12 @@ class Group(abc.ABC):
     def wait_closed(self, timeout_s: float) -> None:  # noqa: B027 (most groups end at once)
         """Behind `close`: until nothing of it is left, which captured steps hold up. Warns where it takes longer."""
 
-    def rehearse(self, dtype: torch.dtype) -> None:  # noqa: B027 (most groups launch no kernels of ours)
-        """Before ready: whatever collectives of that type will launch, whatever their size, is compiled."""
+    def warm_up(self, dtype: torch.dtype) -> None:  # noqa: B027 (most groups launch no kernels of ours)
+        """Launch every kernel that collectives of this dtype may use, whatever their size. Called before ready."""
 
-    def sketch(self, rank: int) -> Group:
-        """Return a stub of this group for its `rank`, which waits for no rank: results have shapes and no meaning."""
-        return _Sketched(rank, self.size)
+    def stub(self, rank: int) -> Group:
+        """Return a group that looks like this one to its `rank` and waits for nobody: of results, only shapes are right."""
+        return _StubGroup(rank, self.size)
 
 
 class _Alone(Group):
@@ -89,8 +89,8 @@ class _Alone(Group):
 ALONE: Group = _Alone()
 
 
-class _Sketched(Group):
-    """A rank by itself: results have their shapes and mean nothing."""
+class _StubGroup(Group):
+    """A group without other processes: results have the right shapes and mean nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -114,9 +114,9 @@ class _Sketched(Group):
         pass
 
 
-def _sketched(group: Group, rank: int | None = None) -> Group:
-    """`group` as seen by its `rank`; None: by the caller's."""
-    return group if group.size == 1 else group.sketch(group.rank if rank is None else rank)
+def _stub(group: Group, rank: int | None = None) -> Group:
+    """Return the stub of `group` as its `rank` sees it; None: as the caller's rank does."""
+    return group if group.size == 1 else group.stub(group.rank if rank is None else rank)
 
 
 @dataclass(frozen=True)
@@ -145,18 +145,18 @@ class ParallelGroups:
         """All ranks that this one ever waits for."""
         return self.ep if self.ep.size > 1 else self.tp
 
-    def sketches(self) -> list[ParallelGroups]:
-        """Groups that look alike and wait for nobody, for steps of which only the kernels are of interest.
+    def stubs(self) -> list[ParallelGroups]:
+        """Return groups that wait for nobody, for profile runs in which only the launched kernels matter.
 
-        One for each kind of rank: the first adds to what it is given, where the others do not.
+        There is one for each kind of rank: the first adds to the residual stream, the others do not.
         """
-        dp, ep = _sketched(self.dp), _sketched(self.ep)
-        return [ParallelGroups(_sketched(self.tp, rank), dp, ep, self.spread) for rank in sorted({0, self.tp.size - 1})]
+        dp, ep = _stub(self.dp), _stub(self.ep)
+        return [ParallelGroups(_stub(self.tp, rank), dp, ep, self.spread) for rank in sorted({0, self.tp.size - 1})]
 
-    def rehearse(self, dtype: torch.dtype) -> None:
-        """See `Group.rehearse`. All members call it."""
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """See `Group.warm_up`. All members call it."""
         for group in self._each():
-            group.rehearse(dtype)
+            group.warm_up(dtype)
 
     def close(self) -> None:
         for group in self._each():

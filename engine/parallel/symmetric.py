@@ -46,13 +46,13 @@ class SymmetricGroup(Group):
     def agree(self, values: Sequence[int]) -> list[int]:
         return self._group.agree(values)
 
-    def rehearse(self, dtype: torch.dtype) -> None:
+    def warm_up(self, dtype: torch.dtype) -> None:
         p2p.warm_up(self.memory, dtype)
 
-    def sketch(self, rank: int) -> Group:
+    def stub(self, rank: int) -> Group:
         """Kernels over the memory of peers are launched all the same, and so recorded with those of the layers."""
         memory = PeerMemory.without_peers(rank, self.size, self.memory.ended.device)
-        return SymmetricGroup(self._group.sketch(rank), memory)
+        return SymmetricGroup(self._group.stub(rank), memory)
 
     def close(self) -> None:
         self.memory.end()

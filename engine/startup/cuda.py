@@ -20,7 +20,7 @@ from ..core.engine import EngineCoreConfig
 from ..core.layout import KVLayout
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
-from ..models import load_model, sketch_model
+from ..models import load_model, stub_model
 from ..parallel import ParallelGroups
 from ..weights import loading_bar
 from ..worker.backends import Model
@@ -58,8 +58,8 @@ class CudaStartup:
         if self._compiler is not None:
             with self._phases("recording"):
                 with recording(self._compiler.submit):
-                    for groups in self._groups.sketches():
-                        model = sketch_model(model_config, device=self._stream.device, groups=groups)
+                    for groups in self._groups.stubs():
+                        model = stub_model(model_config, device=self._stream.device, groups=groups)
                         self._profile(model, groups, model_config, layout)
                         del model
                 torch.cuda.empty_cache()

@@ -123,9 +123,9 @@ class ProfileRun:
 @torch.inference_mode()
 def warm_up_collectives(model: Layer, groups: ParallelGroups, dtype: torch.dtype) -> None:
     """Launch every kernel of the collectives that a step of any size may use. All ranks call it at the same time."""
-    groups.rehearse(dtype)
+    groups.warm_up(dtype)
     for spread in spread_experts(model):
-        spread.rehearse(dtype)
+        spread.warm_up(dtype)
 
 
 def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShape]:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from random_lives import live, same
+from torch import Tensor
 
 from baton.engine import LLM, SamplingParams
+from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.layout import KVLayout
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
+from baton.engine.layers.rows import rows_at
+from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends import CapturedSteps, cpu
+from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, StepLimits
+from baton.kernels import native
+from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention
+from baton.kernels.embedding import embedding
 from baton.kernels.linear import pack
 from baton.kernels.native.cpu_graph import CpuGraph
+from baton.kernels.rms_norm import rms_norm
+from baton.kernels.rope_kv import rope_and_cache
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 200 + 3 for j in range(4 + 9 * i)]} for i in range(6)]
 PARAMS = [
@@ -123,3 +137,70 @@ def test_a_model_that_needs_torch_goes_on_without_graphs(
     llm = make_llm(dtype="float32")
     assert all(tokens for tokens, _ in answers(llm))
     assert not served
+
+
+# ------------------------------------------------------------------------------------ on any machine
+
+LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
+HEADS, DIM, VOCAB_SIZE = 2, 32, 256
+LAYOUT = KVLayout(model="native", num_layers=1, num_kv_heads=HEADS, head_dim=DIM, dtype="float32")
+
+
+class NativeModel:
+    """One layer of attention between an embedding and a norm: native calls alone, which every machine can record."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self._qkv = torch.randn(VOCAB_SIZE, 3 * HEADS * DIM, generator=generator)  # of each token
+        self._head = torch.randn(HEADS * DIM, VOCAB_SIZE, generator=generator)
+        angles = torch.outer(torch.arange(LIMITS.max_model_len), 0.1 ** torch.arange(DIM // 2))
+        self._cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+        self._gain = torch.ones(HEADS * DIM)
+        self._rule = AttentionRule(DIM**-0.5)
+
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor, wanted: Tensor | None, ranks: object = None
+    ) -> Tensor:
+        q, k, v = embedding(token_ids, self._qkv).unflatten(1, (-1, DIM)).split([HEADS] * 3, dim=1)
+        q = rope_and_cache(q, k, v, self._cos_sin, kv, 0, batch)
+        out = paged_attention(q, kv, 0, batch, self._rule).flatten(1)
+        normed = rms_norm(out if wanted is None else rows_at(out, wanted), self._gain, 1e-6)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return hidden @ self._head
+
+    def shortened(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def native_core(num_blocks: int, *, captured: bool) -> tuple[EngineCore, ModelRunner]:
+    """An engine of the native model. Its blocks start as NaN: reading one too many shows."""
+    kv = allocate_kv(LAYOUT, num_blocks).fill_(float("nan"))
+    runner = ModelRunner(NativeModel(), kv, CpuBackend(CpuShapes(LIMITS)), LIMITS, VOCAB_SIZE)
+    if captured:
+        runner.capture()
+        assert bool(torch.isnan(kv).all()), "recording computes nothing"
+    config = EngineCoreConfig(
+        num_blocks=num_blocks,
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=LIMITS.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=[2],
+    )
+    return EngineCore(config, runner), runner
+
+
+@pytest.mark.skipif(native.function("baton_rms_norm") is None, reason="no compiler for the native kernels")
+@pytest.mark.parametrize("num_blocks", [64, 13])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_lives_with_graphs_are_those_without(seed: int, num_blocks: int) -> None:
+    (ours, runner), (theirs, plain) = (native_core(num_blocks, captured=captured) for captured in (True, False))
+    for outputs, expected in zip(live(ours, seed), live(theirs, seed), strict=True):
+        assert len(outputs) == len(expected)
+        assert all(map(same, outputs, expected)), (outputs, expected)
+    assert runner.captured.num_replays > runner.captured.num_eager, "all but scored prompts are replayed"
+    assert plain.captured.num_replays == 0
+    assert runner.captured.num_replays + runner.captured.num_eager == plain.captured.num_eager

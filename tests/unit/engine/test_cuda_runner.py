@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ import msgspec
 import pytest
 import torch
 from inline_stream import InlineStream
+from random_lives import live, random_requests, same
 
 from baton.engine import SamplingParams, StructuredOutputsParams
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.grammar import GrammarSource, GrammarStats
 from baton.engine.core.layout import KVLayout
-from baton.engine.core.messages import EngineOutput, EngineRequest, ErrorKind
+from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.rows import RankRows
-from baton.engine.models import load_model, sketch_model
+from baton.engine.models import load_model, stub_model
 from baton.engine.startup.kv_cache import allocate_kv, gpu_budget
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
@@ -91,78 +92,6 @@ def workshop(checkpoint: Path) -> Workshop:
 
 
 # ------------------------------------------------------------------------------------ random lives of engines
-
-
-def random_params(rng: random.Random) -> SamplingParams:
-    args: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.3]), "max_tokens": rng.randint(1, 60)}
-    choices: dict[str, list[Any]] = {
-        "top_k": [5, 40],
-        "top_p": [0.5, 0.95],
-        "min_p": [0.02],
-        "repetition_penalty": [1.3],
-        "presence_penalty": [1.5],
-        "frequency_penalty": [0.8],
-        "min_tokens": [min(6, args["max_tokens"])],
-        "stop_token_ids": [[7, 9], list(range(3, 60))],
-        "logit_bias": [{5: 3.0, 9: -4.0}, {2: 8.0}],
-        "allowed_token_ids": [list(range(2, 90))],
-        "bad_words_token_ids": [[[11], [12, 13]]],
-        "ignore_eos": [True],
-        "logprobs": [0, 3],
-        "prompt_logprobs": [0, 2],
-    }
-    for name, values in choices.items():
-        if rng.random() < 0.15:
-            args[name] = rng.choice(values)
-    return SamplingParams(**args)
-
-
-def random_requests(rng: random.Random, count: int) -> list[EngineRequest]:
-    prefix = [rng.randrange(3, 256) for _ in range(50)]
-    return [
-        EngineRequest(
-            request_id=str(i),
-            prompt_token_ids=prefix[: rng.choice([0, 0, 33, 48])]
-            + [rng.randrange(3, 256) for _ in range(rng.choice([1, 3, 16, 40, 90]))],
-            sampling=random_params(rng),
-            seed=rng.getrandbits(63),
-        )
-        for i in range(count)
-    ]
-
-
-def live(core: EngineCore, seed: int) -> Iterator[list[EngineOutput]]:
-    """Steps of an engine that gets random requests, and aborts of some, until it has nothing to do."""
-    rng = random.Random(seed)
-    waiting = random_requests(rng, 14)
-    started: list[str] = []
-    while waiting or core.has_work():
-        for _ in range(rng.choice([0, 0, 1, 3])):
-            if waiting:
-                request = waiting.pop()
-                started.append(request.request_id)
-                core.add(request)
-        if started and rng.random() < 0.03:
-            core.abort(rng.choice(started))
-        yield core.step()
-
-
-def same(ours: EngineOutput, theirs: EngineOutput) -> bool:
-    """Equal but for the last bits of log probabilities, and for times."""
-    plain = {"logprobs": None, "prompt_logprobs": None, "ages": None}
-    if msgspec.structs.replace(ours, **plain) != msgspec.structs.replace(theirs, **plain):
-        return False
-    pairs = [
-        *zip(ours.logprobs or (), theirs.logprobs or (), strict=True),
-        *zip((ours.prompt_logprobs or ())[1:], (theirs.prompt_logprobs or ())[1:], strict=True),
-    ]
-    return all(
-        a is not None
-        and b is not None
-        and (a.token_ids, a.rank) == (b.token_ids, b.rank)
-        and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-        for a, b in pairs
-    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -404,10 +333,10 @@ def test_a_shortened_model_runs_each_kind_of_layer_and_the_last(workshop: Worksh
     assert workshop.model.model.layers is layers
 
 
-def test_a_sketch_of_a_model_steps_like_it_with_weights_that_nobody_filled(checkpoint: Path) -> None:
+def test_a_stub_model_steps_like_the_whole_one_with_weights_that_nothing_filled(checkpoint: Path) -> None:
     workshop = Workshop(checkpoint)
     kept = workshop.model
-    workshop.model = sketch_model(workshop.config, device="cpu")
+    workshop.model = stub_model(workshop.config, device="cpu")
     indexes = [layer.self_attn.layer for layer in workshop.model.model.layers]  # type: ignore[attr-defined]
     assert indexes == [0, len(kept.model.layers) - 1]
     runner = workshop.device_runner()

@@ -29,7 +29,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
 from baton.engine.layers import linear
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.models import load_model, sketch_model
+from baton.engine.models import load_model, stub_model
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
@@ -96,7 +96,7 @@ def mm(a, b, out_dtype=None, *, out=None, mm=torch.mm):
     return product if out_dtype is None else product.to(out_dtype)
 
 torch.mm = mm  # another type for the result is there on a GPU only
-models = [load_model(config), sketch_model(config, device="cpu")]
+models = [load_model(config), stub_model(config, device="cpu")]
 torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kernels for a GPU are chosen
 kv = torch.zeros(layout.shape(1), dtype=torch.bfloat16)
 whole, stub = (

@@ -201,7 +201,7 @@ def test_a_group_that_lacks_a_method_cannot_be_constructed(missing: str) -> None
         type("Half", (Group,), methods)()
 
 
-def real_and_sketched(member: Member) -> tuple[Any, Any]:
+def real_and_stub(member: Member) -> tuple[Any, Any]:
     with groups_of(member) as groups:
         sent, received = ([1, 3], [1, 2]) if member.rank == 0 else ([2, 2], [3, 2])
         x = torch.zeros(4, 3)
@@ -213,17 +213,17 @@ def real_and_sketched(member: Member) -> tuple[Any, Any]:
                 groups.tp.all_to_all(x, sent, received),
             )
         ]
-        tp = groups.sketches()[member.rank].tp
+        tp = groups.stubs()[member.rank].tp
         assert (tp.rank, tp.size) == (member.rank, 2)
-        sketched = [
+        stub = [
             tuple(result.shape) for result in (tp.all_gather(x), tp.reduce_scatter(x), tp.all_to_all(x, sent, received))
         ]
-    return real, sketched
+    return real, stub
 
 
-def test_sketched_groups_give_results_of_the_same_shapes_and_wait_for_nobody(pool: MemberPool) -> None:
-    for real, sketched in pool.run(real_and_sketched, tp=2):
-        assert real == sketched
+def test_stub_groups_give_results_of_the_same_shapes_and_wait_for_nobody(pool: MemberPool) -> None:
+    for real, stub in pool.run(real_and_stub, tp=2):
+        assert real == stub
 
 
 class _Counting(Group):

@@ -25,7 +25,7 @@ import sys
 
 from baton.engine.layers.moe import MoE
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.parallel.groups import ALONE, ExpertSpread, ParallelGroups, _Sketched
+from baton.engine.parallel.groups import ALONE, ExpertSpread, ParallelGroups, _StubGroup
 from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.engine.worker.warmup import warm_up_collectives
 from baton.kernels import tuned
@@ -37,10 +37,10 @@ tp, dp, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def group(size):
     memory = PeerMemory.without_peers(0, size, torch.device("cpu"))
-    return SymmetricGroup(_Sketched(0, size), memory) if size > 1 else ALONE
+    return SymmetricGroup(_StubGroup(0, size), memory) if size > 1 else ALONE
 
 ranks = group(dp)
-groups = ParallelGroups(group(tp), ranks, ranks if tp == 1 else _Sketched(0, tp * dp), ExpertSpread(0, backend))
+groups = ParallelGroups(group(tp), ranks, ranks if tp == 1 else _StubGroup(0, tp * dp), ExpertSpread(0, backend))
 shape = {"num_experts": 16, "top_k": 3, "intermediate_size": 64, "shared_intermediate_size": 0}
 moe = MoE(256, ExpertsConfig(**shape, sparse_layers=(True,)))
 moe.divide(groups)
@@ -64,21 +64,21 @@ def captured(count):
     spread._dispatches.captured.finalize(torch.zeros(served.hidden.shape, dtype=torch.bfloat16), served)
 
 with torch.inference_mode(), recording() as variants:
-    if sys.argv[4] == "rehearsed":
+    if sys.argv[4] == "warmed up":
         warm_up_collectives(moe, groups, torch.bfloat16)
     for count in (128, 64, 32, 16, 8, 4, 2, 1):
         captured(count)
-    rehearsed = len(variants)
-    assert rehearsed, "nothing is launched here"
+    warmed_up = len(variants)
+    assert warmed_up, "nothing is launched here"
     for count in [*(1 << bits for bits in range(14)), *(rng.randint(1, 20_000) for _ in range(40))]:
         step(count)
-print("forgotten", sorted({json.loads(variant.specialization)["name"] for variant in variants[rehearsed:]}))
+print("forgotten", sorted({json.loads(variant.specialization)["name"] for variant in variants[warmed_up:]}))
 """
 )
 
 
 def forgotten(*arguments: object) -> str:
-    """The kernels that some size of step launches behind the captured ones and the rehearsal."""
+    """The kernels that some size of step launches behind the captured ones and the warm-up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
@@ -97,8 +97,8 @@ def forgotten(*arguments: object) -> str:
         (4, 1, "allgather_reducescatter"),
     ],
 )
-def test_no_exchange_launches_what_was_not_rehearsed(tp: int, dp: int, backend: str) -> None:
-    assert forgotten(tp, dp, backend, "rehearsed") == "forgotten []"
+def test_no_collective_launches_what_its_warm_up_did_not(tp: int, dp: int, backend: str) -> None:
+    assert forgotten(tp, dp, backend, "warmed up") == "forgotten []"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")

@@ -86,11 +86,11 @@ def test_a_group_that_closes_ends_kernels_that_wait_before_it_leaves(group: Symm
     assert calls(group) == ["close"]
 
 
-def test_its_sketch_launches_the_same_kernels_and_waits_for_nobody(group: SymmetricGroup) -> None:
-    sketch = ParallelGroups(tp=group).sketches()[0].tp
-    assert isinstance(sketch, SymmetricGroup)
-    assert (sketch.rank, sketch.size, sketch.memory.ended.item()) == (0, 2, 1)
-    assert sketch.all_gather(torch.ones(3, 2)).shape == (6, 2)
+def test_its_stub_launches_the_same_kernels_and_waits_for_nobody(group: SymmetricGroup) -> None:
+    stub = ParallelGroups(tp=group).stubs()[0].tp
+    assert isinstance(stub, SymmetricGroup)
+    assert (stub.rank, stub.size, stub.memory.ended.item()) == (0, 2, 1)
+    assert stub.all_gather(torch.ones(3, 2)).shape == (6, 2)
     assert not calls(group)
 
 
