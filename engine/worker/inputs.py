@@ -76,7 +76,9 @@ class Batch:
     def exact_shape(self, num_wanted: int) -> StepShape:
         """Return the shape of the step without padding, in which so many tokens are wanted."""
         num_seqs, num_tokens = len(self.lens), self.size.num_tokens
-        num_decodes = next((i for i, length in enumerate(self.lens) if length != 1), num_seqs)
+        num_decodes = num_seqs
+        if num_seqs != num_tokens:
+            num_decodes = next(i for i, length in enumerate(self.lens) if length != 1)
         return StepShape(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
