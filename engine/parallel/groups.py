@@ -58,7 +58,7 @@ class Group(abc.ABC):
         """Launch every kernel that collectives of this dtype may use, whatever their size. Called before ready."""
 
     def stub(self, rank: int) -> Group:
-        """Return a group that looks like this one to its `rank` and waits for nobody: of results, only shapes are right."""
+        """Return a group that looks like this one to its `rank`, but waits for nobody: results only have its shapes."""
         return _StubGroup(rank, self.size)
 
 

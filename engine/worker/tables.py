@@ -1,7 +1,7 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
     memory [N] int32    tokens | blocks | sampling | rows | starts | samples | query_start
-                        one line a running request     | the batch of the step
+                        one row a running request      | the batch of the step
 
 All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
 changes is the backend's `TableWrites`.
@@ -50,19 +50,19 @@ class TableWrites(Protocol):
 
 
 class Table:
-    """Lines of int32 in the memory of all tables."""
+    """A table `[num_rows, width]` of int32 in the memory of all tables."""
 
-    def __init__(self, memory: Tensor, address: int, num_lines: int, width: int) -> None:
-        self.tensor = memory[address : address + num_lines * width].view(num_lines, width)
+    def __init__(self, memory: Tensor, address: int, num_rows: int, width: int) -> None:
+        self.tensor = memory[address : address + num_rows * width].view(num_rows, width)
         self._address = address
         self._width = width
 
-    def address(self, line: int, column: int = 0) -> int:
-        return self._address + line * self._width + column
+    def address(self, row: int, column: int = 0) -> int:
+        return self._address + row * self._width + column
 
 
 class RowTables:
-    """What a request keeps on the device from its first step to its last, and the batch of the current step.
+    """State that a request keeps on the device from its first step to its last, and the batch of the current step.
 
     The first entries of `tokens[row]` are the prompt, then outputs; a step writes what it samples there at once, and
     the next step may read it. Tokens 16 i ... 16 i + 15 lie in block `blocks[row, i]`. Entries behind those that the
@@ -129,4 +129,4 @@ def _table_shapes(limits: StepLimits) -> list[tuple[int, int]]:
 
 
 def _table_sizes(limits: StepLimits) -> list[int]:
-    return [-(-lines * width // _ALIGNMENT) * _ALIGNMENT for lines, width in _table_shapes(limits)]
+    return [-(-rows * width // _ALIGNMENT) * _ALIGNMENT for rows, width in _table_shapes(limits)]

@@ -30,7 +30,7 @@ Graph = Callable[[], Tensor | None]  # runs a captured step; returns what `Devic
 
 
 class Model(Protocol):
-    """What the runner needs of a model."""
+    """The part of a model that the runner calls."""
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class StepParts:
-    """What the steps of one runner read and write."""
+    """The objects that the steps of one runner read and write."""
 
     model: Model
     kv: Tensor

@@ -67,7 +67,7 @@ class CudaStep:
         self._parts = parts
         self._stream = stream
         shape = (parts.limits.max_num_seqs, parts.vocab_size)
-        self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)  # one line a sequence of the step
+        self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)  # of each sequence of the step
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
         parts, tables = self._parts, self._parts.tables
