@@ -13,5 +13,5 @@ StepPlan ─> RowTables         changes to rows, and the batch of the step
          ─> StepShape         the captured size that serves it, if any
          ─> StepInputs        token ids, positions, slots, lengths: filled from the tables
          ─> model ─> draws    logits only where something is drawn or scored
-         ─> OutputRing        tokens and log probabilities ─> StepResult
+         ─> StepOutputs        tokens and log probabilities ─> StepResult
 """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.logprobs import token_logprobs
-from baton.kernels.step import Mailbox
+from baton.kernels.step import OutputRing
 
 from ..core.messages import TokenLogprobs
 from ..core.step import ChunkResult, StepResult
@@ -160,14 +160,14 @@ class PendingStep:
         }
 
 
-class OutputRing:
-    """Pages of tokens. Before a page is used again, a step that has not been read yet is waited for and read."""
+class StepOutputs:
+    """Pages of tokens, used in turn. Before a page is used again, its step is waited for and read."""
 
     NUM_PAGES = 4  # twice the steps in flight
 
     def __init__(self, pages: Tensor, device: torch.device, make_event: Callable[[], Event]) -> None:
         """`pages` `[NUM_PAGES, max_num_seqs]` int32 is host memory that the device writes to."""
-        self.mailbox = Mailbox(pages, torch.zeros(1, dtype=torch.int32, device=device))
+        self.ring = OutputRing(pages, torch.zeros(1, dtype=torch.int32, device=device))
         self._pages = [_Page(page, make_event()) for page in pages]
         self._turn = 0
 

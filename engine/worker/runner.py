@@ -9,7 +9,7 @@ from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
 from ..layers.rows import RankRows
 from .backends import Backend, CapturedSteps, Model, StepParts
 from .inputs import Batch, CurrentBatch, InputBuffers
-from .outputs import FinishedStep, OutputRing
+from .outputs import FinishedStep, StepOutputs
 from .sampling import LogitsProcessors
 from .shapes import StepLimits, StepShape
 from .tables import RowTables
@@ -30,8 +30,8 @@ class ModelRunner:
         self.tables = RowTables(memory, self.writes, limits)
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
-        pages = backend.pinned((OutputRing.NUM_PAGES, limits.max_num_seqs), torch.int32)
-        self.outputs = OutputRing(pages, backend.device, backend.event)
+        pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_seqs), torch.int32)
+        self.outputs = StepOutputs(pages, backend.device, backend.event)
         self.step = backend.make_step(
             StepParts(
                 model=model,

@@ -21,7 +21,7 @@ from baton.kernels.attention import AttentionBatch
 from ...core.step import StepSize
 from ...layers.rows import RankRows
 from ..inputs import Batch, CurrentBatch, InputBuffers
-from ..outputs import Event, OutputRing
+from ..outputs import Event, StepOutputs
 from ..sampling import Draws, LogitsProcessors
 from ..shapes import Shapes, StepLimits, StepShape
 from ..tables import RowTables, TableWrites
@@ -64,7 +64,7 @@ class StepParts:
     tables: RowTables
     current: CurrentBatch
     inputs: InputBuffers
-    outputs: OutputRing
+    outputs: StepOutputs
     processors: LogitsProcessors
     limits: StepLimits
     vocab_size: int

@@ -80,7 +80,7 @@ class CudaStep:
         logits = self.logits[: shape.num_seqs]
         parts.model.logits(last, out=logits)
         drawn = sample_rows(logits, tables.sampling.tensor, batch.rows, buffers.seq_lens)
-        store_tokens(drawn, tables.step, batch, buffers, parts.outputs.mailbox)
+        store_tokens(drawn, tables.step, batch, buffers, parts.outputs.ring)
         return hidden
 
     def capture(self, shape: StepShape) -> Graph | None:
@@ -99,8 +99,8 @@ class CudaStep:
         index, tables = self.indices(chunks), self._parts.tables
         asked = self._parts.processors.of_chunks(batch, chunks)
         drawn = sample(self.logits[index], asked)
-        mailbox = self._parts.outputs.mailbox
-        replace_tokens(drawn, index, tables.step, tables.batch(shape.num_seqs), self._buffers(shape), mailbox)
+        ring = self._parts.outputs.ring
+        replace_tokens(drawn, index, tables.step, tables.batch(shape.num_seqs), self._buffers(shape), ring)
 
     def logits_of(self, chunks: list[int]) -> Tensor:
         return self.logits[self.indices(chunks)]

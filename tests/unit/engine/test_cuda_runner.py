@@ -291,7 +291,7 @@ def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> No
     runner, fresh = workshop.device_runner(), workshop.device_runner()
     padding_steps(runner, list(CudaShapes(LIMITS, max_tokens=32).in_capture_order()))
     assert torch.equal(runner.tables.memory, fresh.tables.memory)
-    assert not runner.outputs.mailbox.pages.any()
+    assert not runner.outputs.ring.pages.any()
     assert bool(torch.isnan(runner.kv).all()), "padding wrote into a block"
 
 
