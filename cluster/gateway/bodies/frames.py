@@ -31,7 +31,7 @@ class Setup(msgspec.Struct, frozen=True):
     generation_defaults: dict[str, float]
     max_choices: int
     memory_bytes: int  # beyond what the process takes before its first body
-    timeout_s: int  # for one body
+    timeout_s: int  # of a processor, for one body
 
     def settings(self) -> GatewaySettings:
         return GatewaySettings(max_choices=self.max_choices)

@@ -1,7 +1,7 @@
 """The process that reads large bodies: one at a time, within limits of time and memory.
 
-Whatever a body does to a parser, a template or a tokenizer, it does it here. The alarm and the limit of memory end this
-process; the gateway starts another one.
+Whatever a body does to a parser, a template or a tokenizer, it does it here. The timers and the limit of memory end
+this process; the gateway starts another one.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .frames import (
     send,
 )
 
+WAITING = 6  # a body may take so many times its time of a processor, waiting for one included
 NICENESS = 5  # the gateway on the same cores comes first
 
 
@@ -74,7 +75,7 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
         while True:
             order, body = receive(channel, Order)
             result = os.memfd_create("read")
-            signal.alarm(timeout_s)
+            _limit_time(timeout_s)
             try:
                 text = read_file(body, os.fstat(body).st_size)
                 reply: Reply = runner.run(_carry_out(reader, order, text, result))
@@ -82,13 +83,19 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
                 reply = Refused.of(error)
             except MemoryError:
                 reply = Refused.of(too_expensive("needs more memory to be read than one request may have"))
-            signal.alarm(0)
+            _limit_time(0)
             os.close(body)
             send(channel, reply, result)
             os.close(result)
             text = b""
             if trim is not None:
                 trim(0)
+
+
+def _limit_time(timeout_s: int) -> None:
+    """End this process after so much time of a processor: a busy machine costs no body its turn. 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, timeout_s)
+    signal.alarm(timeout_s * WAITING)
 
 
 async def _carry_out(reader: BodyReader, order: Order, text: bytes, file: int) -> Answered | PreparedTokens:

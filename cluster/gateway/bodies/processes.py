@@ -24,7 +24,7 @@ from .queue import ReadingQueue
 logger = logging.getLogger(__name__)
 
 MODULE = "baton.cluster.gateway.bodies.process"
-TIMEOUT_S = 10  # for one body: the largest that can be served take 1 to 2 s
+TIMEOUT_S = 10  # of a processor, for one body: the largest that can be served take 1 to 2 s
 MEMORY_BYTES = 1 << 30  # beyond what a process takes before its first body
 MAX_WAITING = 256  # orders, for each process
 RETRY_S = 2.0
@@ -92,7 +92,7 @@ class BodyProcesses:
             return reply, file
         except TooSlow:
             outcome = "too_slow"
-            raise too_expensive(f"takes longer than {TIMEOUT_S} s to be read") from None
+            raise too_expensive(f"takes longer than {TIMEOUT_S} s of a processor to be read") from None
         except Broken as error:
             logger.error("reading a large body: %s", error)
             raise too_expensive("breaks what reads it, or needs more memory than one request may have") from None
@@ -170,7 +170,7 @@ class _Process:
             reply, file = await _received(channel)
         except (Gone, OSError):
             status = await self._status()
-            if status == -signal.SIGALRM:
+            if status in (-signal.SIGPROF, -signal.SIGALRM):
                 raise TooSlow from None
             raise Broken(f"the process that reads large bodies ended with status {status}") from None
         return reply, file

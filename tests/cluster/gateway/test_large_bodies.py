@@ -33,6 +33,7 @@ from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.text import ChatTemplate, Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PATIENCE_S = 100.0  # a process starts in seconds, on a busy machine in tens of them
 PAD = {"user": "u" * INLINE_BYTES}  # makes any body a large one
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MANY = [{"role": "user", "content": "x"}] * (INLINE_MESSAGES + 1)
@@ -66,7 +67,7 @@ REQUESTS: list[tuple[Kind, dict[str, Any]]] = [
 async def test_another_process_reads_a_body_as_this_one_does(
     start: Callable[..., Service], thinker: ServedModel, kind: Kind, fields: dict[str, Any]
 ) -> None:
-    service = start(Role.UNIFIED, served=thinker)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=thinker)
     text = json.dumps({"model": thinker.model_id, **fields, **PAD}).encode()
     expected = await BodyReader(thinker, GatewaySettings(), in_event_loop=False).prepare(kind, text, "circle")
     found = await _read_elsewhere(service.bodies, kind, text)
@@ -76,7 +77,7 @@ async def test_another_process_reads_a_body_as_this_one_does(
 
 
 async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     whole = await service.chat("hello", max_tokens=4, seed=1)
     large = await service.chat("hello", max_tokens=4, seed=1, **PAD)
     assert large.json()["choices"] == whole.json()["choices"]
@@ -85,21 +86,21 @@ async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
 
 async def test_a_long_chat_of_a_few_bytes_is_rendered_elsewhere(start: Callable[..., Service]) -> None:
     """Templates may take a step for each pair of messages."""
-    service = start(Role.UNIFIED, served=tiny_model(_tokenizer_of(PLAIN_TEMPLATE), 4096))
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=tiny_model(_tokenizer_of(PLAIN_TEMPLATE), 4096))
     response = await service.http.post(CHAT, json={"model": "tiny", "messages": MANY, "max_tokens": 1})
     assert response.status_code == 200, response.text
     assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
 
 
 async def test_small_bodies_stay_in_this_process(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     assert (await service.chat("hello", max_tokens=1, tools=[])).status_code == 200
     samples = await service.metrics()
     assert sum(value for name, value in samples.items() if name.startswith("baton_large_bodies_total")) == 0
 
 
 async def test_a_large_body_is_refused_by_field_as_a_small_one(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     refusals = [await service.complete("hello", temperature=-1), await service.complete("hello", temperature=-1, **PAD)]
     assert refusals[0].json() == refusals[1].json()
     assert refusals[1].status_code == 400
@@ -107,7 +108,7 @@ async def test_a_large_body_is_refused_by_field_as_a_small_one(start: Callable[.
 
 
 async def test_token_routes_answer_large_bodies(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     text = "the fox " * 10_000
     told = (await service.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
@@ -124,7 +125,7 @@ async def test_a_template_without_end_is_ended_and_hurts_nobody(
         "{% if messages | length > 64 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
         "{% endif %}{{ messages[0].content }}"
     )
-    service = start(Role.UNIFIED, served=tiny_model(_tokenizer_of(endless)))
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=tiny_model(_tokenizer_of(endless)))
     attack = asyncio.create_task(service.http.post(CHAT, json={"model": "tiny", "messages": MANY}))
     answered = 0
     while not attack.done():
@@ -143,7 +144,7 @@ async def test_a_body_that_takes_too_much_memory_is_refused(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "MEMORY_BYTES", 16 << 20)
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     response = await service.complete("hello", user="\u4e2d" * 4_000_000)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "body_too_expensive"
@@ -151,7 +152,7 @@ async def test_a_body_that_takes_too_much_memory_is_refused(
 
 
 async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
     process = service.bodies.processes._processes[0]
     assert process._process is not None
@@ -161,7 +162,7 @@ async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) ->
 
 
 async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED, body_processes=1)
+    service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
     await service.bodies.processes.start()
     process = service.bodies.processes._processes[0]
     assert process._process is not None
@@ -178,7 +179,7 @@ async def test_no_more_large_bodies_wait_than_may(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "MAX_WAITING", 2)
-    service = start(Role.UNIFIED, body_processes=1)
+    service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
     await service.bodies.processes.start()
     process = service.bodies.processes._processes[0]
     assert process._process is not None
@@ -214,7 +215,7 @@ async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hashing a long prompt takes milliseconds, and one request may have 256 choices."""
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     hashed = 0
     real = router.block_hashes
 
@@ -285,7 +286,7 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(
         real(*args)
 
     monkeypatch.setattr(CompletionLogprobs, "_add", noted)
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     body = {"max_tokens": 100, "ignore_eos": True, "stream": stream, **fields}
     response = await service.complete([5] * 150, **body)
     assert response.status_code == 200
@@ -294,14 +295,14 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(
 
 
 async def test_log_probabilities_of_prompts_have_a_limit(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     refused = await service.complete([[5] * 200] * 2, n=64, echo=True, logprobs=20, max_tokens=1)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
     assert refused.json()["error"]["code"] == "too_many_logprobs"
 
 
 async def test_a_long_answer_to_tokenize_is_written_in_pieces(start: Callable[..., Service]) -> None:
-    service = start(Role.UNIFIED)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     content = json.dumps({"prompt": "the fox " * 20_000}).encode()
     sent: list[dict[str, Any]] = []
 
