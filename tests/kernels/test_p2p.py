@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.parallel import Member, ParallelGroups
 from baton.engine.parallel.dispatch import GatherScatter, Served
-from baton.engine.parallel.groups import _Sketched
+from baton.engine.parallel.groups import StubGroup
 from baton.engine.parallel.placement import ExpertPlacement
 from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.kernels import p2p, tuned
@@ -100,7 +100,7 @@ def dispatch_over_peers(member: Member, folder: Path) -> tuple[Served, Tensor]:
         patch.setattr(options.tuned, "config", lambda *_: {"method": 1, "BLOCK": 32})
         patch.setattr(p2p, "supports", gpu.supports)
         memory = map_memory(member.rank, [folder / str(rank) for rank in range(2)])
-        group = SymmetricGroup(_Sketched(member.rank, 2), memory)  # what goes the other way means nothing
+        group = SymmetricGroup(StubGroup(member.rank, 2), memory)  # what goes the other way means nothing
         placement = ExpertPlacement.initial(4, 0, 2)
         table = ExpertMap.empty(4, placement.most_replicas, CPU)
         table.write(placement.replicas())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.parallel import Member, ParallelGroups
 from baton.engine.parallel.dispatch import Dispatches, ExpertDispatch, GatherScatter, OverPeers, Served
-from baton.engine.parallel.groups import ALONE, ExpertSpread, _Sketched
+from baton.engine.parallel.groups import ALONE, ExpertSpread, StubGroup
 from baton.engine.parallel.placement import ExpertPlacement
 from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.kernels import p2p
@@ -121,10 +121,10 @@ def exchange_both_ways(
         patch.setattr(p2p, "supports_dispatch", gpu.supports_dispatch)
         size = member.world_size
         group = SymmetricGroup(
-            _Sketched(member.rank, size), map_memory(member.rank, [folder / str(rank) for rank in range(size)])
+            StubGroup(member.rank, size), map_memory(member.rank, [folder / str(rank) for rank in range(size)])
         )
-        everyone = _Sketched(2 * member.rank + column, 2 * size)
-        groups = ParallelGroups(_Sketched(column, 2), group, everyone, ExpertSpread())
+        everyone = StubGroup(2 * member.rank + column, 2 * size)
+        groups = ParallelGroups(StubGroup(column, 2), group, everyone, ExpertSpread())
         results = []
         for exchange in exchanges:
             placement = exchange.placement(2 * size)
@@ -232,8 +232,8 @@ def test_tokens_of_a_cpu_are_not_served() -> None:
 
 def test_steps_of_one_size_go_over_peers_memory_where_there_is_some_and_others_with_everybodys() -> None:
     placement = ExpertPlacement.initial(EXPERTS, 0, 2)
-    group = SymmetricGroup(_Sketched(1, 2), PeerMemory(1, [0, 0], CPU, room_bytes=ROOM_BYTES))
-    for dp, kind in ((group, OverPeers), (_Sketched(1, 2), GatherScatter)):
+    group = SymmetricGroup(StubGroup(1, 2), PeerMemory(1, [0, 0], CPU, room_bytes=ROOM_BYTES))
+    for dp, kind in ((group, OverPeers), (StubGroup(1, 2), GatherScatter)):
         dispatches = Dispatches.of(ParallelGroups(ALONE, dp, dp, ExpertSpread()), placement, "allgather_reducescatter")
         assert type(dispatches.captured) is kind
         assert type(dispatches.eager) is GatherScatter
@@ -242,7 +242,7 @@ def test_steps_of_one_size_go_over_peers_memory_where_there_is_some_and_others_w
 def test_tokens_that_were_not_measured_go_with_everybodys() -> None:
     """Of a CPU, nothing was."""
     exchange, placement = Exchange(Load.RANDOM, 3), ExpertPlacement.initial(EXPERTS, 0, 2)
-    group = SymmetricGroup(_Sketched(1, 2), PeerMemory(1, [0, 0], CPU, room_bytes=ROOM_BYTES))
+    group = SymmetricGroup(StubGroup(1, 2), PeerMemory(1, [0, 0], CPU, room_bytes=ROOM_BYTES))
     dispatch = OverPeers(ParallelGroups(ALONE, group, group, ExpertSpread()), placement, group)
     given = exchange.given(1, 2, HALF, CPU)
     served = dispatch.prepare(given, exchange.table(2, CPU), None)
@@ -257,7 +257,7 @@ def test_every_way_that_is_measured_takes_what_the_others_take(op: Op, monkeypat
     for name, value in {"SIZES": (64, 128), "TOKENS": (1, 2), "BLOCKS": (64, 128), "HIDDEN": 64}.items():
         monkeypatch.setattr(measure, name, value)
     memory = PeerMemory.without_peers(1, 2, CPU)
-    group = _Sketched(1, 2)
+    group = StubGroup(1, 2)
     library = {each: getattr(group, each.value) for each in (Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER)}
     found = list(measure.cases_of(op, memory, CPU, library))
     smallest = {Op.DISPATCH: 128, Op.COMBINE: 256}.get(op, 64)

@@ -25,7 +25,7 @@ import sys
 
 from baton.engine.layers.moe import MoE
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.parallel.groups import ALONE, ExpertSpread, ParallelGroups, _StubGroup
+from baton.engine.parallel.groups import ALONE, ExpertSpread, ParallelGroups, StubGroup
 from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.engine.worker.warmup import warm_up_collectives
 from baton.kernels import tuned
@@ -37,10 +37,10 @@ tp, dp, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def group(size):
     memory = PeerMemory.without_peers(0, size, torch.device("cpu"))
-    return SymmetricGroup(_StubGroup(0, size), memory) if size > 1 else ALONE
+    return SymmetricGroup(StubGroup(0, size), memory) if size > 1 else ALONE
 
 ranks = group(dp)
-groups = ParallelGroups(group(tp), ranks, ranks if tp == 1 else _StubGroup(0, tp * dp), ExpertSpread(0, backend))
+groups = ParallelGroups(group(tp), ranks, ranks if tp == 1 else StubGroup(0, tp * dp), ExpertSpread(0, backend))
 shape = {"num_experts": 16, "top_k": 3, "intermediate_size": 64, "shared_intermediate_size": 0}
 moe = MoE(256, ExpertsConfig(**shape, sparse_layers=(True,)))
 moe.divide(groups)
