@@ -40,7 +40,7 @@ class LogLevel(enum.StrEnum):
 
 
 class LogSettings(BaseModel):
-    """How the processes of one application log."""
+    """Settings of all logs of one application."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -138,7 +138,7 @@ class SharedFormatter(logging.Formatter):
 
 
 def configure(settings: LogSettings, component: str, name: str) -> None:
-    """Lets this process log. Handlers of others stay; calling it again replaces what the last call has set."""
+    """Send what this process logs to the place for it. Handlers of others stay; calling it again replaces what the last call has set."""
     for logger in map(logging.getLogger, OURS):
         for handler in [handler for handler in logger.handlers if isinstance(handler, ProcessHandler)]:
             logger.removeHandler(handler)

@@ -33,7 +33,7 @@ Refused = Callable[[ApiError, str], None]
 
 
 def uncounted(error: ApiError, client: str) -> None:
-    """For servers whose refusals nobody counts."""
+    """Do nothing: the default where nobody counts refusals."""
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):

@@ -15,7 +15,7 @@ TELL_AGAIN_S = 10.0  # a flood of connections is told in a line now and then
 
 
 class Refusals:
-    """Of one gateway."""
+    """Counts and logs the refusals of one gateway's HTTP server."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
