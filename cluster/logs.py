@@ -138,7 +138,10 @@ class SharedFormatter(logging.Formatter):
 
 
 def configure(settings: LogSettings, component: str, name: str) -> None:
-    """Send what this process logs to the place for it. Handlers of others stay; calling it again replaces what the last call has set."""
+    """Send what this process logs to the place for it.
+
+    Handlers of others stay. Calling it again replaces what the last call has set.
+    """
     for logger in map(logging.getLogger, OURS):
         for handler in [handler for handler in logger.handlers if isinstance(handler, ProcessHandler)]:
             logger.removeHandler(handler)
