@@ -166,9 +166,17 @@ class GatewayServer:
         self._spans = Spans.from_environment(self.record.identity)
 
     async def start(self) -> FastAPI:
-        """The application that it serves from now on. Raises `InvalidKeys`."""
-        spec, identity = self._spec, self.record.identity
+        """Return the application that it serves from now on. Raises `InvalidKeys`."""
         await self._register(self._directory)  # before any engine hears of it
+        self._heartbeats.start()  # what follows may take longer than the directory waits for one
+        try:
+            return await self._open()
+        except BaseException:
+            await self._heartbeats.close()
+            raise
+
+    async def _open(self) -> FastAPI:
+        spec, identity = self._spec, self.record.identity
         key = await self._directory.call("cluster_key", spec.logging)
         settings, drain = spec.gateway.settings(identity), Drain()
         silence_s = settings.engine_silence_s
@@ -198,7 +206,6 @@ class GatewayServer:
             max_descriptor=max_descriptor(settings.max_inflight_requests),
         )
         self._http.start(self._listener)
-        self._heartbeats.start()
         self._reports = asyncio.create_task(self._report()) if self.record.scaling else None
         return app
 
