@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 
+from baton.cluster.disks import full_disks
 from baton.cluster.spec import REPLICA_CPUS, FleetSpec
 from baton.engine.net.endpoints import endpoint
 
@@ -77,7 +78,7 @@ class LocalApplication:
         """
         self._stop, self._on_ray_end = stop, on_ray_end
         self._watch: RayWatch | None = None
-        self._spec, self._name, self._ray_address = spec, name, ray_address
+        self._spec, self.name, self._ray_address = spec, name, ray_address
         self._deployed = False
         host = spec.gateway.host
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -111,6 +112,13 @@ class LocalApplication:
         """The engines and gateways as a gateway lists them."""
         answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0, headers=self._headers)
         return dict(msgspec.json.decode(answer.raise_for_status().content))
+
+    @property
+    def ray_address(self) -> str:
+        """Where its Ray cluster can be joined, HOST:PORT. It has been deployed."""
+        import ray
+
+        return str(ray.get_runtime_context().gcs_address)
 
     def wait(self) -> None:
         """Until `stop` is set."""
@@ -150,19 +158,19 @@ class LocalApplication:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         with _step("Ray Serve", show):
             serve.start(proxy_location="Disabled")
-            if self._name in serve.status().applications:
+            if self.name in serve.status().applications:
                 raise ServeFailed(
-                    f"the cluster runs an application named {self._name!r} already: "
+                    f"the cluster runs an application named {self.name!r} already: "
                     "end it with `serve shutdown`, which ends all that run there, or give this one another name in a "
                     "--config file"
                 )
         args = self._spec.model_dump(mode="json", exclude_unset=True)
         self._deployed = True
-        route = "/" if self._ray_address is None else f"/{self._name}"  # a cluster that others use has one "/" for all
+        route = "/" if self._ray_address is None else f"/{self.name}"  # a cluster that others use has one "/" for all
         try:
             # In this thread: one that still used Ray when it is shut down would end this process then and there.
             serve.run_many(
-                [serve.RunTarget(build_app(args), name=self._name, route_prefix=route)],
+                [serve.RunTarget(build_app(args), name=self.name, route_prefix=route)],
                 wait_for_ingress_deployment_creation=False,
                 wait_for_applications_running=False,
             )
@@ -171,8 +179,9 @@ class LocalApplication:
         self._follow(show)
 
     def _failed(self, otherwise: str) -> ServeFailed:
-        """With Serve's words for what is wrong, where it has any."""
-        return ServeFailed(f"{self._why_it_failed() or otherwise}\nlogs: {_log_folder()}")
+        """With Serve's words for what is wrong, where it has any, and the disks that may be the cause."""
+        why = self._why_it_failed() or otherwise
+        return ServeFailed("\n".join([why, *map(str, full_disks()), f"logs: {_log_folder()}"]))
 
     def _follow(self, show: Show) -> None:
         """Shows each deployment from its first replica to its last. Raises `ServeFailed`."""
@@ -197,7 +206,7 @@ class LocalApplication:
         """As Serve sees it."""
         from ray import serve
 
-        return serve.status().applications.get(self._name)
+        return serve.status().applications.get(self.name)
 
     def _why_it_failed(self) -> str:
         """Serve's words for what is wrong with the deployments that are not healthy."""
@@ -234,7 +243,7 @@ class LocalApplication:
         started = [] if self._ray_address is not None else descendants(os.getpid())
         if self._deployed:
             try:
-                serve.delete(self._name)
+                serve.delete(self.name)
                 self._end_directory()
             except Exception:  # what Ray raises has no common type
                 if self._watch is None:
@@ -251,7 +260,7 @@ class LocalApplication:
         from baton.cluster.membership.directory import NAMESPACE, directory_name
 
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
-            ray.get(ray.get_actor(directory_name(self._name), namespace=NAMESPACE).end.remote())
+            ray.get(ray.get_actor(directory_name(self.name), namespace=NAMESPACE).end.remote())
 
 
 def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str, int]:

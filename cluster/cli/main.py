@@ -130,6 +130,7 @@ def check(
 
     Models need not be on this machine: what then is left to check is said. The exit code is 1 where a file cannot work.
     """
+    from baton.cluster.disks import full_disks
     from baton.cluster.spec import InvalidSpec
 
     from .check import judgements_of
@@ -143,6 +144,8 @@ def check(
             failed = True
             for line in str(error).splitlines():
                 typer.secho(f"{file}: {line}", fg=typer.colors.RED, err=True)
+    for disk in full_disks():
+        typer.secho(f"this machine: {disk}", fg=typer.colors.YELLOW, err=True)
     raise SystemExit(1 if failed else 0)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.status import Status
 
+from baton.cluster.disks import full_disks
 from baton.cluster.logs import configure
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
 
@@ -23,6 +24,7 @@ from .words import fail, say_error
 
 DEFAULT_HOST = "127.0.0.1"
 ALL_STOPPED = "Stopped: every process has ended."
+DISK_LOOK_S = 2.0  # between looks at how full the disks are
 SIGNAL_S = 1.0  # in which a signal that ended Ray has come here, too
 LEAVES_AT_ONCE = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # Ctrl-C, with no balancer to be told
 
@@ -113,13 +115,14 @@ class Session:
         self._has_own_ray = ray_address is None
         self._console = Console(file=cast(TextIO, Output(sys.stdout)))
         self._display = Display(self._console, f"{spec.served_model_id} from {spec.model}")
+        self._disks = DiskWatch(self._console)
         self._ending = threading.Lock()
 
     def run(self) -> int:
         """Returns the exit code."""
         code = 0
         try:
-            with self._application:
+            with self._disks, self._application:
                 self._serve()
         except ServeFailed as error:
             code = 1
@@ -141,6 +144,7 @@ class Session:
         self._display.close()
         if not self._stop.asked.is_set():
             _print_ready(self._console, self._application, self._spec)
+            _print_addresses(self._console, self._application)
             self._application.wait()
 
     def _end_without_ray(self) -> None:
@@ -154,6 +158,35 @@ class Session:
         self._console.print(ALL_STOPPED)
         sys.stdout.flush()
         os._exit(self._stop.code if asked else 1)
+
+
+class DiskWatch:
+    """Names a disk that is too full for Ray's processes on the console, before they start and while they serve."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told: set[Path] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="disk-watch", daemon=True)
+
+    def __enter__(self) -> DiskWatch:
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(DISK_LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        full = {disk.folder: disk for disk in full_disks()}
+        for folder in full.keys() - self._told:
+            self._console.print(f"[yellow]warning:[/] {full[folder]}", highlight=False, soft_wrap=True)
+        self._told = set(full)
 
 
 class Display:
@@ -191,3 +224,12 @@ def _print_ready(console: Console, application: LocalApplication, spec: FleetSpe
     body = f'{{"model": "{spec.served_model_id}", "prompt": "def main():", "max_tokens": 32}}'
     line = f"curl {application.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_addresses(console: Console, application: LocalApplication) -> None:
+    """What other commands need to find this application: several may run on a machine."""
+    app = "" if application.name == DEFAULT_NAME else f" --app {application.name}"
+    lines = [f"baton status --url {application.url}", f"baton drain RANK --address {application.ray_address}{app}"]
+    console.print("\nIts state, and how a group of engines is replaced:\n", highlight=False)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -25,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.cluster.contracts import EnginePulse, EngineRecord
+from baton.cluster.disks import full_disks
 from baton.cluster.spec import Bundle
 
 from .launch import EngineLaunch, Opening, Place
@@ -171,7 +172,8 @@ class WorkerGroup:
         self, workers: dict[asyncio.Future[Any], Worker], failed: Sequence[asyncio.Future[Any]]
     ) -> Exception:
         error = failed[0].exception()
-        if self._launch.world_size == 1 and isinstance(error, Exception):
+        has_died = any(isinstance(task.exception(), ray.exceptions.RayActorError) for task in failed)
+        if self._launch.world_size == 1 and isinstance(error, Exception) and not (has_died and _full_disks()):
             return error
         what = "; ".join(f"rank {workers[task].rank} {_how(task.exception())}" for task in failed)
         return GroupCannotStart(f"group {self._launch.group_id} of {self._launch.world_size} ranks: {what}")
@@ -192,4 +194,11 @@ def _how(error: BaseException | None) -> str:
     if error is None:
         return "ended"
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"failed: {lines[-1]}" if isinstance(error, ray.exceptions.RayTaskError) else f"died: {lines[0]}"
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"failed: {lines[-1]}"
+    return "; ".join([f"died: {lines[0]}", *_full_disks()])
+
+
+def _full_disks() -> list[str]:
+    """Return which disks of this machine are full: Ray says only that processes die. Most ranks of a group are here."""
+    return [str(disk) for disk in full_disks(ray.get_runtime_context().get_temp_dir())]

@@ -1,0 +1,60 @@
+"""Disks that are too full for Ray: its processes die where they cannot write, and Ray says only that they died."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+RAY_SWITCH = "RAY_local_fs_capacity_threshold"
+DEFAULT_SHARE = 0.95  # Ray's own, where the switch says nothing
+SHARED_MEMORY = Path("/dev/shm")
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Disk:
+    """How full the disk below a folder is."""
+
+    folder: Path
+    total_bytes: int
+    free_bytes: int
+
+    @property
+    def used(self) -> float:
+        return 1 - self.free_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Tells whether it is fuller than Ray allows: its processes may die when they write."""
+        return self.used > _allowed_share()
+
+    def __str__(self) -> str:
+        return (
+            f"the disk of {self.folder} is {self.used:.1%} full ({self.free_bytes / GB:.2f} of "
+            f"{self.total_bytes / GB:.2f} GB are free); Ray allows {_allowed_share():.0%}, and its processes die where "
+            "they cannot write: make room there"
+        )
+
+
+def disk_of(folder: Path) -> Disk:
+    """Return the disk on which a folder is, or would be made."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    total_bytes, _, free_bytes = shutil.disk_usage(there)
+    return Disk(folder, total_bytes, free_bytes)
+
+
+def default_ray_folder() -> str:
+    """Return where a Ray cluster that starts on this machine writes. Imports no Ray, which would read its switches."""
+    return os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
+
+
+def full_disks(ray_folder: str | None = None) -> list[Disk]:
+    """Return the disks of this machine that are too full for Ray. `ray_folder`: where a cluster that runs writes."""
+    folders = (Path(ray_folder or default_ray_folder()), SHARED_MEMORY)
+    return [disk for disk in map(disk_of, folders) if disk.is_full]
+
+
+def _allowed_share() -> float:
+    return float(os.environ.get(RAY_SWITCH, DEFAULT_SHARE))
