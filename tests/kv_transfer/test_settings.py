@@ -10,7 +10,7 @@ from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings
 
 
 def test_the_defaults_are_valid() -> None:
-    assert TransferSettings().patience.margin_s == TransferSettings().margin_s
+    assert TransferSettings().timeouts.margin_s == TransferSettings().margin_s
 
 
 @pytest.mark.parametrize(
