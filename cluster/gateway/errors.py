@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,8 +49,15 @@ class ApiError(Exception):
         return self.status in (408, 429) or self.status >= 500
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """A client may call a field otherwise, in `param` and where the message quotes it. `names`: ours -> theirs."""
-        self.param = None if self.param is None else names.get(self.param, self.param)
+        """Call fields as the client does, in `param` and where the message quotes them. `names`: ours -> theirs.
+
+        A place within a field has the name of the field, where it has none of its own.
+        """
+        if self.param is not None:
+            within = [ours for ours in names if re.match(rf"{re.escape(ours)}($|[.\[])", self.param)]
+            theirs = names[max(within, key=len)] if within else self.param
+            self.message = self.message.replace(f"'{self.param}'", f"'{theirs}'")
+            self.param = theirs
         for ours, theirs in names.items():
             self.message = self.message.replace(f"'{ours}'", f"'{theirs}'")
 
@@ -208,10 +216,12 @@ def internal(message: str) -> ApiError:
 def from_engine(error: EngineError, retry_after_s: float) -> ApiError:
     """The HTTP form of an engine's refusal that no other engine could make good."""
     match error.kind:
+        case ErrorKind.INVALID if error.field:
+            return bad_request(error.field, f"{error.field!r} {error.message}.")
         case ErrorKind.INVALID:
             return bad_request(None, error.message)
         case ErrorKind.TOO_LONG:
-            return ApiError(413, error.message, code="context_length_exceeded")
+            return ApiError(413, error.message, param="prompt", code="context_length_exceeded")
         case ErrorKind.TIMED_OUT:
             return timed_out("The request was not finished in its time and was aborted.")
         case ErrorKind.OVERLOADED:

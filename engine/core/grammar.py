@@ -7,11 +7,18 @@ from typing import NamedTuple, Protocol
 
 from .sampling import StructuredOutputsParams
 
-ASKED_BY = "structured_outputs, text.format or response_format"  # where a request says what its output must be
+ASKED_BY = "structured_outputs"  # the field of a request that says what its output must be
 
 
 class GrammarRefused(Exception):
-    """A grammar that cannot be compiled, or a text that does not fit it. For whoever sent the request."""
+    """A grammar that cannot be compiled, or a text that does not fit it. The reason goes on behind the grammar's name.
+
+    `place`: of the part that cannot be, within a structural tag, as `.format.elements[0]`.
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(reason)
+        self.place = place
 
 
 class GrammarStats(NamedTuple):

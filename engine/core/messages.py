@@ -35,8 +35,19 @@ class ErrorKind(enum.StrEnum):
 
 
 class EngineError(msgspec.Struct, frozen=True):
+    """Why a request ended without an answer.
+
+    Where `field` names what has to change, as `InvalidSamplingParams.field` does, `message` goes on behind that name.
+    A place within a structural tag follows it: `structured_outputs.structural_tag.format.elements[0]`.
+    """
+
     kind: ErrorKind
     message: str
+    field: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.field} {self.message}" if self.field else self.message
 
 
 class KVSource(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ class GenerationFailed(RuntimeError):
     """The engine could not serve a request. `kind` says in which way; `request_id` which one."""
 
     def __init__(self, request_id: str, error: EngineError) -> None:
-        super().__init__(f"prompt {request_id}: {error.message}")
+        super().__init__(f"prompt {request_id}: {error.text}")
         self.request_id = request_id
         self.kind = error.kind
 
@@ -238,7 +238,7 @@ class LLM:
         request, continuation = running[step.request_id]
         if step.error is not None:
             if step.error.kind in (ErrorKind.INVALID, ErrorKind.TOO_LONG):
-                raise InvalidPrompt(f"prompt {request.output.request_id}: {step.error.message}")
+                raise InvalidPrompt(f"prompt {request.output.request_id}: {step.error.text}")
             raise GenerationFailed(request.output.request_id, step.error)
         if step.prompt_logprobs is not None:
             request.output.prompt_logprobs = [

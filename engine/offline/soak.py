@@ -92,7 +92,7 @@ class _Load:
             if output.finish_reason is None:
                 continue
             if output.error is not None:
-                raise SoakFailed(f"{output.request_id}: {output.error.message}")
+                raise SoakFailed(f"{output.request_id}: {output.error.text}")
             self.open.remove(output.request_id)
             self._counts["aborted" if output.finish_reason is FinishReason.ABORT else "completed"] += 1
         self._memory.look()

@@ -26,16 +26,16 @@ class GrammarCache:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
-        self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and until when
+        self._refused: OrderedDict[bytes, tuple[GrammarRefused, float]] = OrderedDict()  # why, and until when
         self._slow: OrderedDict[bytes, None] = OrderedDict()
 
     def get(self, key: bytes) -> xgrammar.CompiledGrammar | None:
         """None for what nobody has asked lately. Raises `GrammarRefused` again."""
         with self._lock:
-            reason, end_s = self._refused.get(key, ("", 0.0))
-            if time.monotonic() < end_s:
+            refused, end_s = self._refused.get(key, (None, 0.0))
+            if refused is not None and time.monotonic() < end_s:
                 self.num_hits += 1
-                raise GrammarRefused(reason)
+                raise GrammarRefused(str(refused), refused.place)
             compiled = self._compiled.get(key)
             if compiled is not None:
                 self.num_hits += 1
@@ -55,7 +55,7 @@ class GrammarCache:
     def knows(self, key: bytes) -> bool:
         """Return whether `get` has an answer, be it a refusal."""
         with self._lock:
-            return key in self._compiled or time.monotonic() < self._refused.get(key, ("", 0.0))[1]
+            return key in self._compiled or time.monotonic() < self._refused.get(key, (None, 0.0))[1]
 
     def is_slow(self, key: bytes) -> bool:
         return key in self._slow
@@ -66,10 +66,10 @@ class GrammarCache:
             if len(self._slow) > MOST_SLOW:
                 self._slow.popitem(last=False)
 
-    def refuse(self, key: bytes, reason: str) -> None:
+    def refuse(self, key: bytes, refused: GrammarRefused) -> None:
         with self._lock:
             self.num_refused += 1
-            self._refused[key] = (reason, time.monotonic() + REFUSAL_S)
+            self._refused[key] = (refused, time.monotonic() + REFUSAL_S)
             self._refused.move_to_end(key)
             if len(self._refused) > MOST_REFUSALS:
                 self._refused.popitem(last=False)

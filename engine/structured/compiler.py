@@ -77,11 +77,11 @@ class GrammarCompiler:
         try:
             reply = _ask(self._running(), asked, is_wanted)
             if reply is None:
-                self._raise_why(asked.kind, is_wanted)
+                self._raise_why(is_wanted)
         finally:
             self.compile_s += time.monotonic() - began_s
         if isinstance(reply, Refused):
-            raise GrammarRefused(reply.reason)
+            raise GrammarRefused(reply.reason, reply.place)
         assert isinstance(reply, Compiled)
         return reply.grammar
 
@@ -118,17 +118,17 @@ class GrammarCompiler:
         self._tokenizer_info = reply.tokenizer_info
         return process
 
-    def _raise_why(self, kind: str, is_wanted: Callable[[], bool]) -> NoReturn:
+    def _raise_why(self, is_wanted: Callable[[], bool]) -> NoReturn:
         """There was no reply."""
         assert self._process is not None
         status, limits = self._process.wait(), self._setup.limits
         self._process = None
         if status == -signal.SIGALRM:
-            raise CompilesTooSlowly(f"{kind} takes longer than {limits.compile_s} s to compile: simplify it")
+            raise CompilesTooSlowly(f"takes longer than {limits.compile_s} s to compile: simplify it")
         if not is_wanted():
             raise Abandoned
         cause = f"breaks its compiler, or needs more than {limits.memory_bytes >> 20} MiB to compile: simplify it"
-        raise GrammarRefused(f"{kind} {cause}")
+        raise GrammarRefused(cause)
 
 
 def _ask(

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from ..core.grammar import GrammarRefused
 from ..core.sampling import StructuredOutputsParams
 from ..text import TextError, Tokenizer
 from .frames import Compiled, Ready, Refused, Setup, Vocabulary, read_frame, write_frame
-from .schemas import check_schema, check_structural_tag
+from .schemas import check_schema, check_structural_tag, parts_of
 
 if TYPE_CHECKING:
     import xgrammar
@@ -32,6 +32,7 @@ NICENESS = 5  # an engine on the same cores comes first
 _MOST_THREADS = 8
 _SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)  # time and place in xgrammar's own code
 _OUT_OF_MEMORY = "bad_alloc"
+_REASON_CHARS = 500  # of a refusal, which may repeat a grammar
 _WARNING = re.compile(r"Warning: (.*)")
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     try:
         info = tokenizer_info(setup.vocabulary)
     except (GrammarRefused, TextError) as refused:
-        write_frame(replies, Refused(str(refused)))
+        write_frame(replies, Refused(f"is not supported with this model: {refused}"))
         return
     write_frame(replies, Ready(info.serialize_json()))
     limit_memory(setup.limits.memory_bytes)
@@ -93,15 +94,49 @@ def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsP
         with overhearing() as warnings:
             grammar = compile_grammar(compiler, asked).serialize_json()
     except GrammarRefused as refused:
-        return Refused(str(refused))
+        return Refused(f"cannot be kept: {_cut(str(refused))}", refused.place)
     except (RuntimeError, ValueError) as error:  # xgrammar's own
         if _OUT_OF_MEMORY in str(error):
-            return Refused(f"{asked.kind} needs more memory to compile than it may have: simplify it")
-        reason = _SOURCE.sub("", str(error)).strip() or type(error).__name__
-        return Refused(f"{asked.kind} cannot be compiled: {reason}")
+            return Refused("needs more memory to compile than it may have: simplify it")
+        return Refused(f"cannot be compiled: {_reason(error)}", _broken_part(asked))
     if warnings:
-        return Refused(f"{asked.kind} would not be kept as it is: {warnings[0]}")
+        return Refused(f"would not be kept as it is: {_cut(warnings[0])}", _broken_part(asked))
     return Compiled(grammar)
+
+
+def _reason(error: Exception) -> str:
+    return _cut(_SOURCE.sub("", str(error)).strip()) or "it is malformed"
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]}..."
+
+
+def _broken_part(asked: StructuredOutputsParams) -> str:
+    """Return the place of the first part of a structural tag that is refused by itself; "" where there is none."""
+    if asked.structural_tag is None:
+        return ""
+    for place, part in parts_of(asked.structural_tag):
+        try:
+            with overhearing() as warnings:
+                _parse(part)
+        except (RuntimeError, ValueError):
+            return place
+        if warnings:
+            return place
+    return ""
+
+
+def _parse(part: dict[str, Any]) -> None:
+    import xgrammar
+
+    match part:
+        case {"type": "json_schema", "json_schema": schema}:
+            xgrammar.Grammar.from_json_schema(json.dumps(schema))
+        case {"type": "regex", "pattern": str(pattern)}:
+            xgrammar.Grammar.from_regex(pattern)
+        case {"type": "grammar", "grammar": str(grammar)}:
+            xgrammar.Grammar.from_ebnf(grammar)
 
 
 def compile_grammar(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsParams) -> xgrammar.CompiledGrammar:

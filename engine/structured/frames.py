@@ -42,7 +42,10 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
+    """See `GrammarRefused`."""
+
     reason: str
+    place: str = ""
 
 
 def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:

@@ -114,8 +114,9 @@ class Grammars:
             try:
                 return self._compile_by(self._slow, asked, key, is_wanted)
             except CompilesTooSlowly as slow:
-                self._cache.refuse(key, str(slow))
-                raise GrammarRefused(str(slow)) from None
+                refused = GrammarRefused(str(slow))
+                self._cache.refuse(key, refused)
+                raise refused from None
             finally:
                 self._slow.rest()
 
@@ -126,7 +127,7 @@ class Grammars:
         try:
             serialized = compiler.compile(asked, is_wanted)
         except GrammarRefused as refused:
-            self._cache.refuse(key, str(refused))
+            self._cache.refuse(key, refused)
             raise
         info = self._vocabulary_as_xgrammar(compiler)
         import xgrammar
@@ -172,11 +173,11 @@ class Matcher:
         """See `Grammar.advance`."""
         for token_id in token_ids:
             if not self._matcher.accept_token(token_id):
-                raise GrammarRefused(f"token {token_id} does not fit: the output was begun under another grammar")
+                raise GrammarRefused(f"does not allow token {token_id}: the output was begun under another grammar")
         words = np.full((1, self._num_words), -1, np.int32)
         self._matcher.fill_next_token_bitmask(words)
         if self._allowed is not None:
             words &= self._allowed
         if not words.any():
-            raise GrammarRefused("no token of the vocabulary may follow")
+            raise GrammarRefused("lets no token of the vocabulary follow")
         return words.astype("<i4").tobytes()

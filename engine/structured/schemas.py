@@ -53,23 +53,32 @@ def check_schema(text: str) -> None:
 def check_structural_tag(text: str) -> None:
     """The same for the schemas in a structural tag, whose own form its compiler checks."""
     try:
-        for schema in _schemas_in(json.loads(text)):
-            _check(schema, "#")
+        for place, part in parts_of(text):
+            try:
+                _check(part.get("json_schema"), "#")
+            except GrammarRefused as refused:
+                raise GrammarRefused(str(refused), place) from None
     except json.JSONDecodeError as error:
         raise GrammarRefused(f"the structural tag is not JSON: {error}") from None
     except RecursionError:
         raise GrammarRefused("the structural tag is nested too deeply") from None
 
 
-def _schemas_in(tag: Any) -> Iterator[Any]:
-    if isinstance(tag, dict):
-        if tag.get("type") == "json_schema":
-            yield tag.get("json_schema")
-            return
-        tag = list(tag.values())
-    if isinstance(tag, list):
-        for part in tag:
-            yield from _schemas_in(part)
+def parts_of(tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas, patterns and grammars in a structural tag, and their places: `.format.elements[0]`."""
+    yield from _parts_in(json.loads(tag), "")
+
+
+def _parts_in(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    match value:
+        case {"type": "json_schema" | "regex" | "grammar"}:
+            yield place, value
+        case dict():
+            for key, part in value.items():
+                yield from _parts_in(part, f"{place}.{key}")
+        case list():
+            for index, part in enumerate(value):
+                yield from _parts_in(part, f"{place}[{index}]")
 
 
 def _check(schema: Any, place: str) -> None:

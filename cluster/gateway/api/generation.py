@@ -169,11 +169,15 @@ class GenerationEndpoint:
             self._choice(job, index, each, call, trail, tells_timeline=prepared.tells_timeline)
             for index, each in enumerate(answer.dispatches)
         ]
-        async with aclosing(merge(choices)) as steps:
-            if prepared.streams:
-                await answer.write_events(renderer, steps, trail)
-            else:
-                await answer.write_whole(renderer, steps)
+        try:
+            async with aclosing(merge(choices)) as steps:
+                if prepared.streams:
+                    await answer.write_events(renderer, steps, trail)
+                else:
+                    await answer.write_whole(renderer, steps)
+        except ApiError as error:
+            error.rename(prepared.names)  # an engine's refusal has the engine's
+            raise
 
     def _job(self, prepared: Prepared, call: _Call, told: Position | None) -> Job:
         """Return the work; the same as before where the client knows a part of the answer."""

@@ -81,6 +81,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
     form: AnswerForm = AnswerForm()
     asked: AskedResponse | None = None  # of `/v1/responses`
+    names: dict[str, str] = {}  # an engine's field -> what the client calls it
 
     @property
     def num_tokens(self) -> int:

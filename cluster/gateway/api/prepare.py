@@ -17,6 +17,7 @@ from ..errors import bad_request, context_length_exceeded, model_not_found, prom
 from ..model import ServedModel
 from ..settings import GatewaySettings
 from .efforts import effort_variables
+from .field_names import client_names
 from .job import AnswerForm, Prepared, UsageOptions
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt, StreamOptions
 from .shapes import answer_shape, asked_shape, thoughts_before
@@ -70,6 +71,7 @@ class Preparer:
             for tokens in prompts
         ]
         prepared = self._prepared(request, circle, prompts, limits, sampling)
+        prepared.names = client_names(request, sampling.structured_outputs, {})
         if not echo:
             return prepared
         decode = self._model.tokenizer.decode
@@ -95,10 +97,11 @@ class Preparer:
         prompt = await self._chat_prompt(request)
         shape = asked_shape(request)
         thoughts = thoughts_before(shape, tokenizer.thoughts_after(prompt.of_template))
+        names = {"logprobs": "top_logprobs", "max_tokens": field, "prompt": "messages"}
         sampling = self._sampling(
             request,
             answer_shape(request, shape, form, calls, thoughts),
-            {"logprobs": "top_logprobs", "max_tokens": field},
+            names,
             max_tokens=asked,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
@@ -108,6 +111,7 @@ class Preparer:
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
         prepared = self._prepared(request, circle, [tokens], [limit], sampling)
         prepared.form = AnswerForm.of(reading(form, calls, thoughts))
+        prepared.names = client_names(request, sampling.structured_outputs, names)
         return prepared
 
     async def chat_tokens(self, request: ChatInput) -> list[int]:

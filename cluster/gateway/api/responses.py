@@ -22,7 +22,7 @@ from .job import Job, Prepared, UsageOptions
 from .logprobs import chat_logprobs
 from .prepare import Preparer
 from .render import Tally, encode
-from .responses_input import NAMES, ResponseChat, as_chat
+from .responses_input import NAMES, ResponseChat, as_chat, response_name
 from .responses_output import Event, Item, Output, Status
 from .responses_request import read_request
 from .token_shares import TokenShares, runs
@@ -130,8 +130,9 @@ async def prepare_response(preparer: Preparer, request: ResponseChat, circle: st
     try:
         prepared = await preparer.chat(request, circle)
     except ApiError as error:
-        error.rename(NAMES)
+        error.rename(NAMES if error.param is None else {**NAMES, error.param: response_name(error.param)})
         raise
+    prepared.names = NAMES | {ours: response_name(theirs) for ours, theirs in prepared.names.items()}
     prepared.asked = request.asked.told()
     return prepared
 

@@ -8,6 +8,8 @@ function_call_output                          ──> a message of a tool
 
 from __future__ import annotations
 
+import re
+
 from ..errors import bad_request
 from .messages import AllowedTools, CalledFunction, ChatMessage, TextPart, ThisTool, ToolCall, ToolChoice
 from .protocol import ChatRequest, ResponseFormat, SamplingRequest, StreamOptions
@@ -34,6 +36,14 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
+
+
+_CHATS_TOOL = re.compile(r"(tools\[\d+\])\.function")
+
+
+def response_name(name: str) -> str:
+    """Return what a chat's field is called here."""
+    return NAMES.get(name) or _CHATS_TOOL.sub(r"\1", name)
 
 
 class ResponseChat(ChatRequest):

@@ -191,7 +191,7 @@ class Dispatch:
             failure,
             leg.placement.engine.engine_id,
             "another follows" if again else "the last one",
-            error.message,
+            error.text,
         )
 
     def _note_decision(self, leg: Leg, failure: Failure) -> None:

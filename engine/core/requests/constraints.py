@@ -114,7 +114,8 @@ class Constraints:
                 request.allow(mask)
                 return None
             case GrammarRefused() as refused:
-                return EngineError(ErrorKind.INVALID, f"{ASKED_BY}: {refused}")
+                field = f"{ASKED_BY}.{_asked_by(request).kind}{refused.place}"
+                return EngineError(ErrorKind.INVALID, str(refused), field)
             case error:
                 logger.error("the grammar of request %s failed", request.request_id, exc_info=error)
                 return EngineError(ErrorKind.INTERNAL, f"the grammar failed: {error!r}")
@@ -139,7 +140,5 @@ def _too_slow(request: Request, *, has_begun: bool) -> EngineError:
     if request.status is RequestStatus.WAITING_FOR_GRAMMAR or not has_begun:
         reason = "too many requests wait for their grammars to be compiled, or for what these let follow"
         return EngineError(ErrorKind.OVERLOADED, reason)
-    reason = (
-        f"which tokens may follow was not known within {MASK_LIMIT_S:g} s: simplify it, above all nested repetitions"
-    )
-    return EngineError(ErrorKind.INVALID, f"{ASKED_BY}: {reason}")
+    reason = f"does not say within {MASK_LIMIT_S:g} s which tokens may follow: simplify nested repetitions"
+    return EngineError(ErrorKind.INVALID, reason, f"{ASKED_BY}.{_asked_by(request).kind}")

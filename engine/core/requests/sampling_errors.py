@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..grammar import ASKED_BY
 from ..messages import EngineError, ErrorKind
 from ..sampling import SamplingParams
 from .request import Request
@@ -20,10 +19,11 @@ def nothing_drawn(request: Request) -> EngineError:
         reason = "the model gave no logit that is a number: its weights or the KV of the request may be damaged"
         return EngineError(ErrorKind.INTERNAL, f"no token could be drawn: {reason}")
     if request.is_constrained:
-        reason = "what may follow is excluded by allowed_token_ids or bad_words: leave them out"
-        return EngineError(ErrorKind.INVALID, f"{ASKED_BY}: {reason}")
-    reason = "bad_words, or min_tokens with its stop tokens, exclude every token that is left: change one of them"
-    return EngineError(ErrorKind.INVALID, f"allowed_token_ids: {reason}")
+        field = "bad_words_token_ids" if request.message.sampling.allowed_token_ids is None else "allowed_token_ids"
+        reason = "excludes every token that may follow in an answer that must fit a grammar: leave it out"
+        return EngineError(ErrorKind.INVALID, reason, field)
+    reason = "leaves no token to draw: 'bad_words', or 'min_tokens' with its stop tokens, excludes those that it allows"
+    return EngineError(ErrorKind.INVALID, reason, "allowed_token_ids")
 
 
 def _candidates(request: Request) -> Iterable[int] | None:

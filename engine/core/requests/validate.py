@@ -12,9 +12,16 @@ def refusal(
     request: EngineRequest, config: EngineCoreConfig, *, can_transfer: bool, can_constrain: bool = False
 ) -> EngineError | None:
     """Why this engine can never serve the request; None where it can."""
-    message = _invalid(request, config, can_transfer) or _unconstrainable(request, config, can_constrain)
+    message = _invalid(request, config, can_transfer)
     if message is not None:
         return EngineError(ErrorKind.INVALID, message)
+    try:
+        request.sampling.check_vocabulary(config.vocab_size)
+    except InvalidSamplingParams as error:
+        return EngineError(ErrorKind.INVALID, error.message, error.field)
+    message = _unconstrainable(request, config, can_constrain)
+    if message is not None:
+        return EngineError(ErrorKind.INVALID, message, ASKED_BY)
     message = _too_long(request, config)
     if message is not None:
         return EngineError(ErrorKind.TOO_LONG, message)
@@ -30,10 +37,6 @@ def _invalid(request: EngineRequest, config: EngineCoreConfig, can_transfer: boo
             return f"token id {wrong} in the {name} is not in the vocabulary of {config.vocab_size}"
     if not 0 <= request.seed < 2**SEED_BITS:
         return f"seed is {request.seed}, it must be from 0 to 2**{SEED_BITS} - 1"
-    try:
-        request.sampling.check_vocabulary(config.vocab_size)
-    except InvalidSamplingParams as error:
-        return str(error)
     if (request.keep_kv or request.kv_source is not None) and not can_transfer:
         return "this engine has no KV connector: it can neither offer nor receive KV blocks"
     if request.kv_source is not None:
@@ -54,9 +57,9 @@ def _unconstrainable(request: EngineRequest, config: EngineCoreConfig, can_const
     if request.sampling.structured_outputs is None:
         return None
     if not can_constrain:
-        return f"{ASKED_BY}: this engine has no tokenizer, so it knows tokens but no text"
+        return "cannot be kept: this engine has no tokenizer, so it knows tokens but no text"
     if not config.eos_token_ids:
-        return f"{ASKED_BY}: this model has no end-of-sequence token, so no output could end"
+        return "cannot be kept: this model has no end-of-sequence token, so no output could end"
     return None
 
 

@@ -12,6 +12,7 @@ import pytest
 from gateway_service import Service
 
 from baton.cluster.contracts import Role
+from baton.engine.core.messages import EngineError, ErrorKind
 from baton.engine.structured import Grammars
 
 SCHEMA = {
@@ -106,12 +107,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "a schema that is none": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integr"}}}},
-        None,
-        "response_format: json cannot be compiled",
+        "response_format.json_schema.schema",
+        "'response_format.json_schema.schema' cannot be compiled",
     ),
     "a schema that would be broken": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
-        None,
+        "response_format.json_schema.schema",
         "'not' is not supported",
     ),
     "a long schema": (
@@ -126,8 +127,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "response_format",
         "not both",
     ),
-    "a pattern": ({"structured_outputs": {"regex": "(a"}}, None, "regex cannot be compiled"),
-    "a grammar": ({"structured_outputs": {"grammar": "root ::= gone"}}, None, '"gone" is not defined'),
+    "a pattern": (
+        {"structured_outputs": {"regex": "(a"}},
+        "structured_outputs.regex",
+        "'structured_outputs.regex' cannot be compiled",
+    ),
+    "a grammar": (
+        {"structured_outputs": {"grammar": "root ::= gone"}},
+        "structured_outputs.grammar",
+        '"gone" is not defined',
+    ),
     "whitespace": (
         {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
         "structured_outputs.whitespace_pattern",
@@ -153,6 +162,40 @@ async def test_what_cannot_be_kept_is_refused(
     assert error["param"] == param
     assert reason in error["message"]
     assert (await structured.chat("hello", max_tokens=2)).status_code == 200, "and nobody else notices"
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("bad_words_token_ids", "bad_words"),
+        ("allowed_token_ids", "allowed_token_ids"),
+        ("logprobs", "top_logprobs"),
+        ("structured_outputs.choice", "structured_outputs.choice"),
+        ("", None),
+    ],
+)
+async def test_a_field_that_an_engine_refuses_has_the_clients_name(
+    start: Callable[..., Service], field: str, param: str | None
+) -> None:
+    service = start(Role.UNIFIED)
+    service.cluster.members[0].refuse = EngineError(ErrorKind.INVALID, "is wrong", field)
+    answer = await service.chat("hello", structured_outputs={"choice": ["a"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"] == ("is wrong" if param is None else f"'{param}' is wrong.")
+
+
+async def test_a_prompt_that_no_engine_can_hold_is_a_fault_of_the_messages(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    service.cluster.members[0].refuse = EngineError(ErrorKind.TOO_LONG, "a prompt of 9 tokens is too long")
+    body: dict[str, dict[str, Any]] = {
+        "prompt": {"path": "/v1/completions", "prompt": "x"},
+        "messages": {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]},
+        "input": {"path": "/v1/responses", "input": "x"},
+    }
+    for param, fields in body.items():
+        answer = await service.http.post(fields.pop("path"), json={"model": "tiny", **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (413, param)
 
 
 async def test_text_may_be_asked_for(structured: Service) -> None:

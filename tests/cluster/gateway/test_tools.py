@@ -353,6 +353,47 @@ async def test_tools_that_cannot_be_are_refused_with_the_place(
     assert error["message"]
 
 
+BROKEN = {"type": "object", "properties": {"size": {"type": "integr"}}}
+DROPPED = {"type": "object", "properties": {"size": {"not": {}}}}
+WORDS = {"type": "json_schema", "json_schema": {"name": "n", "schema": SIZE}}
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "a function's schema": ({"tools": [TOOLS[0], tool("b", parameters=BROKEN)]}, "tools[1].function.parameters"),
+    "one that would not be kept": (
+        {"tools": [TOOLS[0], tool("b", parameters=DROPPED)]},
+        "tools[1].function.parameters",
+    ),
+    "the words' schema": (
+        {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": BROKEN}}},
+        "response_format.json_schema.schema",
+    ),
+    "a function's schema beside the words'": (
+        {"tools": [tool("a", strict=True, parameters=BROKEN)], "response_format": WORDS},
+        "tools[0].function.parameters",
+    ),
+    "a pattern": ({"tools": TOOLS, "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    "a grammar": ({"tools": TOOLS, "structured_outputs": {"grammar": "root ::= gone"}}, "structured_outputs.grammar"),
+}
+
+
+@pytest.mark.parametrize(("asked", "param"), ENGINES.values(), ids=ENGINES)
+async def test_what_an_engine_refuses_has_the_name_of_the_clients_field(
+    tools: Service, asked: dict[str, Any], param: str
+) -> None:
+    choice = {} if "response_format" in asked or "structured_outputs" in asked else {"tool_choice": "required"}
+    answer = await tools.chat("hello", max_tokens=5, **choice, **asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert error["message"].startswith(f"'{param}' ")
+    assert "structural" not in error["message"]
+    if not param.startswith("tools"):
+        return
+    functions = [{"type": "function", **each["function"]} for each in asked["tools"]]
+    body = {"model": "tiny", "input": "hello", "tools": functions, "tool_choice": "required"}
+    error = (await tools.http.post("/v1/responses", json=body)).json()["error"]
+    assert error["param"] == param.replace(".function", "")
+    assert error["message"].startswith(f"'{error['param']}' ")
+
+
 async def test_a_template_must_tell_of_tools(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:

@@ -184,7 +184,7 @@ def test_a_token_that_does_not_fit_ends_its_request(grammars: FakeGrammars, dept
     said = harness.answer("c").outputs[-1].error
     assert said is not None
     assert said.kind is ErrorKind.INVALID
-    assert "response_format" in said.message
+    assert said.field.startswith("structured_outputs.")
     assert len(harness.answer("c").token_ids) == 3
     harness.check_all_given_back()
 

@@ -136,7 +136,7 @@ class TestRefusal:
         error = refusal(message, config(), can_transfer=True)
         assert error is not None
         assert error.kind is ErrorKind.INVALID
-        assert words in error.message
+        assert words in error.text
 
     def test_more_alternatives_than_tokens_are_invalid(self) -> None:
         error = refusal(request("a", 5, logprobs=5), config(vocab_size=4, eos_token_ids=[]), can_transfer=True)

@@ -67,7 +67,7 @@ def test_an_output_that_was_cut_anywhere_is_taken_up_there(grammars: Grammars, t
 def test_a_token_that_does_not_fit_is_refused(grammars: Grammars, tokenizer: Tokenizer) -> None:
     grammar = grammars.open(StructuredOutputsParams(choice=["yes"]))
     (wrong,) = tokenizer.encode("n", add_special_tokens=False)
-    with pytest.raises(GrammarRefused, match=f"token {wrong} does not fit"):
+    with pytest.raises(GrammarRefused, match=f"does not allow token {wrong}"):
         grammar.advance([wrong])
     for special in (1, 390):  # padding of two kinds
         with pytest.raises(GrammarRefused):
@@ -109,7 +109,7 @@ def test_a_compiler_that_takes_too_much_refuses_and_goes_on(
     vocabulary: Vocabulary, reason: str, limits: Limits
 ) -> None:
     source = Grammars(vocabulary, limits)
-    with pytest.raises(GrammarRefused, match=f"regex {reason}"):
+    with pytest.raises(GrammarRefused, match=reason):
         source.open(StructuredOutputsParams(regex=SLOW))
     source.open(StructuredOutputsParams(choice=["a"])).advance([])
     source.close()
