@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.cluster.counted import counted
+from baton.cluster.planning.model_files import check_model_files, needs_weights
 from baton.cluster.planning.plan import check_model
 from baton.cluster.spec import (
     FleetSpec,
@@ -15,6 +16,7 @@ from baton.cluster.spec import (
     load_specs,
     read_mapping,
 )
+from baton.engine.weights.checkpoint import has_weights
 
 
 def judgements_of(file: Path) -> Iterator[tuple[str, bool]]:
@@ -30,9 +32,15 @@ def judgements_of(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _judged(name: str, spec: FleetSpec) -> tuple[str, bool]:
-    whole = has_model(spec.model)
-    if whole:
+    unchecked = ""
+    if not has_model(spec.model):
+        unchecked = f"how {spec.model}, not on this machine, divides"
+    else:
         check_model(spec)
+        if needs_weights(spec) and not has_weights(Path(spec.model)):
+            unchecked = f"the weights and the tokenizer of {spec.model}, where no weights are"
+        else:
+            check_model_files(spec)
     fleets = ", ".join(f"{fleet.spelled} {role}" for role, fleet in spec.fleets.present.items())
-    unchecked = "" if whole else f" (not checked: how {spec.model}, not on this machine, divides)"
-    return f"{name} is fine: {spec.served_model_id}, {fleets}{unchecked}", whole
+    aside = f" (not checked: {unchecked})" if unchecked else ""
+    return f"{name} is fine: {spec.served_model_id}, {fleets}{aside}", not unchecked

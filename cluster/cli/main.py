@@ -99,6 +99,7 @@ def serve(
 
     baton serve --config configs/serve/demo.yaml --port 9000
     """
+    from baton.cluster.planning.model_files import check_model_files
     from baton.cluster.planning.plan import check_model
     from baton.cluster.spec import InvalidSpec
 
@@ -114,6 +115,7 @@ def serve(
     try:
         name, spec = application_spec(config, overrides, engine_args)
         check_model(spec)
+        check_model_files(spec)
     except InvalidSpec as error:
         fail(str(error))
     raise SystemExit(run(spec, name, address))

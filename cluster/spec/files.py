@@ -43,7 +43,7 @@ def find_model_folder(model: str) -> Path:
     """
     candidates = _model_folders(model)
     for folder in candidates:
-        if (folder / "config.json").is_file():
+        if _has_config(folder):
             return folder
     looked_at = " and ".join(str(folder) for folder in candidates)
     raise InvalidSpec(
@@ -55,7 +55,13 @@ def find_model_folder(model: str) -> Path:
 
 def has_model(model: str) -> bool:
     """Whether the folder is on this machine."""
-    return any((folder / "config.json").is_file() for folder in _model_folders(model))
+    return any(map(_has_config, _model_folders(model)))
+
+
+def _has_config(folder: Path) -> bool:
+    """Tells whether it is a model's folder, be it one whose links lead nowhere."""
+    file = folder / "config.json"
+    return file.is_file() or file.is_symlink()
 
 
 def _model_folders(model: str) -> list[Path]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..absent import FETCH_AGAIN, absent_file
 from ..models import MODELS
 from ..weights.checkpoint import Checkpoint
 from .defaults import DEFAULTS
@@ -27,7 +28,8 @@ class ModelFolder:
     def open(cls, path: Path, *, with_weights: bool) -> ModelFolder:
         """Raises `ModelError`."""
         raw = _read_json(path, "config.json")
-        generation = _read_json(path, "generation_config.json") if (path / "generation_config.json").is_file() else {}
+        defaults = path / "generation_config.json"
+        generation = _read_json(path, defaults.name) if defaults.is_file() or defaults.is_symlink() else {}
         architecture = _architecture(raw)
         return cls(
             path=path,
@@ -45,6 +47,8 @@ class ModelFolder:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     path = folder / name
+    if path.is_symlink() and not path.exists():
+        raise InvalidModelConfig(f"{folder} has no {absent_file(path)}: {FETCH_AGAIN}")
     if not path.is_file():
         raise InvalidModelConfig(
             f"{str(folder)!r} has no {name}: a model is given as a local folder with config.json and *.safetensors "

@@ -59,6 +59,13 @@ def load_model(
     return model
 
 
+def check_weights(config: ModelConfig) -> None:
+    """Raises `WeightsError` where `load_model` would, before it reads a weight."""
+    from baton.engine.weights.loader import check_weights
+
+    check_weights(model_class(config.architecture)(config))
+
+
 def stub_model(config: ModelConfig, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE) -> CausalLM:
     """Return a model that launches the same kernels as that of `config`: one layer of each kind, weights never filled.
 

@@ -21,6 +21,7 @@ import jinja2.visitor
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ..absent import FETCH_AGAIN, absent_file
 from .answers import thoughts
 from .answers.forms import call_format
 from .answers.turns import with_readable_arguments
@@ -72,6 +73,8 @@ class ChatTemplate:
         sources = _sources_in_config(config.get("chat_template"))
         named_files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         for name, file in [(DEFAULT, folder / "chat_template.jinja"), *((file.stem, file) for file in named_files)]:
+            if file.is_symlink() and not file.exists():
+                raise ChatTemplateError(f"{folder} has no {absent_file(file)}: {FETCH_AGAIN}")
             if file.is_file():
                 sources[name] = file.read_text(encoding="utf-8")
         return cls(sources) if sources else None

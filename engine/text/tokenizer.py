@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.normalizers import NFC
 
+from ..absent import FETCH_AGAIN, absent_file
 from .answers import thoughts
 from .answers.calls import CallFormat
 from .answers.thoughts import Thoughts
@@ -257,13 +258,16 @@ def _load_backend(folder: Path) -> Backend:
             return Backend.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for what it cannot parse
             raise TokenizerError(f"{file} is not a tokenizer that can be read: {error}") from error
+    if file.is_symlink():
+        raise TokenizerError(f"{folder} has no {absent_file(file)}: {FETCH_AGAIN}")
     # Seconds of imports that only folders in older formats pay for.
     from transformers import AutoTokenizer
 
     try:
         converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # nor has what this library raises a common type
-        raise TokenizerError(f"{folder} holds no tokenizer.json, and nothing to convert to one: {error}") from error
+        reason = f"holds no tokenizer.json, and nothing to convert to one: {error}"
+        raise TokenizerError(f"{folder} {reason}; {FETCH_AGAIN}") from error
     backend = getattr(converted, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise TokenizerError(
@@ -277,6 +281,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if file.is_symlink():
+            raise TokenizerError(f"{file.parent} has no {absent_file(file)}: {FETCH_AGAIN}") from None
         return {}
     except ValueError as error:
         raise TokenizerError(f"{file} is not JSON: {error}") from error

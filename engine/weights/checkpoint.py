@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,12 +19,16 @@ from typing import Annotated
 
 import msgspec
 
+from baton.engine.absent import FETCH_AGAIN, absent_file
 from baton.engine.hf_config.errors import WeightsError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SAMPLE_BYTES = 1024
+_NAMED_IN_ERRORS = 8
+_OTHER_KINDS = ("*.bin", "*.pt", "*.pth", "*.gguf")  # of files with weights
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 # safetensors' names of the types that weights come in: bytes an element, torch's name
 DTYPES = {"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")}
@@ -66,9 +71,14 @@ class _Index(msgspec.Struct):
 class Checkpoint:
     """The tensors of a folder by name. The same for one file and for many shards."""
 
-    def __init__(self, folder: Path, entries: dict[str, TensorEntry]) -> None:
+    def __init__(self, folder: Path, entries: dict[str, TensorEntry], index: Mapping[str, Path]) -> None:
         self.folder = folder
         self.entries = entries
+        self._index = index
+
+    def expected_in(self, name: str) -> str:
+        """Names a tensor, and the file in which the index says it is."""
+        return f"{name} (of {self._index[name].name})" if name in self._index else name
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -81,7 +91,7 @@ class Checkpoint:
         for file in _files(folder, index):
             for entry in _read_header(file):
                 entries[entry.name] = _of_two(entries.get(entry.name), entry, index.get(entry.name))
-        return cls(folder, entries)
+        return cls(folder, entries, index)
 
     @property
     def dtype(self) -> str | None:
@@ -122,6 +132,17 @@ class Checkpoint:
         return digest.hexdigest()
 
 
+def has_weights(folder: Path) -> bool:
+    """Tells whether a folder is meant to hold a model's weights, whole or not, of a kind that is read or not."""
+    return any(True for pattern in (INDEX_FILE, "*.safetensors", *_OTHER_KINDS) for _ in folder.glob(pattern))
+
+
+def some(names: list[str]) -> str:
+    """Lists the first names, and says how many more there are."""
+    rest = len(names) - _NAMED_IN_ERRORS
+    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def _of_two(known: TensorEntry | None, found: TensorEntry, home: Path | None) -> TensorEntry:
     """The one that counts; `home` is the file in which the index says the tensor is."""
     if known is None or home == found.file:
@@ -136,6 +157,8 @@ def _of_two(known: TensorEntry | None, found: TensorEntry, home: Path | None) ->
 def _read_index(folder: Path) -> dict[str, Path]:
     """The file of each tensor; empty where there is no index."""
     path = folder / INDEX_FILE
+    if path.is_symlink() and not path.exists():
+        raise WeightsError(f"{folder} has no {absent_file(path)}: {FETCH_AGAIN}")
     if not path.is_file():
         return {}
     try:
@@ -149,27 +172,42 @@ def _files(folder: Path, index: Mapping[str, Path]) -> list[Path]:
     """The safetensors files that belong together: those of the index, else the single file, else all of them."""
     if index:
         named = sorted(set(index.values()))
-        missing = [file.name for file in named if not file.is_file()]
+        missing = [absent_file(file) for file in named if not file.is_file()]
         if missing:
-            raise WeightsError(f"{folder}: {INDEX_FILE} names files that are not there: {', '.join(missing)}")
+            names = some(missing)
+            raise WeightsError(f"{folder}: {INDEX_FILE} names files that are not there: {names}; {FETCH_AGAIN}")
         return named
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    files = sorted(folder.glob("*.safetensors"))
+    single = folder / SINGLE_FILE
+    files = [single] if single.is_file() or single.is_symlink() else sorted(folder.glob("*.safetensors"))
+    missing = [absent_file(file) for file in (*_absent_numbers(files), *files) if not file.is_file()]
+    if missing:
+        raise WeightsError(f"{folder}: files are not there: {some(missing)}; {FETCH_AGAIN}")
     if not files:
-        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+        others = sorted(path.name for pattern in _OTHER_KINDS for path in folder.glob(pattern))
         found = f" (found {', '.join(others)}, which is not read: convert it to safetensors)" if others else ""
         raise WeightsError(f"{folder}: no *.safetensors files{found}; give load_format='dummy' for random weights")
     return files
 
 
+def _absent_numbers(files: list[Path]) -> Iterator[Path]:
+    """Yields the files that the names of others speak of: `model-00002-of-00003.safetensors` is one of three."""
+    series = {(match[1], match[3]) for file in files if (match := _NUMBERED.fullmatch(file.name))}
+    for stem, count in sorted(series):
+        named = (f"{stem}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1))
+        yield from (file for name in named if (file := files[0].parent / name) not in files)
+
+
 def _read_header(file: Path) -> list[TensorEntry]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
-            raise WeightsError(f"{file} is not a safetensors file, or it is cut off in its header ({size} bytes)")
-        text = stream.read(header_bytes)
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
+                kind = "is not a safetensors file, or it is cut off in its header"
+                raise WeightsError(f"{file} {kind} ({size} bytes): {FETCH_AGAIN}")
+            text = stream.read(header_bytes)
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read: {error.strerror}") from error
     try:
         header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
@@ -178,7 +216,8 @@ def _read_header(file: Path) -> list[TensorEntry]:
         raise WeightsError(f"{file}: the safetensors header is broken: {error}") from error
     for entry in entries:
         if entry.end > size:
-            raise WeightsError(f"{file} is cut off: tensor {entry.name!r} ends at byte {entry.end}, the file at {size}")
+            ends = f"tensor {entry.name!r} ends at byte {entry.end}, the file at {size}"
+            raise WeightsError(f"{file} is cut off: {ends}; {FETCH_AGAIN}")
         item_bytes = 1 if entry.dtype == E4M3 else DTYPES.get(entry.dtype, (0, ""))[0]
         if item_bytes and entry.size_bytes != math.prod(entry.shape) * item_bytes:
             raise WeightsError(

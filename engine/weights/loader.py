@@ -15,21 +15,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from baton.engine.absent import FETCH_AGAIN
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Slot
 from baton.engine.layers.fp8 import plain_weight
 from baton.kernels import fp8
 
-from .checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry
+from .checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
 from .dummy import DummyWeights
 from .in_8_bits import keep_in_8_bits
 from .progress import Progress
 
 if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
-
-_NAMED_IN_ERRORS = 8
 
 
 def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
@@ -49,9 +48,7 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
         dummy = DummyWeights(config.seed, device, dtype)
         stream = ((slot, dummy.tensor(slot)) for slot in slots.values() if slot.num_elements)
     else:
-        scales = _scales_to_multiply_with(slots, checkpoint, config.quantization)
-        unread = () if config.quantization is None else config.quantization.unread
-        account(slots, checkpoint, (*model.ignored_tensors, *unread, *(entry.name for entry in scales.values())))
+        scales = _account_with_scales(model, slots, checkpoint)
         in_blocks = config.quantization is not None and config.quantization.in_blocks
         stream = _read(slots, checkpoint, scales, in_blocks, dtype)
     model.allocate(device, dtype)
@@ -63,6 +60,13 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
         if progress is not None:
             progress(done, total)
     model.finish()
+
+
+def check_weights(model: CausalLM) -> None:
+    """Raises `WeightsError` where `load_weights` would, before it reads a weight: from headers, without memory."""
+    checkpoint = _choose_formats(model, torch.device("cpu"))
+    if checkpoint is not None:
+        _account_with_scales(model, {slot.name: slot for slot in model.slots()}, checkpoint)
 
 
 def allocate_unfilled(model: CausalLM, *, device: torch.device | str) -> None:
@@ -82,13 +86,22 @@ def _choose_formats(model: CausalLM, device: torch.device) -> Checkpoint | None:
     return checkpoint
 
 
+def _account_with_scales(model: CausalLM, slots: Mapping[str, Slot], checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """Accounts for all tensors. Returns the scales that weights are to be multiplied with, by the weights' names."""
+    quantization = model.config.quantization
+    scales = _scales_to_multiply_with(slots, checkpoint, quantization)
+    unread = () if quantization is None else quantization.unread
+    account(slots, checkpoint, (*model.ignored_tensors, *unread, *(entry.name for entry in scales.values())))
+    return scales
+
+
 def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[str, ...]) -> None:
     """Raises `WeightsError`, naming all that is wrong, unless the checkpoint's tensors are exactly the slots.
 
     `ignored` are patterns of names that a checkpoint may hold beside them.
     """
     entries = checkpoint.entries
-    missing = [name for name in slots if name not in entries]
+    missing = [checkpoint.expected_in(name) for name in slots if name not in entries]
     unknown = [name for name in entries if name not in slots and not any(fnmatch.fnmatch(name, p) for p in ignored)]
     misshaped = [
         f"{name} {list(entries[name].shape)} instead of {list(slot.shape)}"
@@ -106,14 +119,10 @@ def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[st
         "of another shape": misshaped,
         f"of a type other than {', '.join(DTYPES)}": mistyped,
     }
-    problems = [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
+    problems = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
     if problems:
-        raise WeightsError(f"{checkpoint.folder}: the tensors do not fit config.json. " + "; ".join(problems))
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _NAMED_IN_ERRORS
-    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
+        advice = f"; {FETCH_AGAIN}" if len(problems) == 1 and missing else ""
+        raise WeightsError(f"{checkpoint.folder}: the tensors do not fit config.json. " + "; ".join(problems) + advice)
 
 
 def _scales_to_multiply_with(
@@ -135,7 +144,7 @@ def _scales_to_multiply_with(
         else:
             found[name] = scale
     if without:
-        raise WeightsError(f"{checkpoint.folder}: {len(without)} tensors of {E4M3} without scales: {_some(without)}")
+        raise WeightsError(f"{checkpoint.folder}: {len(without)} tensors of {E4M3} without scales: {some(without)}")
     return found
 
 
