@@ -61,7 +61,9 @@ class GatewayActor:
         return self._server.record
 
     async def run(self) -> None:
-        await self._running.ended()
+        async with self._starting:  # the directory hears of a gateway, and asks, before it serves
+            server = self._running
+        await server.ended()
         async with self._draining:  # a drain under way still has to tell the directory, and whoever asked for it
             return
 

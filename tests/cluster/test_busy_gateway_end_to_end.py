@@ -74,6 +74,8 @@ def main(port: int) -> None:
             directory.application_lives.remote()
             time.sleep(2.0)
 
+    while not ray.get(directory.watch.remote(-1)).gateways:
+        time.sleep(0.1)
     print(json.dumps([record.identity, record.pid]), flush=True)
     threading.Thread(target=keep_alive, daemon=True).start()
     for line in sys.stdin:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import ray
 from fakes import make_gateway, make_record
 
 from baton.cluster.contracts import EngineRecord, LoadBalancing, Reach, Role
+from baton.cluster.ingress import keeper
 from baton.cluster.ingress.keeper import EMPTY_S, SILENT_S, Action, Gateway, what_to_do
 from baton.cluster.ingress.posts import Ports, Post, posts_for
 
@@ -107,3 +110,38 @@ def test_a_gateway_that_lives_but_is_not_listed_for_long_hangs() -> None:
     assert hanging.has_ended(101.0 + SILENT_S)
     hanging.look_up({"g"}, now_s=120.0)
     assert not hanging.has_ended(200.0), "it has registered again"
+
+
+class SlowServer:
+    """A gateway's that is asked about before it serves."""
+
+    opened: asyncio.Event
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.record = make_gateway("g")
+
+    async def start(self) -> None:
+        await self.opened.wait()
+
+    async def ended(self) -> None:
+        await asyncio.sleep(3600)
+
+
+async def test_a_gateway_that_is_listed_before_it_serves_is_not_taken_for_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The directory asks it to `run` as soon as it registers."""
+    SlowServer.opened = asyncio.Event()
+    monkeypatch.setattr(keeper, "GatewayServer", SlowServer)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+    actor = keeper.GatewayActor(None)
+    starting = asyncio.create_task(actor.start())
+    await asyncio.sleep(0)
+    running = asyncio.create_task(actor.run())
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    SlowServer.opened.set()
+    assert (await starting).identity == "g"
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    running.cancel()
