@@ -11,7 +11,6 @@ uvicorn waits for ever for a request to be complete and keeps whatever comes unt
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -27,7 +26,7 @@ from .one_protocol import OneProtocolParser
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, up to the end of the empty line behind them
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last
 LAST_ARRIVAL_S = 1.0  # of one that is on its way when the server closes
-DISCARDED_BYTES = 64 * 1024  # what a refused connection has brought: closed with unread bytes, it would be reset
+LAST_READ_S = 0.5  # what comes on a refused connection is read for so long: with unread bytes it would be reset
 
 Refused = Callable[[ApiError, str], None]
 
@@ -58,7 +57,6 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         descriptor = transport.get_extra_info("socket").fileno()
         if descriptor > self._max_descriptor:  # the kernel gives out the lowest number that is free
-            _discard(descriptor)
             self._refuse(too_many_connections())
             return
         self._expect_the_rest()
@@ -165,6 +163,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             cast(dict[str, Any], self.cycle.scope)[REFUSED] = error.status  # the application counts it
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
             self._write(error)
 
     def _send_refusal(self, error: ApiError) -> None:
@@ -177,11 +177,6 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         told = {"content-type": "application/json", "connection": "close", "content-length": len(body), **error.headers}
         head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
         self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
-        self.transport.close()
-
-
-def _discard(descriptor: int) -> None:
-    try:
-        os.read(descriptor, DISCARDED_BYTES)
-    except OSError:  # nothing has come yet, or the client has gone
-        return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._deadline = self.loop.call_later(LAST_READ_S, self.transport.close)  # or when the client closes

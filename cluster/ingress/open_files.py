@@ -5,21 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import sys
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
 MOST_RESERVED = 256  # for engines, Ray, the log, and connections that are accepted only to be refused
 
 
-def max_descriptor(max_inflight_requests: int) -> int:
-    """The highest file descriptor that a client's connection may have, after the process's limit has been raised as
-    far as it may. The log says where that is too low for `max_inflight_requests`.
+@dataclass(frozen=True)
+class Descriptors:
+    """The highest file descriptors that connections may have."""
+
+    served: int = sys.maxsize
+    accepted: int = sys.maxsize  # those above `served` are accepted to be refused
+
+
+def raise_limit(max_inflight_requests: int) -> Descriptors:
+    """Raise the process's limit as far as it may be; return what it allows.
+
+    The log says where that is too low for `max_inflight_requests`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    highest = hard - 1 - min(MOST_RESERVED, hard // 4)
-    connections = highest + 1 - len(os.listdir("/proc/self/fd"))
+    reserved = min(MOST_RESERVED, hard // 4)
+    served = hard - 1 - reserved
+    connections = served + 1 - len(os.listdir("/proc/self/fd"))
     if connections < max_inflight_requests:
         logger.warning(
             "this process may have %d files open (ulimit -n), so about %d connections, and max_inflight_requests is "
@@ -28,4 +40,4 @@ def max_descriptor(max_inflight_requests: int) -> int:
             max(0, connections),
             max_inflight_requests,
         )
-    return highest
+    return Descriptors(served, served + reserved // 2)

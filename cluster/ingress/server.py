@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,10 +39,10 @@ from baton.cluster.membership.liveness import LifeSocket
 from baton.cluster.spec import FleetSpec, load_spec
 from baton.engine.net.endpoints import socket_family
 
+from .acceptor import Acceptor
 from .http_protocol import GuardedHttpProtocol, Refused, uncounted
-from .open_files import max_descriptor
+from .open_files import Descriptors, raise_limit
 from .refusals import Refusals
-from .shared_port import SETTLE_S, is_shared, take_no_more
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +61,11 @@ class HttpServer:
         drain_s: float,
         drain_timeout_s: float,
         refused: Refused = uncounted,
-        max_descriptor: int = sys.maxsize,
+        descriptors: Descriptors = Descriptors(),
     ) -> None:
-        """`refused` and `max_descriptor`: see `GuardedHttpProtocol`."""
+        """`refused`: see `GuardedHttpProtocol`."""
         self._drain, self._drain_s = drain, drain_s
-        protocol = functools.partial(GuardedHttpProtocol, refused=refused, max_descriptor=max_descriptor)
+        protocol = functools.partial(GuardedHttpProtocol, refused=refused, max_descriptor=descriptors.served)
         config = uvicorn.Config(
             app,
             http=cast(type[asyncio.Protocol], protocol),
@@ -78,7 +77,7 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
         )
-        self._server = _Server(config)
+        self._server = _Server(config, descriptors)
         self._serving: asyncio.Task[None] | None = None
 
     def start(self, listener: socket.socket) -> None:
@@ -103,23 +102,34 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's server, which is given connections instead of listeners."""
+
+    def __init__(self, config: uvicorn.Config, descriptors: Descriptors) -> None:
+        super().__init__(config)
+        self._descriptors = descriptors
+        self._acceptors: list[Acceptor] = []
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """What signals mean is for whoever runs the process to say."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._acceptors = [Acceptor(each, self._protocol, self._descriptors.accepted) for each in sockets or []]
+        for acceptor in self._acceptors:
+            acceptor.start()
+
+    def _protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        return cast(
+            asyncio.Protocol,
+            make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state),
+        )
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in sockets or []:
-            # Asyncio's own loop never answers on a connection that it has just accepted when its server closes.
-            asyncio.get_running_loop().remove_reader(listener)
-        shared = [listener for listener in sockets or [] if is_shared(listener)]
-        for listener in shared:
-            try:
-                take_no_more(listener)
-            except OSError as error:
-                logger.warning("the kernel takes no filter (%s): connections that are being made may break", error)
-        await asyncio.sleep(SETTLE_S if shared else 0)
-        await super().shutdown(sockets)
+        await asyncio.gather(*(acceptor.close() for acceptor in self._acceptors))
+        await super().shutdown([])
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ class GatewayServer:
             drain_s=settings.drain_s,
             drain_timeout_s=settings.drain_timeout_s,
             refused=Refusals(self._metrics),
-            max_descriptor=max_descriptor(settings.max_inflight_requests),
+            descriptors=raise_limit(settings.max_inflight_requests),
         )
         self._http.start(self._listener)
         self._reports = asyncio.create_task(self._report()) if self.record.scaling else None

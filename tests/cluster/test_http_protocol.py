@@ -174,6 +174,17 @@ async def test_the_beginning_of_the_next_request_does_not_cost_an_answer_that_is
     assert (await rest_of(reader)).startswith(b"HTTP/1.1 200 ")
 
 
+async def test_a_refusal_arrives_whole_though_the_client_goes_on_sending(connect: Connect) -> None:
+    """With bytes that nobody has read the kernel would reset the connection, and the answer might be lost."""
+    reader, writer = await connect()
+    writer.write(b"no request\r\n\r\n")
+    await asyncio.sleep(0.1)  # it is refused
+    for _ in range(8):
+        writer.write(b"x" * MAX_HEAD_BYTES)
+        await writer.drain()
+    assert (await rest_of(reader)).startswith(b"HTTP/1.1 400 ")
+
+
 async def test_nobody_becomes_a_websocket(connect: Connect) -> None:
     reader, writer = await connect()
     upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: aaaa\r\nsec-websocket-version: 13\r\n"

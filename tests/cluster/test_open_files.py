@@ -21,7 +21,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES} // 2, {FILES}))
 from baton.cluster.contracts import DirectorySnapshot
 from baton.cluster.gateway.drain import Drain
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.ingress.open_files import max_descriptor
+from baton.cluster.ingress.open_files import raise_limit
 from baton.cluster.ingress.refusals import Refusals
 from baton.cluster.ingress.server import HttpServer, listen
 
@@ -51,7 +51,7 @@ async def app(scope, receive, send):
 
 async def main():
     server = HttpServer(
-        app, Drain(), drain_s=0, drain_timeout_s=1, refused=refused, max_descriptor=max_descriptor({MAX_INFLIGHT})
+        app, Drain(), drain_s=0, drain_timeout_s=1, refused=refused, descriptors=raise_limit({MAX_INFLIGHT})
     )
     server.start(listen("127.0.0.1", int(sys.argv[1]), share=False))
     await server.ended()
