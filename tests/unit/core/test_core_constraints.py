@@ -197,7 +197,7 @@ def test_a_row_that_had_nothing_to_draw_is_told(grammars: FakeGrammars) -> None:
     (output,) = [output for _ in range(5) for output in harness.core.step()]
     assert output.error is not None
     assert output.error.kind is ErrorKind.INVALID
-    assert "allowed_token_ids" in output.error.message
+    assert output.error.field == "allowed_token_ids"
     assert output.token_ids == []
     harness.check_all_given_back()
 
