@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -49,6 +50,7 @@ def main() -> None:
         reader = _reader(setup, file)
         send(channel, Ready())
         limit_memory(setup.memory_bytes)
+        gc.freeze()
         serve(channel, reader, setup.timeout_s)
     except (Gone, OSError):  # the gateway has ended
         return
@@ -85,11 +87,12 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
                 reply = Refused.of(too_expensive("needs more memory to be read than one request may have"))
             _limit_time(0)
             os.close(body)
+            text = b""
+            gc.collect()  # an error's traceback, in a circle with its task, holds all that was made of the body
+            if trim is not None:
+                trim(0)  # before the reply: with it, the gateway counts the body's memory as free
             send(channel, reply, result)
             os.close(result)
-            text = b""
-            if trim is not None:
-                trim(0)
 
 
 def _limit_time(timeout_s: int) -> None:
