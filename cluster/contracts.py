@@ -176,7 +176,7 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway that answers HTTP."""
+    """One gateway: from when engines may hear from it, which is before its port is open."""
 
     identity: str  # of one process: drawn at its start
     node_id: str
@@ -187,6 +187,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     reach: Reach
     application: str = ""  # digest of the arguments that it was started with
     life_address: str = ""  # where its process answers however busy its Python is, tcp://ip:port
+    is_serving: bool = False  # HTTP, at its port
     scaling: ScalePlan | None = None  # what the application wants of its autoscaler; None: every fleet has a fixed size
 
 

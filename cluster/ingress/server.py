@@ -37,6 +37,7 @@ from baton.cluster.logs import configure
 from baton.cluster.membership.contact import DirectoryWatch, HeartbeatThread
 from baton.cluster.membership.liveness import LifeSocket
 from baton.cluster.spec import FleetSpec, load_spec
+from baton.engine.net.curve import ClusterKey
 from baton.engine.net.endpoints import socket_family
 
 from .acceptor import Acceptor
@@ -177,17 +178,20 @@ class GatewayServer:
 
     async def start(self) -> FastAPI:
         """Return the application that it serves from now on. Raises `InvalidKeys`."""
+        key = await self._directory.call("cluster_key", self._spec.logging)
         await self._register(self._directory)  # before any engine hears of it
         self._heartbeats.start()  # what follows may take longer than the directory waits for one
         try:
-            return await self._open()
+            app = await self._open(key)
+            self.record = msgspec.structs.replace(self.record, is_serving=True)
+            await self._register(self._directory)
+            return app
         except BaseException:
             await self._heartbeats.close()
             raise
 
-    async def _open(self) -> FastAPI:
+    async def _open(self, key: ClusterKey) -> FastAPI:
         spec, identity = self._spec, self.record.identity
-        key = await self._directory.call("cluster_key", spec.logging)
         settings, drain = spec.gateway.settings(identity), Drain()
         silence_s = settings.engine_silence_s
         self._client = ZmqEngineClient(self._directory, key, identity, self._reach, silence_s=silence_s)

@@ -87,7 +87,8 @@ class Directory:
         version = self._members.version
         self._members.add_gateway(record)
         if self._members.version != version:
-            logger.info("gateway %s (pid %d on %s) is listed", record.identity, record.pid, record.node_ip)
+            state = f"serves at port {record.port}" if record.is_serving else "is listed"
+            logger.info("gateway %s (pid %d on %s) %s", record.identity, record.pid, record.node_ip, state)
         if record.scaling is None:
             self._scaler = None
         elif self._scaler is None or self._scaler.plan != record.scaling:

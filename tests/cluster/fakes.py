@@ -175,6 +175,7 @@ def make_gateway(identity: str, *, reach: Reach | None = None, node: str = "node
         host="0.0.0.0",
         port=port,
         reach=reach or Reach(),
+        is_serving=True,
     )
 
 

@@ -351,7 +351,8 @@ async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.Asyn
     attempts = [line for line in told if " attempt " in line and "engine-gone" in line and victim["engine_id"] in line]
     assert attempts, told
     assert all(LOG_LINE.fullmatch(line) for line in attempts), attempts
-    ends = [line for line in server.log_lines("worker-*.err") if victim["group_id"] in line and " is gone: " in line]
+    group = f"engine group {victim['group_id']} "
+    ends = [line for line in server.log_lines("worker-*.err") if group in line and " is gone: " in line]
     assert [match["name"] for line in ends if (match := LOG_LINE.fullmatch(line))] == ["baton-directory:main"], ends
     assert len(attempts) == server.counted(gone) - before
     await asyncio.to_thread(server.wait_until_whole, ROLES)

@@ -50,14 +50,15 @@ def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
 
 
 def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dict[str, Any]:
-    """All ranks, which of them this gateway reaches and how it gets on with them, and all gateways."""
+    """All ranks, which of them this gateway reaches and how it gets on with them, and all gateways that serve."""
     snapshot = client.listed()
+    serving = [record for record in snapshot.gateways if record.is_serving]
     views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}
     return {
         "object": "list",
         "gateway": gateway_id,
         "data": [_rank(record, views.get((record.engine_id, record.epoch)), breakers) for record in snapshot.engines],
-        "gateways": [_gateway(record, snapshot) for record in sorted(snapshot.gateways, key=_place)],
+        "gateways": [_gateway(record, snapshot) for record in sorted(serving, key=_place)],
     }
 
 
