@@ -1,4 +1,4 @@
-"""A client whose streams survive their gateway: what docs/http.md describes, with what came of it."""
+"""A client whose streams survive their gateway: what docs/reference/http.md describes, with what came of it."""
 
 from __future__ import annotations
 

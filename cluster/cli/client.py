@@ -88,8 +88,9 @@ def _gateway_table(gateways: list[dict[str, Any]]) -> Table:
 
 
 def show_status(url: str, api_key: str | None, *, as_json: bool) -> int:
-    """Prints engines and gateways, for people or for programs (docs/operations.md), and returns the exit code: 1 where
-    nobody can serve. Ends the command with 1, and prints nothing, where no gateway says.
+    """Print engines and gateways, for people or for programs (docs/operate/operations.md).
+
+    Returns the exit code: 1 where nobody can serve. Ends the command with 1, and prints nothing, where no gateway says.
     """
     try:
         with _client(url, api_key, STATUS_S) as client:

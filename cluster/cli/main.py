@@ -212,7 +212,7 @@ def plan(
 def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: docs/operations.md has the fields.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs (docs/operate/operations.md).")] = False,
 ) -> None:
     """Show the engines and gateways of a running server.
 

@@ -79,7 +79,7 @@ class GatewaySettings(BaseModel):
     drain_s: float = Field(5.0, ge=0)  # how long /health says 503 before the port closes: longer than balancers' checks
     drain_timeout_s: float = Field(30.0, gt=0)  # for open answers, from then on
     session_patience_s: float = Field(0.1, ge=0)  # so much later a session's request may be at its home engine
-    cost: CostRates = CostRates()  # of the router: see docs/routing.md
+    cost: CostRates = CostRates()  # of the router: see docs/concepts/routing.md
 
     @model_validator(mode="after")
     def _isolates_somebody(self) -> Self:

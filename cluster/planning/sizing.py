@@ -1,7 +1,7 @@
 """What a model takes on each rank, from its config.json alone: bytes of weights, bytes of a KV block.
 
-Weights are counted as they are divided (docs/parallel.md): over tensor-parallel ranks, and experts over all ranks where
-they are spread. No torch.
+Weights are counted as they are divided (docs/concepts/parallel.md): over tensor-parallel ranks, and experts over all
+ranks where they are spread. No torch.
 """
 
 from __future__ import annotations

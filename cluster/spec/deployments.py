@@ -1,7 +1,7 @@
 """`deployments` of an application in a Serve config file: what Serve sets on top of what we ask of it.
 
-The number of replicas is a fleet's, and can so be changed while it serves (docs/scaling.md). Anything else would undo
-what follows from `args`: where ranks are, how long they drain, what the autoscaler decides.
+The number of replicas is a fleet's, and can so be changed while it serves (docs/operate/scaling.md). Anything else
+would undo what follows from `args`: where ranks are, how long they drain, what the autoscaler decides.
 """
 
 from __future__ import annotations

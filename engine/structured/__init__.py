@@ -1,4 +1,6 @@
-"""Outputs that fit a grammar: JSON schemas, regular expressions, choices, EBNF. `docs/structured_outputs.md` has more.
+"""Outputs that fit a grammar: JSON schemas, regular expressions, choices, EBNF.
+
+docs/reference/structured_outputs.md says which parts of each are taken.
 
 grammars.py      what the scheduler asks: grammars and their masks
 cache.py         the compiled ones, those that cannot be, and those that take long

@@ -12,7 +12,7 @@ process stood still is counted from when it may have arrived: the grant is for w
 An offer may *grow*: its first `num_ready` blocks are written, the others will be. Every state may grow. Growth extends
 the lease of an offer that nobody has claimed; a reader extends its own with renewals.
 
-`LEASE_TABLE` holds all transitions; docs/handoff.md shows it.
+`LEASE_TABLE` holds all transitions; docs/concepts/handoff.md shows it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 
 Blocks of a growing offer are read when the holder says that they are written; none may be used before all are.
 
-`RECEIVE_TABLE` holds all transitions; docs/handoff.md shows it.
+`RECEIVE_TABLE` holds all transitions; docs/concepts/handoff.md shows it.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_status_lists_the_engines(server: Server) -> None:
     assert "ready" in done.stdout
 
 
-OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
+OPERATIONS = Path(__file__).parents[2] / "docs/operate/operations.md"
 NO_FIELDS = {*Role, *CircuitState, "list", "null"}  # what the page's table names beside fields
 
 

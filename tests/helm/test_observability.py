@@ -173,12 +173,12 @@ def test_what_has_never_happened_is_told_so_that_its_first_time_counts(name: str
 
 
 def test_every_alert_is_explained() -> None:
-    page = (OBSERVABILITY.parents[1] / "docs/monitoring.md").read_text()
+    page = (OBSERVABILITY.parents[1] / "docs/operate/monitoring.md").read_text()
     assert re.findall(r"^\| `(Baton\w+)`", page, re.MULTILINE) == list(ALERTS)
 
 
 def test_every_metric_is_explained(exported: dict[str, set[str]]) -> None:
-    pages = "".join(page.read_text() for page in (OBSERVABILITY.parents[1] / "docs").glob("*.md"))
+    pages = "".join(page.read_text() for page in (OBSERVABILITY.parents[1] / "docs").rglob("*.md"))
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported}
     assert sorted(name for name in families if f"`{name}" not in pages) == []
 

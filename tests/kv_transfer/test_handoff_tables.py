@@ -42,7 +42,7 @@ from baton.kv_transfer.protocol.receive import ReceiveTimeouts
 from baton.kv_transfer.protocol.receive_table import RECEIVE_TABLE, Reaction, ReceiveEvent, ReceiveRow, ReceiveState
 from baton.kv_transfer.protocol.receives import ReceiveTable
 
-PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
+PAGE = Path(__file__).parents[2] / "docs/concepts/handoff.md"
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)
 LEASE, READER, STRANGER = LeaseKey(HOLDER, "request", 0, 1), ReaderKey(ME, 1), ReaderKey(EngineKey("decode", 3), 1)
 DIGESTS = (b"8 bytes." * 3,)
@@ -97,7 +97,7 @@ TABLES = {
 
 @pytest.mark.parametrize("side", TABLES)
 def test_the_page_shows_the_table_of_the_code(side: str) -> None:
-    assert TABLES[side] in PAGE.read_text(), f"docs/handoff.md should show for the {side}:\n\n{TABLES[side]}"
+    assert TABLES[side] in PAGE.read_text(), f"docs/concepts/handoff.md should show for the {side}:\n\n{TABLES[side]}"
 
 
 # ---------------------------------------------------------------------- the holder

@@ -22,8 +22,8 @@ from baton.kv_transfer.settings import TransferSettings
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs").glob("*.md"),
-    *(ROOT / f"{name}/README.md" for name in ("kernels", "engine/models")),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / f"{name}/README.md" for name in ("kernels", "engine/models", "configs/models")),
 ]
 TREE = r"(?:cluster|engine|kernels|kv_transfer|configs|helm|tests|docs)"
 
@@ -59,7 +59,7 @@ def test_contracts_are_in_the_files_that_are_named_for_them() -> None:
 
 
 def test_the_page_of_the_http_api_names_every_field_and_no_other() -> None:
-    page = (ROOT / "docs/http.md").read_text()
+    page = (ROOT / "docs/reference/http.md").read_text()
     taken = set(chain(CompletionRequest.model_fields, ChatRequest.model_fields))
     fields = page.partition("## Fields")[2].partition("**Refused by name**")[0]
     named = set(re.findall(r"`([a-z_]+)`", fields))
@@ -72,7 +72,7 @@ def test_the_page_of_the_http_api_names_every_field_and_no_other() -> None:
 
 
 def test_the_page_for_operators_names_settings_that_exist() -> None:
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/operate/operations.md").read_text()
     known = {
         "engine": set(EngineConfig.__struct_fields__),
         "gateway": set(GatewaySpec.model_fields),
@@ -86,7 +86,7 @@ def test_the_page_for_operators_names_settings_that_exist() -> None:
 
 def settings_in(section: str) -> dict[str, str]:
     """Names and defaults of one table of the page of settings."""
-    table = (ROOT / "docs/settings.md").read_text().partition(f"## `{section}`\n")[2].partition("\n## ")[0]
+    table = (ROOT / "docs/reference/settings.md").read_text().partition(f"## `{section}`\n")[2].partition("\n## ")[0]
     found: dict[str, str] = {}
     for names, defaults in re.findall(r"^\| (`[^|]+) \| ([^|]*) \|", table, re.MULTILINE):
         each = [default.strip() for default in defaults.split(",")]
@@ -126,7 +126,7 @@ SETTINGS = {
 ONE_VALUE = {"block_size", "enable_chunked_prefill", "pipeline_parallel_size", "trust_remote_code", "disable_log_stats"}
 NOT_IN_TABLES = {
     "engine": {"model", *ONE_VALUE},
-    "gateway": {"gateway_id", "queue_limits", "breaker", "cost"},  # routing.md has the parts of cost
+    "gateway": {"gateway_id", "queue_limits", "breaker", "cost"},  # concepts/routing.md has the parts of cost
 }
 
 
@@ -143,7 +143,7 @@ def test_the_page_of_settings_has_each_of_them_with_its_default(section: str) ->
 
 
 def test_arguments_that_have_one_value_are_named_beside_the_table() -> None:
-    page = (ROOT / "docs/settings.md").read_text()
+    page = (ROOT / "docs/reference/settings.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("Taken, since"))
     assert set(re.findall(r"`(\w+)`", line)) == ONE_VALUE
 

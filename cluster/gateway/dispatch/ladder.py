@@ -4,7 +4,7 @@
                           │ no rung, or no more attempts           │ nobody: wait, at most capacity_timeout_s
                           └────────────> typed error <─────────────┘
 
-docs/reliability.md holds the same table.
+docs/operate/reliability.md holds the same table.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from baton.cluster.contracts import Role
 from baton.cluster.gateway.dispatch.ladder import FAILURE_OF, LADDER, Attempts, Failure, Pays, Rung
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
-PAGE = Path(__file__).parents[3] / "docs/reliability.md"
+PAGE = Path(__file__).parents[3] / "docs/operate/reliability.md"
 PROMPT = list(range(20, 60))
 FIELDS: dict[str, Any] = {"seed": 11, "max_tokens": 12, "ignore_eos": True}
 P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
