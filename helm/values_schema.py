@@ -13,7 +13,7 @@ import msgspec
 
 from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import LoadBalancing, Role
-from baton.cluster.gateway.dispatch.cost import CostRates
+from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
 from baton.cluster.logs import LogFormat, LogLevel
 from baton.cluster.spec import NOT_AN_ENGINES, Fleet, GatewaySpec, KVTiers

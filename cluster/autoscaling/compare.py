@@ -11,7 +11,7 @@ from rich.progress import track
 from rich.table import Table
 
 from baton.cluster.contracts import Bounds, Role, ScalePlan
-from baton.cluster.gateway.dispatch.cost import CostRates
+from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.replay.engines import Speed
 from baton.cluster.replay.traffic import Arrival, Shape, bursts, tides, trace
 

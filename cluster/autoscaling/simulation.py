@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.cluster.contracts import EngineGroup, EnginePulse, EngineView, Role
-from baton.cluster.gateway.dispatch.cost import CostRates
-from baton.cluster.gateway.dispatch.ledger import Placement
-from baton.cluster.gateway.dispatch.router import Router
+from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.load import Placement
+from baton.cluster.gateway.routing.router import Router
 from baton.cluster.replay.engines import (
     Speed,
     VirtualConnector,
@@ -229,7 +229,7 @@ class Simulation:
 
     def _send(self, served: _Served, placement: Placement, request: EngineRequest) -> None:
         served.placement = placement
-        self._router.ledger.sent(placement)
+        self._router.loads.sent(placement)
         self._outstanding[placement.engine.engine_id] += 1
         engine = self._groups[placement.engine.engine_id].engine
         assert engine is not None, "only engines that serve are chosen"
@@ -246,14 +246,14 @@ class Simulation:
         if not served.first_s:
             served.first_s = now_s
             counts.first_token[bucket_of(FIRST_TOKEN_S, now_s - served.arrival.at_s)] += 1
-            self._router.ledger.read(served.placement)
+            self._router.loads.read(served.placement)
         elif output.token_ids:
             counts.inter_token[bucket_of(PER_TOKEN_S, now_s - served.last_s)] += 1
         served.last_s = now_s
         counts.generation_tokens += len(output.token_ids)
         if output.finish_reason is None:
             return
-        self._router.ledger.ended(served.placement)
+        self._router.loads.ended(served.placement)
         self._outstanding[served.placement.engine.engine_id] -= 1
         if output.finish_reason is FinishReason.HANDOFF:
             self._go_on(served, output)
@@ -269,7 +269,7 @@ class Simulation:
             served.request, kv_source=output.kv_source, output_token_ids=list(output.token_ids)
         )
         self._send(served, placement, request)
-        self._router.ledger.read(placement)
+        self._router.loads.read(placement)
 
     def _outcome(self) -> Outcome:
         for group in list(self._groups.values()):

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from baton.cluster.gateway.dispatch.ranks import spell_ranks
+from baton.cluster.gateway.routing.ranks import spell_ranks
 
 from .words import fail, stdout_console
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from baton.cluster.gateway.dispatch.ranks import spell_ranks
+from baton.cluster.gateway.routing.ranks import spell_ranks
 
 from .ray_cluster import NoRayCluster, connect, leave
 from .words import fail

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.counted import counted
-from baton.cluster.gateway.dispatch.ranks import spell_ranks
+from baton.cluster.gateway.routing.ranks import spell_ranks
 from baton.cluster.planning.hosts import HostNeeds
 from baton.cluster.planning.plan import GB, Plan, RankPlan
 

@@ -21,17 +21,17 @@ from .api.reader import Kind
 from .api.responses import ResponsesRenderer
 from .api.token_routes import TokenEndpoint
 from .bodies.reading import Bodies
-from .dispatch.admission import Admission
-from .dispatch.breaker import Breakers
-from .dispatch.dispatcher import Dispatcher
-from .dispatch.ranks import rank_table
-from .dispatch.router import Router
 from .drain import Drain
 from .edge import FAILURE, Edge
 from .errors import ApiError, draining, excerpt, model_not_found, no_capacity
 from .keys import ApiKeys
 from .metrics import GatewayMetrics
 from .model import ServedModel
+from .routing.breaker import Breakers
+from .routing.ranks import rank_table
+from .routing.router import Router
+from .serving.admission import AdmissionControl
+from .serving.dispatcher import Dispatcher
 from .settings import GatewaySettings
 from .spans import Spans
 
@@ -70,7 +70,7 @@ def create_app(
         session_patience_s=settings.session_patience_s,
         local_prefill_max_tokens=settings.local_prefill_max_tokens,
     )
-    admission = Admission(settings, time.monotonic)
+    admission = AdmissionControl(settings, time.monotonic)
     breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
     dispatcher = Dispatcher(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
     bodies = bodies or Bodies(model, settings, metrics)

@@ -19,7 +19,7 @@ from baton.kv_transfer.protocol.receive_table import ReceiveOutcome
 from baton.kv_transfer.protocol.stats import TransferStats
 from baton.kv_transfer.tiers.tier_index import Loss
 
-from .dispatch.timeline import Stamp, Timeline
+from .serving.timeline import Stamp, Timeline
 
 REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 

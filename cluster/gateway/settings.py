@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from baton.engine.core.messages import LOWEST_PRIORITY, EngineStats
 from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
 
-from .dispatch.cost import CostRates
+from .routing.cost import CostRates
 
 
 def sendable(key: str) -> str:

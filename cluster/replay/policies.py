@@ -12,9 +12,9 @@ import msgspec
 
 from baton.cluster.cached_blocks import BlockName, CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.cluster.gateway.dispatch.cost import CostRates
-from baton.cluster.gateway.dispatch.ledger import EngineKey, Placement, engine_key
-from baton.cluster.gateway.dispatch.router import Router
+from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.load import EngineKey, Placement, engine_key
+from baton.cluster.gateway.routing.router import Router
 from baton.engine.core.messages import EngineRequest
 
 
@@ -89,13 +89,13 @@ class ExactPrefixes:
         return placement
 
     def sent(self, placement: Placement) -> None:
-        self._router.ledger.sent(placement)
+        self._router.loads.sent(placement)
 
     def read(self, placement: Placement) -> None:
-        self._router.ledger.read(placement)
+        self._router.loads.read(placement)
 
     def ended(self, placement: Placement) -> None:
-        self._router.ledger.ended(placement)
+        self._router.loads.ended(placement)
 
 
 class ExactPools(ExactPrefixes):

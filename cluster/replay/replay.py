@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton.cluster.contracts import EngineView, Role
-from baton.cluster.gateway.dispatch.ledger import Placement
+from baton.cluster.gateway.routing.load import Placement
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
 

@@ -31,8 +31,8 @@ from baton.cluster.autoscaling.simulation import Outcome, Simulation, World
 from baton.cluster.autoscaling.sizes import Autoscaled, FixedSizes, Sizer
 from baton.cluster.cli.main import app
 from baton.cluster.contracts import Bounds, DirectorySnapshot, EngineGroup, EnginePulse, Role, ScalePlan
-from baton.cluster.gateway.dispatch.cost import CostRates
 from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.replay.engines import Speed
 from baton.cluster.replay.traffic import Arrival, Shape, bursts, tides
 

@@ -12,8 +12,8 @@ from fakes import STEP_S, CountingEngine, ListedSource, make_request, serve_engi
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import EnginePulse, EngineRecord, EngineView, Role
 from baton.cluster.engines.server import EngineServer
-from baton.cluster.gateway.dispatch.cost import CostRates
-from baton.cluster.gateway.dispatch.router import Path, Router
+from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.router import Path, Router
 from baton.cluster.membership import draining
 from baton.cluster.membership.draining import drain
 from baton.cluster.replay.engines import make_record

@@ -26,8 +26,8 @@ from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, even
 
 from baton.cluster.cli.processes import wait_until_gone
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.dispatch.breaker import CircuitState
-from baton.cluster.gateway.dispatch.timeline import Stamp
+from baton.cluster.gateway.routing.breaker import CircuitState
+from baton.cluster.gateway.serving.timeline import Stamp
 from baton.engine.core.messages import ExpertReview
 from baton.engine.core.tiers import TierStats
 

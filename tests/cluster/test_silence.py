@@ -13,13 +13,13 @@ from silent_proxy import SilentProxy
 
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
-from baton.cluster.gateway.dispatch.admission import Admission
-from baton.cluster.gateway.dispatch.breaker import Breakers
-from baton.cluster.gateway.dispatch.dispatch import Dispatch
-from baton.cluster.gateway.dispatch.dispatcher import Dispatcher
-from baton.cluster.gateway.dispatch.router import Router
-from baton.cluster.gateway.dispatch.timeline import Timeline
 from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.routing.breaker import Breakers
+from baton.cluster.gateway.routing.router import Router
+from baton.cluster.gateway.serving.admission import AdmissionControl
+from baton.cluster.gateway.serving.dispatcher import Dispatcher
+from baton.cluster.gateway.serving.sequence import ServedSequence
+from baton.cluster.gateway.serving.timeline import Timeline
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.net.curve import ClusterKey
 
@@ -39,10 +39,10 @@ class Cut:
         self.proxy, self.engines, self.client = proxy, engines, client
         self.metrics = GatewayMetrics("m", client.engines, client.listed)
         router = Router("g", rates=settings.cost, session_patience_s=0.0, local_prefill_max_tokens=64)
-        breakers, admission = Breakers(settings.breaker, time.monotonic), Admission(settings, time.monotonic)
+        breakers, admission = Breakers(settings.breaker, time.monotonic), AdmissionControl(settings, time.monotonic)
         self.dispatcher = Dispatcher(client, router, settings, self.metrics, admission, breakers)
 
-    async def stream_at_the_first_engine(self) -> Dispatch:
+    async def stream_at_the_first_engine(self) -> ServedSequence:
         """Ids decide between engines that cost the same: tries until it is that one's turn."""
         for number in range(100):
             dispatch = self.dispatcher.dispatch(make_request(f"r{number}", max_tokens=LONG), Timeline(0.0, 0.0))

@@ -8,8 +8,8 @@ from functools import partial
 
 from starlette.types import Send
 
-from ..dispatch.dispatch import Dispatch
 from ..errors import ApiError
+from ..serving.sequence import ServedSequence
 from .assembly import Delta
 from .render import Renderer
 from .resume import Trail
@@ -31,7 +31,7 @@ class Answer:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0  # 0: not begun
-        self.dispatches: Sequence[Dispatch] = ()  # of its choices
+        self.sequences: Sequence[ServedSequence] = ()  # of its choices
         self._streaming: Renderer | None = None  # of events, once there is one
 
     @property
@@ -52,22 +52,22 @@ class Answer:
         async for step in steps:
             events = await _written(_num_logprobs(step), lambda: b"".join([event(*item) for item in step]))  # noqa: B023
             if not self.begun and (events or trail is None):  # before there is news the answer may still be a 409
-                await self.begin(STREAM_HEADERS | _path_header([self.dispatches[step[0][0]]]))
+                await self.begin(STREAM_HEADERS | _path_header([self.sequences[step[0][0]]]))
             if events:
                 await self.write(events)
         if not self.begun:  # the client had it all, but for the end
-            await self.begin(STREAM_HEADERS | _path_header(self.dispatches))
+            await self.begin(STREAM_HEADERS | _path_header(self.sequences))
         await self.write(renderer.end(), more=False)
 
     async def write_whole(self, renderer: Renderer, steps: Steps) -> None:
-        choices: list[list[Delta]] = [[] for _ in self.dispatches]
+        choices: list[list[Delta]] = [[] for _ in self.sequences]
         async for step in steps:
             for index, delta in step:
                 choices[index].append(delta)
         num_logprobs = sum(_num_logprobs(enumerate(deltas)) for deltas in choices)
         body = await _written(num_logprobs, partial(renderer.whole, choices))
         length = {"content-length": str(len(body))}
-        await self.begin(JSON_HEADERS | length | _path_header(self.dispatches))
+        await self.begin(JSON_HEADERS | length | _path_header(self.sequences))
         await self.write(body, more=False)
 
     async def fail(self, error: ApiError) -> None:
@@ -95,6 +95,6 @@ async def _written(num_logprobs: int, write: Callable[[], bytes]) -> bytes:
     return write() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 
-def _path_header(dispatches: Iterable[Dispatch]) -> dict[str, str]:
+def _path_header(sequences: Iterable[ServedSequence]) -> dict[str, str]:
     """Choices of one request may go different ways: all are named."""
-    return {"x-baton-path": ", ".join(dict.fromkeys(dispatch.way for dispatch in dispatches))}
+    return {"x-baton-path": ", ".join(dict.fromkeys(sequence.path for sequence in sequences))}

@@ -14,7 +14,7 @@ from baton.engine.core.messages import EngineOutput, FinishReason, TokenLogprobs
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.text import TextStream, Tokenizer
 
-from ..dispatch.timeline import TimelineTold
+from ..serving.timeline import TimelineReport
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +51,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
     mark: Mark | None = None  # how far the choice is, where its stream is resumable
-    timeline: TimelineTold | None = None  # with the last one, where it was asked for
+    timeline: TimelineReport | None = None  # with the last one, where it was asked for
 
     @property
     def says_all(self) -> bool:

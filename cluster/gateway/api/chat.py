@@ -7,8 +7,8 @@ from msgspec import UNSET, UnsetType
 
 from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, Tokenizer, Words
 
-from ..dispatch.timeline import TimelineTold
 from ..errors import ApiError
+from ..serving.timeline import TimelineReport
 from .assembly import Delta
 from .job import Job, UsageOptions
 from .logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
@@ -51,7 +51,7 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    baton_timeline: list[TimelineTold] | UnsetType = UNSET
+    baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
 
 class FunctionCall(msgspec.Struct):
@@ -86,7 +86,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-    baton_timeline: list[TimelineTold] | UnsetType = UNSET
+    baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
 
 class ChatRenderer:

@@ -7,8 +7,8 @@ from msgspec import UNSET, UnsetType
 
 from baton.engine.text import Tokenizer
 
-from ..dispatch.timeline import TimelineTold
 from ..errors import ApiError
+from ..serving.timeline import TimelineReport
 from .assembly import Delta
 from .job import Job, UsageOptions
 from .logprobs import CompletionLogprobs, PromptLogprob, prompt_logprobs
@@ -32,7 +32,7 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    baton_timeline: list[TimelineTold] | UnsetType = UNSET
+    baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
 
 class CompletionRenderer:
@@ -69,7 +69,7 @@ class CompletionRenderer:
         self,
         choices: list[CompletionChoice],
         usage: Usage | UnsetType | None,
-        timelines: list[TimelineTold] | UnsetType = UNSET,
+        timelines: list[TimelineReport] | UnsetType = UNSET,
     ) -> Completion:
         return Completion(f"cmpl-{self._job.request_id}", self._job.created, self._model_id, choices, usage, timelines)
 

@@ -21,17 +21,17 @@ from starlette.types import Receive, Scope, Send
 from ..bodies.body import Body, read_body
 from ..bodies.budget import Reservation
 from ..bodies.reading import Bodies
-from ..dispatch.admission import Admission
-from ..dispatch.dispatch import Dispatch
-from ..dispatch.dispatcher import Dispatcher
-from ..dispatch.legs import Deadline
-from ..dispatch.ranks import PIN_HEADER, pinned_rank, reachable
-from ..dispatch.timeline import Stamp, Timeline
 from ..edge import FAILURE, REFUSED, client_of, request_id_of
 from ..errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, priority_not_allowed
 from ..keys import circle_of
 from ..metrics import GatewayMetrics
 from ..model import ServedModel
+from ..routing.ranks import PIN_HEADER, pinned_rank, reachable
+from ..serving.admission import AdmissionControl
+from ..serving.attempt import Deadline
+from ..serving.dispatcher import Dispatcher
+from ..serving.sequence import ServedSequence
+from ..serving.timeline import Stamp, Timeline
 from ..settings import GatewaySettings
 from ..spans import Spans
 from .answer import Answer
@@ -54,7 +54,7 @@ class Gateway:
     model: ServedModel
     settings: GatewaySettings
     metrics: GatewayMetrics
-    admission: Admission
+    admission: AdmissionControl
     dispatcher: Dispatcher
     bodies: Bodies
     spans: Spans | None  # where somebody collects them
@@ -132,7 +132,7 @@ class GenerationEndpoint:
     def _ended(self, http: Request, answer: Answer, started_s: float) -> None:
         gateway, ended_s = self._gateway, time.monotonic()
         gateway.metrics.request_s.observe(ended_s - started_s)
-        timelines = [dispatch.timeline for dispatch in answer.dispatches]
+        timelines = [sequence.timeline for sequence in answer.sequences]
         for timeline in timelines:
             if timeline.is_whole:
                 timeline.note(Stamp.LAST_BYTE, ended_s)
@@ -150,7 +150,7 @@ class GenerationEndpoint:
         if answer.begun:
             self._gateway.metrics.stream_errors.labels(error.status).inc()
         if error.is_about_load and error.gpu_time_spent is None:
-            error.gpu_time_spent = any(dispatch.gpu_time_spent for dispatch in answer.dispatches)
+            error.gpu_time_spent = any(sequence.gpu_time_spent for sequence in answer.sequences)
         await answer.fail(error)
 
     async def _generate(self, call: _Call, body: Body, held: Reservation, answer: Answer) -> None:
@@ -164,10 +164,10 @@ class GenerationEndpoint:
         gateway.admission.check_engines(reachable(gateway.dispatcher.client, call.rank))
         gateway.metrics.prompt_tokens.inc(prepared.num_tokens)
         renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer, prepared.usage)
-        answer.dispatches = self._dispatches(job, call)
+        answer.sequences = self._sequences(job, call)
         choices = [
             self._choice(job, index, each, call, trail, tells_timeline=prepared.tells_timeline)
-            for index, each in enumerate(answer.dispatches)
+            for index, each in enumerate(answer.sequences)
         ]
         try:
             async with aclosing(merge(choices)) as steps:
@@ -188,7 +188,7 @@ class GenerationEndpoint:
         prepared.sampling = msgspec.structs.replace(prepared.sampling, seed=told.seed)
         return dataclasses.replace(Job.of(prepared, told.request_id, tokenizer), created=told.created)
 
-    def _dispatches(self, job: Job, call: _Call) -> list[Dispatch]:
+    def _sequences(self, job: Job, call: _Call) -> list[ServedSequence]:
         """Return one for each choice. Choices of a prompt share the names of its blocks."""
         admitted_s, patience = time.monotonic(), call.patience
         return [
@@ -204,21 +204,21 @@ class GenerationEndpoint:
         ]
 
     async def _choice(
-        self, job: Job, index: int, dispatch: Dispatch, call: _Call, trail: Trail | None, *, tells_timeline: bool
+        self, job: Job, index: int, served: ServedSequence, call: _Call, trail: Trail | None, *, tells_timeline: bool
     ) -> AsyncGenerator[Delta, None]:
         """What the engines generate for one choice, as text."""
         model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
         text = SequenceText(model.tokenizer, sequence.prompt_token_ids, job.sampling, job.shown_token_ids)
         retelling = None if trail is None else trail.retelling(index)
-        pace = _Pace(metrics, call, dispatch.timeline)
+        pace = _Pace(metrics, call, served.timeline)
         try:
-            async with aclosing(dispatch.outputs()) as outputs:
+            async with aclosing(served.outputs()) as outputs:
                 async for output in outputs:
                     for part in (output,) if retelling is None else retelling.cut(output):
                         delta = text.push(part)
                         pace.note(delta)
                         if tells_timeline and delta.finish_reason is not None:
-                            delta = msgspec.structs.replace(delta, timeline=dispatch.timeline.told())
+                            delta = msgspec.structs.replace(delta, timeline=served.timeline.report())
                         yield delta if retelling is None else retelling.marked(delta, part)
                         if delta.finish_reason is not None:
                             metrics.finished.labels(model.model_id, delta.finish_reason).inc()

@@ -12,9 +12,9 @@ from baton.cluster.counted import counted
 from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.text import ChatPrompt, TextError, bad_word_token_ids
 
-from ..dispatch.router import findable_names
 from ..errors import bad_request, context_length_exceeded, model_not_found, prompt_too_long
 from ..model import ServedModel
+from ..routing.router import prefix_names
 from ..settings import GatewaySettings
 from .efforts import effort_variables
 from .field_names import client_names
@@ -264,7 +264,7 @@ class Preparer:
         options = request.stream_options or StreamOptions()
         return Prepared(
             prompts=prompts,
-            block_names=[findable_names(prompt, sampling, salt) for prompt in prompts],
+            block_names=[prefix_names(prompt, sampling, salt) for prompt in prompts],
             limits=limits,
             sampling=sampling,
             priority=request.priority,

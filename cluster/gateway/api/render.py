@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..dispatch.timeline import TimelineTold
 from ..errors import ApiError
+from ..serving.timeline import TimelineReport
 from .assembly import Delta
 from .job import Job, UsageOptions
 
@@ -55,7 +55,7 @@ class Tally:
         self._prompt_tokens = sum(map(len, job.prompts))
         self._cached_tokens = 0
         self._completion_tokens = 0
-        self._timelines: dict[int, TimelineTold] = {}  # by choice
+        self._timelines: dict[int, TimelineReport] = {}  # by choice
 
     def add(self, index: int, delta: Delta) -> None:
         self._completion_tokens += delta.num_tokens
@@ -72,7 +72,7 @@ class Tally:
             prompt_tokens_details=PromptTokensDetails(self._cached_tokens),
         )
 
-    def timelines(self) -> list[TimelineTold] | UnsetType:
+    def timelines(self) -> list[TimelineReport] | UnsetType:
         """Of the choices, in their order, where they were asked for."""
         return [self._timelines[index] for index in sorted(self._timelines)] or UNSET
 
@@ -82,7 +82,7 @@ class Tally:
             return self.usage()
         return None if options.at_end else UNSET
 
-    def at_end(self, options: UsageOptions) -> tuple[Usage | UnsetType, list[TimelineTold] | UnsetType] | None:
+    def at_end(self, options: UsageOptions) -> tuple[Usage | UnsetType, list[TimelineReport] | UnsetType] | None:
         """What a stream's last chunk tells, which has no choices; None where nobody asked for one."""
         timelines = self.timelines()
         if not options.at_end and timelines is UNSET:

@@ -15,8 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, Tokenizer, Words
 
-from ..dispatch.timeline import TimelineTold
 from ..errors import ApiError
+from ..serving.timeline import TimelineReport
 from .assembly import Delta
 from .job import Job, Prepared, UsageOptions
 from .logprobs import chat_logprobs
@@ -90,7 +90,7 @@ class Response(msgspec.Struct, tag_field="object", tag="response"):
     service_tier: str = "default"
     store: bool = False
     truncation: str = "disabled"
-    baton_timeline: list[TimelineTold] | UnsetType = UNSET
+    baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
     @classmethod
     def begun(cls, job: Job, model_id: str) -> Response:

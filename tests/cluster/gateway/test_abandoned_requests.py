@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tiny_model import MAX_MODEL_LEN
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.dispatch.admission import Admission
-from baton.cluster.gateway.dispatch.breaker import Breakers
-from baton.cluster.gateway.dispatch.dispatcher import Dispatcher
-from baton.cluster.gateway.dispatch.router import Router
-from baton.cluster.gateway.dispatch.timeline import Timeline
 from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.routing.breaker import Breakers
+from baton.cluster.gateway.routing.router import Router
+from baton.cluster.gateway.serving.admission import AdmissionControl
+from baton.cluster.gateway.serving.dispatcher import Dispatcher
+from baton.cluster.gateway.serving.timeline import Timeline
 from baton.cluster.gateway.settings import BreakerSettings, GatewaySettings
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 from baton.engine.core.sampling import SamplingParams
@@ -65,7 +65,7 @@ class World:
         router = Router("g", rates=rates, session_patience_s=patience_s, local_prefill_max_tokens=64)
         metrics = GatewayMetrics("m", self.cluster.engines, self.cluster.listed)
         self.breakers = Breakers(limits.breaker, time.monotonic)
-        admission = Admission(limits, time.monotonic)
+        admission = AdmissionControl(limits, time.monotonic)
         self.dispatcher = Dispatcher(self.cluster, router, limits, metrics, admission, self.breakers)
         self.clients: list[asyncio.Task[None]] = []
 
@@ -114,7 +114,7 @@ class World:
         assert not [result for result in results if isinstance(result, Exception)]
 
     async def check_nothing_is_left(self) -> None:
-        cluster, ledger = self.cluster, self.dispatcher.router.ledger
+        cluster, loads = self.cluster, self.dispatcher.router.loads
         assert not [engine.streams for engine in cluster.members if engine.streams], "no leg, at once"
         cluster.wire.hold = False
         for engine in cluster.members:
@@ -124,8 +124,8 @@ class World:
         assert not [engine for engine in cluster.members if engine.alive and engine.connector in held]
         while any(engine.core.has_work() for engine in cluster.members if engine.alive):  # at most `play`'s time
             await asyncio.sleep(0.001)
-        assert not ledger._requests
-        assert not ledger._tokens
+        assert not loads._requests
+        assert not loads._tokens
         assert self.dispatcher.retries.num_running == 0
         assert not [circuit for circuit in self.breakers._circuits.values() if circuit._trial is not None]
 

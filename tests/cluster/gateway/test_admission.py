@@ -14,8 +14,8 @@ from gateway_service import Clock, Service, events, until
 from test_router import view
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.dispatch.admission import MOST_RETRY_S, SAMPLE_S, WINDOW_S, Admission, PromptSpeeds
 from baton.cluster.gateway.errors import ApiError
+from baton.cluster.gateway.serving.admission import MOST_RETRY_S, SAMPLE_S, WINDOW_S, AdmissionControl, PromptSpeeds
 from baton.cluster.gateway.settings import GatewaySettings, QueueLimits
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
@@ -27,14 +27,14 @@ def clock() -> Clock:
     return Clock()
 
 
-def refused(admission: Admission, key: bytes | None = None) -> ApiError:
+def refused(admission: AdmissionControl, key: bytes | None = None) -> ApiError:
     with pytest.raises(ApiError) as caught, admission.place(key):
         pass
     return caught.value
 
 
 def test_a_gateway_takes_so_many_requests_and_no_more(clock: Clock) -> None:
-    admission = Admission(GatewaySettings(max_inflight_requests=1), clock)
+    admission = AdmissionControl(GatewaySettings(max_inflight_requests=1), clock)
     with admission.place(None):
         error = refused(admission)
         assert (error.status, error.code, error.gpu_time_spent) == (429, "queue_full", False)
@@ -43,7 +43,7 @@ def test_a_gateway_takes_so_many_requests_and_no_more(clock: Clock) -> None:
 
 
 def test_one_key_takes_so_many_and_leaves_the_others_their_places(clock: Clock) -> None:
-    admission = Admission(GatewaySettings(max_inflight_per_key=1), clock)
+    admission = AdmissionControl(GatewaySettings(max_inflight_per_key=1), clock)
     with admission.place(b"a"), admission.place(b"b"):
         error = refused(admission, b"a")
         assert (error.status, error.code) == (429, "key_limit")
@@ -53,7 +53,7 @@ def test_one_key_takes_so_many_and_leaves_the_others_their_places(clock: Clock) 
 
 
 def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late(clock: Clock) -> None:
-    admission = Admission(GatewaySettings(max_inflight_requests=2), clock)
+    admission = AdmissionControl(GatewaySettings(max_inflight_requests=2), clock)
 
     def waits_s() -> float:
         return float(refused(admission).headers["retry-after"])
@@ -68,7 +68,7 @@ def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late
         assert {waits_s() for _ in range(9)} == {40, 50, MOST_RETRY_S}
 
 
-def waits_s(admission: Admission, tokens: list[int]) -> float:
+def waits_s(admission: AdmissionControl, tokens: list[int]) -> float:
     """What is told where this much waits in unified engines."""
     engines = [view(rank, num_waiting_tokens=count, num_requests_waiting=9) for rank, count in enumerate(tokens)]
     with pytest.raises(ApiError) as caught:
@@ -79,13 +79,13 @@ def waits_s(admission: Admission, tokens: list[int]) -> float:
 
 def test_full_engines_are_waited_for_as_long_as_the_shortest_queue_takes(clock: Clock) -> None:
     settings = GatewaySettings(queue_limits=QueueLimits(tokens=10_000), cost={"prefill_tokens_per_s": 1000.0})
-    admission = Admission(settings, clock)
+    admission = AdmissionControl(settings, clock)
     assert [waits_s(admission, [tokens]) for tokens in (10_000, 25_000, 40_000, 9_000_000)] == [10, 25, 40, 60]
     assert waits_s(admission, [40_000, 12_000, 30_000]) == 12
 
 
 def test_one_engine_with_room_is_enough(clock: Clock) -> None:
-    admission = Admission(GatewaySettings(queue_limits=QueueLimits(requests=2)), clock)
+    admission = AdmissionControl(GatewaySettings(queue_limits=QueueLimits(requests=2)), clock)
     admission.check_engines([view(0, num_requests_waiting=2), view(1, num_requests_waiting=1)])
     admission.check_engines([])
     with pytest.raises(ApiError):

@@ -15,21 +15,21 @@ from rich.console import Console
 from baton.cluster.cli.client import print_ranks
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import app
-from baton.cluster.gateway.dispatch.breaker import (
+from baton.cluster.gateway.routing.breaker import (
     IDLE_PERIODS,
     TRANSITIONS,
     Breakers,
     Circuit,
     CircuitEvent,
+    CircuitKey,
     CircuitState,
-    Peer,
 )
 from baton.cluster.gateway.settings import BreakerSettings
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
 LIMITS = BreakerSettings(failures=3, window_s=10.0, open_s=5.0)
 OPENED = 'baton_circuits_opened_total{kind="%s"}'
-PEER: Peer = (("e", 1),)
+PEER: CircuitKey = (("e", 1),)
 
 
 @pytest.fixture

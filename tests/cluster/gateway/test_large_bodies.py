@@ -28,7 +28,7 @@ from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
 from baton.cluster.gateway.bodies.queue import HEAVY_BYTES, ReadingQueue
 from baton.cluster.gateway.bodies.reading import Bodies
 from baton.cluster.gateway.bodies.structure import PIECE_BYTES
-from baton.cluster.gateway.dispatch import router
+from baton.cluster.gateway.routing import router
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.text import ChatTemplate, Tokenizer
 

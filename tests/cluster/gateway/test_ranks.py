@@ -12,7 +12,7 @@ from fakes import make_gateway
 from gateway_service import Service
 
 from baton.cluster.contracts import LoadBalancing, Reach, Role
-from baton.cluster.gateway.dispatch.ranks import spell_ranks
+from baton.cluster.gateway.routing.ranks import spell_ranks
 
 HYBRID = Reach(mode=LoadBalancing.HYBRID, node_id="b")
 MIX = [(Role.PREFILL, "a"), (Role.DECODE, "a"), (Role.DECODE, "b"), (Role.UNIFIED, "b"), (Role.PREFILL, "b")]

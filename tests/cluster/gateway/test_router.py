@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from baton.cluster.cached_blocks import CachedBlocks, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.cluster.gateway.dispatch.cost import UNTRIED, Cost, CostRates, Load
-from baton.cluster.gateway.dispatch.ledger import NEWS_DELAY_S
-from baton.cluster.gateway.dispatch.router import Path, Route, Router, Wanted
+from baton.cluster.gateway.routing.cost import UNTRIED, Cost, CostRates, Load
+from baton.cluster.gateway.routing.load import REPORT_DELAY_S
+from baton.cluster.gateway.routing.router import Path, Route, Router, RoutingQuery
 from baton.engine.core.block_log import BlocksCached, pack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest, EngineStats
@@ -91,7 +91,7 @@ def router(gateway_id: str = "g", local: int = 8192, clock: Clock | None = None,
     )
 
 
-def wanted(tokens: list[int], name: str = "r", **fields: Any) -> Wanted:
+def wanted(tokens: list[int], name: str = "r", **fields: Any) -> RoutingQuery:
     return router().read(request(tokens, name, **fields))
 
 
@@ -110,7 +110,7 @@ def test_work_in_progress_goes_where_least_of_it_is() -> None:
     ranks = Counter()
     for index in range(30):
         chosen = route(chooser, engines, [index] * 10, f"r{index}")
-        chooser.ledger.sent(chosen.placement)
+        chooser.loads.sent(chosen.placement)
         ranks[chosen.placement.engine.rank] += 1
     assert ranks == {0: 10, 1: 10, 2: 10}
 
@@ -118,14 +118,14 @@ def test_work_in_progress_goes_where_least_of_it_is() -> None:
 def test_work_that_is_over_counts_no_more() -> None:
     chooser, engines = router(), [view(0), view(1)]
     first = route(chooser, engines, [1] * 50).placement
-    chooser.ledger.sent(first)
+    chooser.loads.sent(first)
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank
-    chooser.ledger.read(first)
-    assert all(chooser.ledger.load_of(engine).queued_tokens == 0 for engine in engines)
+    chooser.loads.read(first)
+    assert all(chooser.loads.of(engine).queued_tokens == 0 for engine in engines)
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "it still decodes"
-    chooser.ledger.ended(first)
+    chooser.loads.ended(first)
     assert {rank_of(chooser, engines, [2] * 5, f"{i}") for i in range(20)} == {0, 1}
-    assert not chooser.ledger._requests
+    assert not chooser.loads._requests
 
 
 def test_requests_of_other_gateways_count() -> None:
@@ -135,24 +135,24 @@ def test_requests_of_other_gateways_count() -> None:
 
 def test_of_what_waits_in_an_engine_others_have_what_is_not_this_gateways_own() -> None:
     chooser = router()
-    ledger, told = chooser.ledger, view(0, num_requests_waiting=2, num_waiting_tokens=900)
-    assert ledger.load_of(told) == Load(2, 900)
+    loads, told = chooser.loads, view(0, num_requests_waiting=2, num_waiting_tokens=900)
+    assert loads.of(told) == Load(2, 900)
     mine = route(chooser, [told], [1] * 100).placement
-    ledger.sent(mine)
-    assert ledger.load_of(told) == Load(3, 1000), "the engine told before it came"
+    loads.sent(mine)
+    assert loads.of(told) == Load(3, 1000), "the engine told before it came"
     told = view(0, num_requests_waiting=3, num_waiting_tokens=1000, outstanding=1)
-    assert ledger.load_of(told) == Load(3, 1000), "and now it is in what the engine tells"
-    ledger.read(mine)
-    assert ledger.load_of(told) == Load(3, 900)
-    ledger.ended(mine)
-    assert ledger.load_of(told) == Load(2, 900)
+    assert loads.of(told) == Load(3, 1000), "and now it is in what the engine tells"
+    loads.read(mine)
+    assert loads.of(told) == Load(3, 900)
+    loads.ended(mine)
+    assert loads.of(told) == Load(2, 900)
 
 
 def test_the_engine_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
-    ledger = router().ledger
-    assert ledger.load_of(view(0, num_waiting_tokens=500)).queued_tokens == 500
-    assert ledger.load_of(view(0)).queued_tokens == 0
-    assert len(ledger._news) == 1
+    loads = router().loads
+    assert loads.of(view(0, num_waiting_tokens=500)).queued_tokens == 500
+    assert loads.of(view(0)).queued_tokens == 0
+    assert len(loads._reports) == 1
 
 
 def test_a_cached_prefix_wins_until_the_queue_costs_more() -> None:
@@ -201,27 +201,27 @@ def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() ->
     clock = Clock()
     chooser, engines = router(clock=clock), [view(0), view(1)]
     first = route(chooser, engines, PROMPT).placement
-    chooser.ledger.sent(first)
-    chooser.ledger.read(first)
+    chooser.loads.sent(first)
+    chooser.loads.read(first)
     home = first.engine.rank
     assert rank_of(chooser, engines, [*PROMPT, 1]) == home
-    chooser.ledger.ended(first)
+    chooser.loads.ended(first)
     assert rank_of(chooser, engines, [*PROMPT, 1]) == home
-    clock.now_s += NEWS_DELAY_S
+    clock.now_s += REPORT_DELAY_S
     other = route(chooser, engines, [9]).placement
-    chooser.ledger.sent(other)
+    chooser.loads.sent(other)
     assert route(chooser, engines, [*PROMPT, 1]).reason == "least-loaded"
-    assert not chooser.ledger._coming
+    assert not chooser.loads._expected
 
 
 def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
     chooser = router()
     first = route(chooser, [view(0)], PROMPT).placement
-    chooser.ledger.sent(first)
+    chooser.loads.sent(first)
     assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "prefix-hit"
-    chooser.ledger.given_up(first)
+    chooser.loads.given_up(first)
     assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "least-loaded"
-    assert not any([chooser.ledger._coming, chooser.ledger._tokens, chooser.ledger._requests])
+    assert not any([chooser.loads._expected, chooser.loads._tokens, chooser.loads._requests])
 
 
 def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
@@ -230,8 +230,8 @@ def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
     ranks = Counter()
     for index in range(200):
         placement = route(chooser, engines, [*PROMPT, index], f"r{index}").placement
-        chooser.ledger.sent(placement)
-        chooser.ledger.read(placement)
+        chooser.loads.sent(placement)
+        chooser.loads.read(placement)
         ranks[placement.engine.rank] += 1
     assert set(ranks) == set(range(8))
     assert max(ranks.values()) - min(ranks.values()) <= 4
@@ -414,8 +414,8 @@ class TestTiers:
 
     def test_what_is_on_its_way_up_for_another_request_counts_as_cached(self) -> None:
         chooser, engine = router(), view(0, host=PROMPT, tiers=FAST)
-        chooser.ledger.sent(route(chooser, [engine], PROMPT).placement)
-        found = chooser.ledger.find_prefix(engine.cached, ("e0", 0), wanted(PROMPT).names)
+        chooser.loads.sent(route(chooser, [engine], PROMPT).placement)
+        found = chooser.loads.find_prefix(engine.cached, ("e0", 0), wanted(PROMPT).names)
         assert found == (IN_BLOCKS // BLOCK_SIZE, 0, 0)
 
 

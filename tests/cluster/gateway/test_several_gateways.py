@@ -109,8 +109,8 @@ def pin(engine: WiredEngine) -> dict[str, str]:
 
 
 def home_of(fleet: WiredFleet, gateway: WiredGateway, session_id: str) -> WiredEngine:
-    from baton.cluster.gateway.dispatch.cost import CostRates
-    from baton.cluster.gateway.dispatch.router import Router
+    from baton.cluster.gateway.routing.cost import CostRates
+    from baton.cluster.gateway.routing.router import Router
 
     router = Router("any", rates=CostRates(), session_patience_s=10.0, local_prefill_max_tokens=0)
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())

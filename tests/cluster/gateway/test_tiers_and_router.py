@@ -18,8 +18,8 @@ from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import EngineView
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway import GatewaySettings, create_app
-from baton.cluster.gateway.dispatch.cost import CostRates
-from baton.cluster.gateway.dispatch.router import Router
+from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.router import Router
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, KVRegion
 from baton.engine.core.messages import EngineRequest

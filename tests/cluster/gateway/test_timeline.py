@@ -15,9 +15,9 @@ from gateway_service import Service, events, until
 from wired import WiredFleet
 
 from baton.cluster.contracts import EngineRecord, Role
-from baton.cluster.gateway.dispatch.ledger import Placement
-from baton.cluster.gateway.dispatch.legs import Leg
-from baton.cluster.gateway.dispatch.timeline import Stamp, Timeline
+from baton.cluster.gateway.routing.load import Placement
+from baton.cluster.gateway.serving.attempt import Attempt
+from baton.cluster.gateway.serving.timeline import Stamp, Timeline
 from baton.engine.core.stages import Stage
 
 PROMPT = list(range(20, 60)) * 4
@@ -274,28 +274,28 @@ async def test_an_answer_that_failed_is_in_no_part(start: Callable[..., Service]
 
 
 @pytest.fixture
-async def leg(start: Callable[..., Service]) -> Leg:
+async def attempt(start: Callable[..., Service]) -> Attempt:
     record: EngineRecord = start(Role.UNIFIED).cluster.members[0].record
-    return Leg(Placement(record, 0), stream=None, sent_s=10.0)  # type: ignore[arg-type]
+    return Attempt(Placement(record, 0), stream=None, sent_s=10.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("age_s", [-5.0, math.inf, -math.inf, math.nan, 1e300])
-async def test_ages_that_cannot_be_stay_between_the_message_and_its_answer(leg: Leg, age_s: float) -> None:
+async def test_ages_that_cannot_be_stay_between_the_message_and_its_answer(attempt: Attempt, age_s: float) -> None:
     timeline = Timeline(9.0, 9.5)
-    timeline.sent(leg)
-    timeline.heard(leg, {Stage.QUEUED: age_s, Stage.STARTED: 0.5}, now_s=12.0)
+    timeline.sent(attempt)
+    timeline.heard(attempt, {Stage.QUEUED: age_s, Stage.STARTED: 0.5}, now_s=12.0)
     timeline.note(Stamp.FIRST_TOKEN, 12.0)
     timeline.note(Stamp.LAST_TOKEN, 13.0)
-    told = timeline.told()
+    told = timeline.report()
     assert told.latency_s == 4.0
     queued = next(part for part in told.parts if part.stamp is Stamp.PREFILL_QUEUED)
     assert 1.0 <= queued.at_s <= 3.0
 
 
-async def test_a_stage_of_an_engine_is_as_long_ago_as_it_says_whatever_its_clock_shows(leg: Leg) -> None:
+async def test_a_stage_of_an_engine_is_as_long_ago_as_it_says_whatever_its_clock_shows(attempt: Attempt) -> None:
     timeline = Timeline(9.0, 9.5)
-    timeline.sent(leg)
-    timeline.heard(leg, {Stage.QUEUED: 1.75, Stage.STARTED: 0.5}, now_s=12.0)
+    timeline.sent(attempt)
+    timeline.heard(attempt, {Stage.QUEUED: 1.75, Stage.STARTED: 0.5}, now_s=12.0)
     timeline.note(Stamp.FIRST_TOKEN, 12.0)
     parts = {part.stamp: part.part_s for part in timeline.parts()}
     assert parts[Stamp.PREFILL_QUEUED] == 0.25, "there and back: 2 s between message and answer, of which 1.75 there"

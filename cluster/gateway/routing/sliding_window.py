@@ -8,7 +8,7 @@ from collections.abc import Callable
 PARTS = 10  # of a window: what is forgotten at once
 
 
-class Window:
+class SlidingWindow:
     """How often two kinds of things happened within `seconds`. Memory does not depend on how many they were."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:

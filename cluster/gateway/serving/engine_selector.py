@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from baton.cluster.contracts import EngineClient, EngineRecord, EngineView
 
-from .admission import Admission
-from .breaker import Breakers
-from .ladder import Attempts, Rung, on_rung
-from .ledger import Placement, engine_key
-from .ranks import reachable
-from .router import NO_PREFILL_ENGINE, Route, Router, Wanted
+from ..routing.breaker import Breakers
+from ..routing.load import Placement, engine_key
+from ..routing.ranks import reachable
+from ..routing.router import NO_PREFILL_ENGINE, Route, Router, RoutingQuery
+from .admission import AdmissionControl
+from .retry_policy import AttemptHistory, Rung, on_rung
 
 
-class Choice:
+class EngineSelector:
     """For one sequence. It changes nothing: each answer is of the engines as they are now."""
 
     def __init__(
@@ -22,23 +22,23 @@ class Choice:
         client: EngineClient,
         router: Router,
         breakers: Breakers,
-        admission: Admission,
-        attempts: Attempts,
+        admission: AdmissionControl,
+        history: AttemptHistory,
         pinned_rank: int | None,
     ) -> None:
         self._client = client
         self._router = router
         self._breakers = breakers
         self._admission = admission
-        self._attempts = attempts
+        self._history = history
         self._pinned_rank = pinned_rank
 
-    def route(self, rung: Rung, wanted: Wanted) -> Route | None:
+    def route(self, rung: Rung, wanted: RoutingQuery) -> Route | None:
         """A way to compute all tokens so far."""
-        engines, full = on_rung(rung, self._engines()), self._attempts.full
+        engines, full = on_rung(rung, self._engines()), self._history.full
         if rung is Rung.AGAIN:
             return self._router.route(engines, wanted, full)
-        avoid = full | self._attempts.lost | self._breakers.closed_to(engines)
+        avoid = full | self._history.lost | self._breakers.closed_to(engines)
         route = self._router.route(engines, wanted, avoid)
         if rung is Rung.ANY:
             return route or self._router.route(engines, wanted, full)
@@ -46,18 +46,18 @@ class Choice:
             return None  # that is the next rung, which asks for slack
         return route
 
-    def reader(self, wanted: Wanted, holder: EngineRecord) -> Placement | None:
+    def reader(self, wanted: RoutingQuery, holder: EngineRecord) -> Placement | None:
         """A decode engine for the KV of `holder`."""
-        engines, full = self._engines(), self._attempts.full
-        avoid = full | self._attempts.lost | self._breakers.closed_to(engines) | self._breakers.closed_from(holder)
+        engines, full = self._engines(), self._history.full
+        avoid = full | self._history.lost | self._breakers.closed_to(engines) | self._breakers.closed_from(holder)
         choose = self._router.decode_placement
         return choose(engines, wanted, holder, avoid) or choose(engines, wanted, holder, full)
 
     @property
     def are_full(self) -> bool:
         """Each engine has refused the sequence for lack of room, or has told that it would."""
-        return self._admission.are_full(self._engines(), self._attempts.full)
+        return self._admission.are_full(self._engines(), self._history.full)
 
     def _engines(self) -> Sequence[EngineView]:
         engines = reachable(self._client, self._pinned_rank)
-        return [view for view in engines if engine_key(view.record) not in self._attempts.left]
+        return [view for view in engines if engine_key(view.record) not in self._history.left]

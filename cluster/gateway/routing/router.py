@@ -2,7 +2,7 @@
 those in tiers little.
 
 Everything it knows of the engines comes from them: a gateway that starts knows what the others know as soon as its
-connections are there. What it has sent itself and not heard of yet is in its ledger.
+connections are there. What it has sent itself and not heard of yet is in its loads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
 
-from .cost import Cost, CostRates, Reading
-from .ledger import EngineKey, Ledger, Placement, engine_key
+from .cost import Cost, CostRates, PrefillEstimate
+from .load import EngineKey, LoadTracker, Placement, engine_key
 
 EQUAL = 1.05  # costs closer than this are equal: gateways whose news are as old must not all choose the same engine
 NO_PREFILL_ENGINE = "no-prefill-engine"
@@ -41,7 +41,7 @@ class Path(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RoutingQuery:
     """What the router needs to know of a request."""
 
     num_tokens: int
@@ -50,7 +50,7 @@ class Wanted:
     session: bool = False  # the same order for every request of a session: its home comes first
     pinned_rank: int | None = None  # an engine that must take part
 
-    def with_tokens(self, num_tokens: int) -> Wanted:
+    def with_tokens(self, num_tokens: int) -> RoutingQuery:
         return dataclasses.replace(self, num_tokens=num_tokens)
 
 
@@ -88,7 +88,7 @@ class Router:
         self._cost = Cost(rates)
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
-        self.ledger = Ledger(clock)
+        self.loads = LoadTracker(clock)
 
     def read(
         self,
@@ -97,22 +97,24 @@ class Router:
         *,
         session_id: str | None = None,
         pinned_rank: int | None = None,
-    ) -> Wanted:
+    ) -> RoutingQuery:
         """Return what routing needs. `names` are those of the prompt's blocks, where they are known."""
         if names is None:
-            packed = findable_names(request.prompt_token_ids, request.sampling, request.cache_salt, request.adapter_id)
+            packed = prefix_names(request.prompt_token_ids, request.sampling, request.cache_salt, request.adapter_id)
             names = unpack_names(packed)
         tie = f"{self._gateway_id}/{request.request_id}" if session_id is None else f"session/{session_id}"
-        return Wanted(num_tokens(request), names, tie, session_id is not None, pinned_rank)
+        return RoutingQuery(num_tokens(request), names, tie, session_id is not None, pinned_rank)
 
-    def route(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey] = ()) -> Route | None:
+    def route(
+        self, engines: Sequence[EngineView], wanted: RoutingQuery, avoid: Collection[EngineKey] = ()
+    ) -> Route | None:
         """An engine for all tokens that the request has so far; one that drains only where nobody else can take it.
 
         None: nobody can take it now.
         """
         return self._route(_staying(engines), wanted, avoid) or self._route(engines, wanted, avoid)
 
-    def _route(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey]) -> Route | None:
+    def _route(self, engines: Sequence[EngineView], wanted: RoutingQuery, avoid: Collection[EngineKey]) -> Route | None:
         best = self._best(self._options(engines, wanted, avoid), wanted)
         if best is not None:
             if best.path is Path.LOCAL_PREFILL:
@@ -128,7 +130,7 @@ class Router:
     def decode_placement(
         self,
         engines: Sequence[EngineView],
-        wanted: Wanted,
+        wanted: RoutingQuery,
         source: EngineRecord,
         avoid: Collection[EngineKey] = (),
     ) -> Placement | None:
@@ -137,7 +139,7 @@ class Router:
         return staying or self._receiver(engines, wanted, source, avoid)
 
     def _receiver(
-        self, engines: Sequence[EngineView], wanted: Wanted, source: EngineRecord, avoid: Collection[EngineKey]
+        self, engines: Sequence[EngineView], wanted: RoutingQuery, source: EngineRecord, avoid: Collection[EngineKey]
     ) -> Placement | None:
         options = []
         for view in engines:
@@ -150,7 +152,9 @@ class Router:
         best = self._best(options, wanted)
         return best.placement if best else None
 
-    def _options(self, engines: Sequence[EngineView], wanted: Wanted, avoid: Collection[EngineKey]) -> list[_Option]:
+    def _options(
+        self, engines: Sequence[EngineView], wanted: RoutingQuery, avoid: Collection[EngineKey]
+    ) -> list[_Option]:
         decoders = [
             view for view in engines if view.record.role is Role.DECODE and engine_key(view.record) not in avoid
         ]
@@ -160,7 +164,7 @@ class Router:
             record = view.record
             if engine_key(record) in avoid or record.role is Role.DECODE:
                 continue
-            reading, load, path = self._reading(view, wanted), self.ledger.load_of(view), Path.UNIFIED
+            reading, load, path = self._reading(view, wanted), self.loads.of(view), Path.UNIFIED
             if record.role is Role.UNIFIED:
                 cost_s = self._cost.whole_s(load, reading)
             elif (receive_s := receivers.cheapest_s(record)) is not None:
@@ -175,7 +179,7 @@ class Router:
         return options
 
     def _local_options(
-        self, engines: Iterable[EngineView], wanted: Wanted, avoid: Collection[EngineKey], min_hit: int = 0
+        self, engines: Iterable[EngineView], wanted: RoutingQuery, avoid: Collection[EngineKey], min_hit: int = 0
     ) -> list[_Option]:
         """Decode engines that would read the prompt themselves."""
         options = []
@@ -188,12 +192,12 @@ class Router:
             reading = self._reading(view, wanted)
             if reading.uncached > self._local_prefill_max_tokens or wanted.num_tokens - reading.uncached < min_hit:
                 continue
-            cost_s = self._cost.whole_s(self.ledger.load_of(view), reading)
+            cost_s = self._cost.whole_s(self.loads.of(view), reading)
             placement = Placement(record, reading.uncached, wanted.names)
             options.append(_Option(_is_full(view, wanted.num_tokens), cost_s, placement, Path.LOCAL_PREFILL))
         return options
 
-    def _best(self, options: Collection[_Option], wanted: Wanted) -> _Option | None:
+    def _best(self, options: Collection[_Option], wanted: RoutingQuery) -> _Option | None:
         """The cheapest; of those about as cheap, the first in the request's own order.
 
         An engine without room for the request's KV only if no other is there.
@@ -206,19 +210,19 @@ class Router:
         equals = [option for option in options if option.cost_s <= limit_s and option.path is cheapest.path]
         return min(equals, key=lambda option: _order(wanted.tie, option.placement.engine))
 
-    def _reading(self, view: EngineView, wanted: Wanted) -> Reading:
+    def _reading(self, view: EngineView, wanted: RoutingQuery) -> PrefillEstimate:
         return self._cost.reading(view, wanted.num_tokens, self._found(view, wanted))
 
-    def _missing(self, view: EngineView, wanted: Wanted) -> int:
+    def _missing(self, view: EngineView, wanted: RoutingQuery) -> int:
         """Tokens that a hand-off has to bring: it looks into the pool only."""
         return wanted.num_tokens - self._found(view, wanted).pool * BLOCK_SIZE
 
-    def _found(self, view: EngineView, wanted: Wanted) -> FoundPrefix:
-        return self.ledger.find_prefix(view.cached, engine_key(view.record), wanted.names)
+    def _found(self, view: EngineView, wanted: RoutingQuery) -> FoundPrefix:
+        return self.loads.find_prefix(view.cached, engine_key(view.record), wanted.names)
 
     def _receive_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
         """Of a decode engine: handoff + decode."""
-        return self._cost.handoff_s(view, missing, same_node=same_node) + self._cost.decode_s(self.ledger.load_of(view))
+        return self._cost.handoff_s(view, missing, same_node=same_node) + self._cost.decode_s(self.loads.of(view))
 
 
 class _Receivers:
@@ -227,7 +231,7 @@ class _Receivers:
     A link is within a node or between nodes, so each decode engine has two costs.
     """
 
-    def __init__(self, router: Router, decoders: Iterable[EngineView], wanted: Wanted) -> None:
+    def __init__(self, router: Router, decoders: Iterable[EngineView], wanted: RoutingQuery) -> None:
         near: defaultdict[tuple[str, str], list[float]] = defaultdict(list)  # by fingerprint and node
         far: defaultdict[str, list[float]] = defaultdict(list)
         for view in decoders:
@@ -245,7 +249,7 @@ class _Receivers:
         return min(far_s, self._near_s.get((source.fingerprint, source.node_id), far_s))
 
 
-def findable_names(prompt: Sequence[int], sampling: SamplingParams, salt: str, adapter_id: str = "") -> bytes:
+def prefix_names(prompt: Sequence[int], sampling: SamplingParams, salt: str, adapter_id: str = "") -> bytes:
     """Return the packed names of the prompt's full blocks that an engine may find in its cache: none where every
     position has to run. Takes about a microsecond a block: computed once a prompt, however many choices it has.
     """

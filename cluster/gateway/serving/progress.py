@@ -6,13 +6,13 @@ import msgspec
 
 from baton.engine.core.messages import EngineOutput, EngineRequest
 
-from .router import Wanted, num_tokens
+from ..routing.router import RoutingQuery, num_tokens
 
 
 class Progress:
     """Of one sequence, in whichever engines. Each attempt has a generation: words of older ones are dropped."""
 
-    def __init__(self, request: EngineRequest, wanted: Wanted) -> None:
+    def __init__(self, request: EngineRequest, wanted: RoutingQuery) -> None:
         """`wanted`: what the router has read of the request."""
         self.generation = request.generation
         self._request = request
@@ -37,7 +37,7 @@ class Progress:
         tokens = list(self._tokens)
         return msgspec.structs.replace(self._request, output_token_ids=tokens, generation=self.generation)
 
-    def wanted(self, request: EngineRequest) -> Wanted:
+    def wanted(self, request: EngineRequest) -> RoutingQuery:
         """By `request`, which is this sequence as of now."""
         return self._wanted.with_tokens(num_tokens(request))
 

@@ -10,20 +10,19 @@ from baton.cluster.contracts import EngineClient
 from baton.engine.core.messages import EngineRequest
 
 from ..metrics import GatewayMetrics
+from ..routing.breaker import Breakers
+from ..routing.router import Router
 from ..settings import GatewaySettings
-from .admission import Admission
-from .breaker import Breakers
-from .choice import Choice
-from .dispatch import Dispatch, Pieces
+from .admission import AdmissionControl
+from .admission_wait import AdmissionWait
+from .attempt import AttemptTracker, Deadline
+from .engine_selector import EngineSelector
 from .handoff import HandOff
-from .ladder import Attempts
-from .legs import Deadline, Legs
-from .placing import Placing
 from .progress import Progress
-from .retries import RetryBudget
-from .router import Router
+from .retry_path import RetryPath
+from .retry_policy import AttemptHistory, RetryBudget
+from .sequence import Pieces, ServedSequence
 from .timeline import Timeline
-from .way import Way
 
 
 class Dispatcher:
@@ -35,7 +34,7 @@ class Dispatcher:
         router: Router,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
-        admission: Admission,
+        admission: AdmissionControl,
         breakers: Breakers,
         *,
         scales_from_zero: bool = False,
@@ -59,7 +58,7 @@ class Dispatcher:
         rank: int | None = None,
         session_id: str | None = None,
         deadline: Deadline = Deadline(),
-    ) -> Dispatch:
+    ) -> ServedSequence:
         """Return the stream of one sequence's outputs.
 
         `timeline` grows from here on; `names` are those of the prompt's blocks, where they are known; `rank` is that of
@@ -67,15 +66,15 @@ class Dispatcher:
         """
         self.metrics.requests.inc()
         wanted = self.router.read(request, names, session_id=session_id, pinned_rank=rank)
-        progress, attempts = Progress(request, wanted), Attempts(self.settings.max_attempts)
-        legs = Legs(self.client, self.router.ledger, self.breakers, deadline)
-        choice = Choice(self.client, self.router, self.breakers, self.admission, attempts, rank)
-        handoff = HandOff(self.client, progress, choice, legs)
-        way = Way(progress, choice, legs, handoff, self.metrics)
+        progress, history = Progress(request, wanted), AttemptHistory(self.settings.max_attempts)
+        tracker = AttemptTracker(self.client, self.router.loads, self.breakers, deadline)
+        selector = EngineSelector(self.client, self.router, self.breakers, self.admission, history, rank)
+        handoff = HandOff(self.client, progress, selector, tracker)
+        path = RetryPath(progress, selector, tracker, handoff, self.metrics)
         timeout_s = self.settings.capacity_timeout_s
-        placing = Placing(way, choice, attempts, self.retries, self.metrics, timeout_s, self.retry_after_s)
-        pieces = Pieces(progress, attempts, legs, handoff, way, placing)
-        return Dispatch(pieces, self.client, self.retries, self.metrics, timeline)
+        wait = AdmissionWait(path, selector, history, self.retries, self.metrics, timeout_s, self.retry_after_s)
+        pieces = Pieces(progress, history, tracker, handoff, path, wait)
+        return ServedSequence(pieces, self.client, self.retries, self.metrics, timeline)
 
     def retry_after_s(self) -> float:
         """When it may be worth to come again: where somebody serves, behind its queue."""

@@ -1,4 +1,4 @@
-"""A sequence in one engine, and what the ledger and the circuits keep of it."""
+"""A sequence in one engine, and what the loads and the circuits keep of it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import msgspec
 from baton.cluster.contracts import EngineClient, EngineRecord, OutputStream
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
-from .breaker import Breakers, Peer
-from .ladder import LADDER, Failure
-from .ledger import Ledger, Placement, engine_key
+from ..routing.breaker import Breakers, CircuitKey
+from ..routing.load import LoadTracker, Placement, engine_key
+from .retry_policy import RETRY_POLICY, Failure
 
 MIN_TIMEOUT_S = 0.001  # 0 would be none
 REFUSALS = (ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG)  # no time was spent on these
 
 
 @dataclass
-class Leg:
+class Attempt:
     placement: Placement
     stream: OutputStream
     sent_s: float  # by `time.monotonic`, no later than the engine can have it
@@ -30,15 +30,15 @@ class Leg:
     has_run: bool = True  # as far as anyone knows here
 
     @property
-    def engine(self) -> Peer:
+    def engine(self) -> CircuitKey:
         return (engine_key(self.placement.engine),)
 
     @property
-    def pair(self) -> Peer | None:
+    def pair(self) -> CircuitKey | None:
         return None if self.holder is None else (engine_key(self.holder), *self.engine)
 
     @property
-    def peers(self) -> list[Peer]:
+    def peers(self) -> list[CircuitKey]:
         return [self.engine] if self.pair is None else [self.engine, self.pair]
 
 
@@ -64,46 +64,46 @@ class Deadline:
         return msgspec.structs.replace(request, timeout_s=max(MIN_TIMEOUT_S, self.left_s))
 
 
-class Legs:
-    """Of one sequence. Each leg that is opened must be closed."""
+class AttemptTracker:
+    """Of one sequence. Each attempt that is opened must be closed."""
 
-    def __init__(self, client: EngineClient, ledger: Ledger, breakers: Breakers, deadline: Deadline) -> None:
+    def __init__(self, client: EngineClient, loads: LoadTracker, breakers: Breakers, deadline: Deadline) -> None:
         self.gpu_time_spent = False  # by one that is closed; or may have been
         self._client = client
-        self._ledger = ledger
+        self._loads = loads
         self._breakers = breakers
         self.deadline = deadline
 
-    def open(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> Leg:
+    def open(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> Attempt:
         """`holder`: of the KV that the engine is to read."""
-        self._ledger.sent(placement)
+        self._loads.sent(placement)
         sent_s = time.monotonic()
-        leg = Leg(placement, self._client.submit(placement.engine, self.deadline.on(request)), sent_s, holder)
-        self._breakers.sent(leg.peers, leg)
-        return leg
+        attempt = Attempt(placement, self._client.submit(placement.engine, self.deadline.on(request)), sent_s, holder)
+        self._breakers.sent(attempt.peers, attempt)
+        return attempt
 
-    def spoke(self, leg: Leg) -> None:
+    def spoke(self, attempt: Attempt) -> None:
         """Its first token came: the engine has read the prompt."""
-        leg.is_read = True
-        self._ledger.read(leg.placement)
-        self._breakers.succeeded(leg.peers)
+        attempt.is_read = True
+        self._loads.read(attempt.placement)
+        self._breakers.succeeded(attempt.peers)
 
-    def failed(self, leg: Leg, error: EngineError, *, was_scheduled: bool) -> None:
+    def failed(self, attempt: Attempt, error: EngineError, *, was_scheduled: bool) -> None:
         """`was_scheduled`: the engine says that it had begun."""
         waited_only = error.kind is ErrorKind.TIMED_OUT and not was_scheduled
-        leg.has_run = leg.is_read or not (waited_only or error.kind in REFUSALS)
+        attempt.has_run = attempt.is_read or not (waited_only or error.kind in REFUSALS)
 
-    def judge(self, leg: Leg, failure: Failure) -> None:
+    def judge(self, attempt: Attempt, failure: Failure) -> None:
         """What a failed attempt says of its engine, or of the pair that was to hand over."""
-        if not LADDER[failure].breaks:
+        if not RETRY_POLICY[failure].breaks:
             return
-        if failure is Failure.TIMED_OUT and (leg.is_read or self.deadline.is_clients):
+        if failure is Failure.TIMED_OUT and (attempt.is_read or self.deadline.is_clients):
             return
-        pair = leg.pair if failure in (Failure.KV_LOST, Failure.TIMED_OUT) else None
-        self._breakers.failed(pair or leg.engine)
+        pair = attempt.pair if failure in (Failure.KV_LOST, Failure.TIMED_OUT) else None
+        self._breakers.failed(pair or attempt.engine)
 
-    async def close(self, leg: Leg) -> None:
-        self.gpu_time_spent |= leg.has_run
-        self._breakers.left(leg.peers, leg)
-        (self._ledger.ended if leg.is_read else self._ledger.given_up)(leg.placement)
-        await leg.stream.aclose()
+    async def close(self, attempt: Attempt) -> None:
+        self.gpu_time_spent |= attempt.has_run
+        self._breakers.left(attempt.peers, attempt)
+        (self._loads.ended if attempt.is_read else self._loads.given_up)(attempt.placement)
+        await attempt.stream.aclose()

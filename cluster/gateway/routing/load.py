@@ -13,7 +13,7 @@ from baton.engine.core.messages import EngineStats
 from .cost import Load
 
 EngineKey = tuple[str, int]  # engine id, epoch
-NEWS_DELAY_S = 1.0  # after which an engine has told what a request left in its prefix cache
+REPORT_DELAY_S = 1.0  # after which an engine has told what a request left in its prefix cache
 
 
 def engine_key(record: EngineRecord) -> EngineKey:
@@ -30,17 +30,17 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class _News:
+class _Report:
     """An engine's newest word."""
 
     stats: EngineStats
     others: Load  # what of it is not this gateway's
 
 
-class Ledger:
+class LoadTracker:
     """Requests in engines, prompt tokens in their queues, and prefixes that are about to be cached there.
 
-    SENT --first token--> READ --end--> FORGOTTEN, prefixes `NEWS_DELAY_S` later
+    SENT --first token--> READ --end--> FORGOTTEN, prefixes `REPORT_DELAY_S` later
     SENT --given up-----> FORGOTTEN
     """
 
@@ -48,9 +48,9 @@ class Ledger:
         self._clock = clock
         self._requests: Counter[EngineKey] = Counter()
         self._tokens: Counter[EngineKey] = Counter()
-        self._coming: defaultdict[EngineKey, Counter[BlockName]] = defaultdict(Counter)
+        self._expected: defaultdict[EngineKey, Counter[BlockName]] = defaultdict(Counter)
         self._ended: deque[tuple[float, Placement]] = deque()
-        self._news: dict[int, _News] = {}  # by rank: an engine that takes another's takes this place, too
+        self._reports: dict[int, _Report] = {}  # by rank: an engine that takes another's takes this place, too
 
     def sent(self, placement: Placement) -> None:
         """Call `read` and `ended`, or `given_up`, once for each call of this."""
@@ -59,7 +59,7 @@ class Ledger:
         self._requests[key] += 1
         self._tokens[key] += placement.uncached
         if placement.names:
-            self._coming[key].update(placement.names)
+            self._expected[key].update(placement.names)
 
     def read(self, placement: Placement) -> None:
         """Its first token is out."""
@@ -68,7 +68,7 @@ class Ledger:
     def ended(self, placement: Placement) -> None:
         _subtract(self._requests, engine_key(placement.engine), 1)
         if placement.names:
-            self._ended.append((self._clock() + NEWS_DELAY_S, placement))
+            self._ended.append((self._clock() + REPORT_DELAY_S, placement))
 
     def given_up(self, placement: Placement) -> None:
         """It ended before its first token: nobody knows what of it is cached."""
@@ -76,21 +76,21 @@ class Ledger:
         _subtract(self._requests, engine_key(placement.engine), 1)
         self._forget_names(placement)
 
-    def load_of(self, view: EngineView) -> Load:
+    def of(self, view: EngineView) -> Load:
         """What is in an engine: this gateway's part as of now, that of others as of the engine's newest word."""
         key, stats = engine_key(view.record), view.stats
         own = Load(self._requests[key], self._tokens[key])
         if stats is None:
             return own
-        news = self._news.get(view.record.rank)
+        news = self._reports.get(view.record.rank)
         if news is None or news.stats is not stats:
-            news = self._news[view.record.rank] = _News(stats, _others(stats, view.outstanding, own.queued_tokens))
+            news = self._reports[view.record.rank] = _Report(stats, _others(stats, view.outstanding, own.queued_tokens))
         others = news.others
         return Load(own.num_requests + others.num_requests, own.queued_tokens + others.queued_tokens)
 
     def find_prefix(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> FoundPrefix:
         """Blocks at the start of a prompt that are in the pool by the time it runs, and those that can be restored."""
-        count, coming = cached.count_prefix(names), self._coming.get(key)
+        count, coming = cached.count_prefix(names), self._expected.get(key)
         if coming:
             while count < len(names) and (names[count] in coming or names[count] in cached):
                 count += 1
@@ -104,11 +104,11 @@ class Ledger:
 
     def _forget_names(self, placement: Placement) -> None:
         key = engine_key(placement.engine)
-        coming = self._coming[key]
+        coming = self._expected[key]
         for name in placement.names:
             _subtract(coming, name, 1)
         if not coming:
-            del self._coming[key]  # engines come and go
+            del self._expected[key]  # engines come and go
 
 
 def _others(stats: EngineStats, own_requests: int, own_tokens: int) -> Load:

@@ -14,7 +14,7 @@ from fake_cluster import FakeEngine
 from gateway_service import Service, events
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.dispatch.ladder import FAILURE_OF, LADDER, Attempts, Failure, Pays, Rung
+from baton.cluster.gateway.serving.retry_policy import FAILURE_OF, RETRY_POLICY, AttemptHistory, Failure, Pays, Rung
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
 PAGE = Path(__file__).parents[3] / "docs/operate/reliability.md"
@@ -73,7 +73,7 @@ SCENES: dict[Failure, dict[Rung | None, Scene]] = {
     Failure.TOO_LONG: {None: Scene([U, U], [(U, ErrorKind.TOO_LONG)])},
 }
 STATUS = {Failure.TIMED_OUT: 408, Failure.INVALID: 400, Failure.TOO_LONG: 413}
-ROWS = [(failure, rung) for failure, rule in LADDER.items() for rung in rule.rungs or (None,)]
+ROWS = [(failure, rung) for failure, rule in RETRY_POLICY.items() for rung in rule.rungs or (None,)]
 
 
 def stage(service: Service, scene: Scene) -> None:
@@ -102,7 +102,7 @@ async def expected(start: Callable[..., Service]) -> str:
 
 def test_every_failure_of_an_engine_has_a_row() -> None:
     assert set(FAILURE_OF) == set(ErrorKind)
-    assert set(LADDER) == set(Failure)
+    assert set(RETRY_POLICY) == set(Failure)
 
 
 @pytest.mark.parametrize(("failure", "rung"), ROWS, ids=[f"{failure}-{rung}" for failure, rung in ROWS])
@@ -150,16 +150,18 @@ async def test_a_decode_engine_with_a_queue_is_not_asked_to_recompute_where_a_un
     assert {(await answer).status_code for answer in busy} == {200}
 
 
-@pytest.mark.parametrize("kind", [kind for kind, its in FAILURE_OF.items() if LADDER[its].rungs and LADDER[its].counts])
+@pytest.mark.parametrize(
+    "kind", [kind for kind, its in FAILURE_OF.items() if RETRY_POLICY[its].rungs and RETRY_POLICY[its].counts]
+)
 def test_a_request_fails_so_often_and_no_more(kind: ErrorKind) -> None:
-    attempts, most = Attempts(most=4), LADDER[FAILURE_OF[kind]].most or 4
+    attempts, most = AttemptHistory(most=4), RETRY_POLICY[FAILURE_OF[kind]].most or 4
     for number in range(1, most + 1):
         attempts.failed(EngineError(kind, ""), (f"e{number}", 1))
         assert attempts.may_go_on is (number < most)
 
 
 def test_engines_that_leave_cost_no_attempt_and_no_budget() -> None:
-    attempts = Attempts(most=2)
+    attempts = AttemptHistory(most=2)
     for number in range(9):
         attempts.failed(EngineError(ErrorKind.LEAVING, ""), (f"e{number}", 1))
         assert attempts.may_go_on
@@ -170,7 +172,7 @@ def test_engines_that_leave_cost_no_attempt_and_no_budget() -> None:
 
 def test_the_first_loss_is_free_and_later_ones_where_the_attempt_brought_tokens() -> None:
     dead = EngineError(ErrorKind.ENGINE_DEAD, "")
-    attempts = Attempts(most=9)
+    attempts = AttemptHistory(most=9)
     paid = []
     for brought in (False, False, True, False):
         attempts.failed(dead, ("e", 1), brought_tokens=brought)
@@ -193,9 +195,9 @@ def test_the_page_has_the_ladders_table() -> None:
             ("yes" if rule.counts else "no") if rule.most is None else f"yes, {rule.most} at most",
             "yes" if rule.breaks else "no",
         ]
-        for failure, rule in LADDER.items()
+        for failure, rule in RETRY_POLICY.items()
     ]
-    assert set(Pays) == {rule.pays for rule in LADDER.values()}
+    assert set(Pays) == {rule.pays for rule in RETRY_POLICY.values()}
 
 
 @pytest.mark.parametrize("deaths", [1, 2])

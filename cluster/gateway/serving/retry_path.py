@@ -9,28 +9,33 @@ import msgspec
 from baton.engine.core.messages import EngineRequest
 
 from ..metrics import GatewayMetrics
-from .choice import Choice
+from ..routing.router import NO_PREFILL_ENGINE, Path
+from .attempt import Attempt, AttemptTracker
+from .engine_selector import EngineSelector
 from .handoff import HandOff
-from .ladder import LADDER, Failure, Rung
-from .legs import Leg, Legs
 from .progress import Progress
-from .router import NO_PREFILL_ENGINE, Path
+from .retry_policy import RETRY_POLICY, Failure, Rung
 
 logger = logging.getLogger(__name__)
 
 
-class Way:
-    """Of one sequence, to its newest leg."""
+class RetryPath:
+    """Of one sequence, to its newest attempt."""
 
     def __init__(
-        self, progress: Progress, choice: Choice, legs: Legs, handoff: HandOff, metrics: GatewayMetrics
+        self,
+        progress: Progress,
+        selector: EngineSelector,
+        tracker: AttemptTracker,
+        handoff: HandOff,
+        metrics: GatewayMetrics,
     ) -> None:
         self._path = Path.UNIFIED
         self._rung = Rung.ANY
         self._reason = ""
         self._progress = progress
-        self._choice = choice
-        self._legs = legs
+        self._selector = selector
+        self._tracker = tracker
         self._handoff = handoff
         self._metrics = metrics
 
@@ -39,29 +44,29 @@ class Way:
         rung = "" if self._rung is Rung.ANY else f"; rung={self._rung}"
         return f"{self._path}; reason={self._reason}{rung}"
 
-    def next_leg(self, failure: Failure | None) -> Leg | None:
+    def next_attempt(self, failure: Failure | None) -> Attempt | None:
         """In the best engine there is now, if any. `failure`: of what went before; None at the beginning."""
         request = self._progress.request()
-        for rung in (Rung.ANY,) if failure is None else LADDER[failure].rungs:
+        for rung in (Rung.ANY,) if failure is None else RETRY_POLICY[failure].rungs:
             if rung is Rung.OTHER_DECODE:
-                leg = self._go_on_from_offer(request, failure)
+                attempt = self._go_on_from_offer(request, failure)
             else:
-                leg = self._compute(rung, request, failure)
-            if leg is not None:
-                return leg
+                attempt = self._compute(rung, request, failure)
+            if attempt is not None:
+                return attempt
         return None
 
-    def _go_on_from_offer(self, request: EngineRequest, failure: Failure | None) -> Leg | None:
+    def _go_on_from_offer(self, request: EngineRequest, failure: Failure | None) -> Attempt | None:
         reader = self._handoff.reader(request)
         if reader is None:
             return None
         if failure is not Failure.NO_READER:  # which is how every hand-off begins
             self._note(self._path, Rung.OTHER_DECODE, failure)
-        return self._legs.open(*reader)
+        return self._tracker.open(*reader)
 
-    def _compute(self, rung: Rung, request: EngineRequest, failure: Failure | None) -> Leg | None:
+    def _compute(self, rung: Rung, request: EngineRequest, failure: Failure | None) -> Attempt | None:
         """Lets an engine compute all tokens so far."""
-        route = self._choice.route(rung, self._progress.wanted(request))
+        route = self._selector.route(rung, self._progress.wanted(request))
         if route is None:
             return None
         if self._handoff.has_offer:
@@ -72,7 +77,7 @@ class Way:
             self._note(route.path, rung, None, route.reason)
         else:
             self._note(Path.RECOMPUTED, Rung.RECOMPUTE if route.path is Path.LOCAL_PREFILL else rung, failure)
-        return self._legs.open(route.placement, msgspec.structs.replace(request, keep_kv=route.hands_off))
+        return self._tracker.open(route.placement, msgspec.structs.replace(request, keep_kv=route.hands_off))
 
     def _note(self, path: Path, rung: Rung, failure: Failure | None, reason: str = "") -> None:
         self._path, self._rung = path, rung

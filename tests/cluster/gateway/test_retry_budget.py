@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.dispatch.retries import WINDOW_S, RetryBudget
-from baton.cluster.gateway.dispatch.windows import PARTS, Window
+from baton.cluster.gateway.routing.sliding_window import PARTS, SlidingWindow
+from baton.cluster.gateway.serving.retry_policy import BUDGET_WINDOW_S, RetryBudget
 from baton.engine.core.messages import EngineError, ErrorKind
 
 
@@ -21,7 +21,7 @@ from baton.engine.core.messages import EngineError, ErrorKind
 def test_a_window_counts_what_happened_within_it(steps: list[tuple[int, int, float]]) -> None:
     """To within one of its parts."""
     clock, seconds = Clock(), 10.0
-    window = Window(seconds, clock)
+    window = SlidingWindow(seconds, clock)
     past: list[tuple[float, int, int]] = []
     for kind, count, pause_s in steps:
         window.add(kind, count)
@@ -35,7 +35,7 @@ def test_a_window_counts_what_happened_within_it(steps: list[tuple[int, int, flo
 
 
 def test_a_window_is_empty_after_it_was_cleared() -> None:
-    window = Window(10.0, Clock())
+    window = SlidingWindow(10.0, Clock())
     window.add(0, 5)
     window.clear()
     assert (window.count(0), window.count(1)) == (0, 0)
@@ -48,7 +48,7 @@ def test_the_budget_is_a_share_of_the_requests_that_began_or_run() -> None:
     for _ in range(50):
         budget.began()
     assert budget.left == 10
-    clock.now_s += 2 * WINDOW_S
+    clock.now_s += 2 * BUDGET_WINDOW_S
     assert budget.left == 10, "they still run"
     for _ in range(50):
         budget.ended()
@@ -61,7 +61,7 @@ def test_what_was_spent_comes_back_when_it_is_old() -> None:
     budget.spend()
     budget.spend()
     assert budget.left == 0
-    clock.now_s += WINDOW_S * 1.01
+    clock.now_s += BUDGET_WINDOW_S * 1.01
     assert budget.left == 2
 
 

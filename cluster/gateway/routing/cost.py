@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PrefillEstimate:
     """What an engine would do to read a prompt."""
 
     uncached: int  # tokens to compute
@@ -69,22 +69,22 @@ class Cost:
     def __init__(self, rates: CostRates) -> None:
         self._rates = rates
 
-    def reading(self, view: EngineView, num_tokens: int, found: FoundPrefix) -> Reading:
+    def reading(self, view: EngineView, num_tokens: int, found: FoundPrefix) -> PrefillEstimate:
         """Of a prompt of so many tokens, of which the engine has some."""
         uncached = num_tokens - found.pool * BLOCK_SIZE
         stats, restorable = view.stats, found.in_tiers * BLOCK_SIZE
         if not restorable or stats is None or stats.tiers is None:
-            return Reading(uncached)
+            return PrefillEstimate(uncached)
         share = (1 + stats.num_requests_waiting_for_kv) * _restoring_share(stats.tiers, found)
         if restorable < stats.tiers.min_tokens or not stats.tiers.answers or share >= 1:
-            return Reading(uncached)
-        return Reading(uncached - restorable, self._prefill_s(restorable) * share)
+            return PrefillEstimate(uncached)
+        return PrefillEstimate(uncached - restorable, self._prefill_s(restorable) * share)
 
-    def prefill_only_s(self, view: EngineView, load: Load, reading: Reading) -> float:
+    def prefill_only_s(self, view: EngineView, load: Load, reading: PrefillEstimate) -> float:
         """queue + prefill + restore + lease."""
         return self._prefill_s(load.queued_tokens + reading.uncached) + reading.restore_s + self._lease_s(view)
 
-    def whole_s(self, load: Load, reading: Reading) -> float:
+    def whole_s(self, load: Load, reading: PrefillEstimate) -> float:
         """queue + prefill + restore + stall + decode."""
         stall_s = self._prefill_s(reading.uncached) * load.num_requests * self._rates.stall_weight
         prefill_s = self._prefill_s(load.queued_tokens + reading.uncached)

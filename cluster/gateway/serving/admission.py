@@ -14,9 +14,9 @@ from baton.cluster.contracts import EngineView, Role
 from baton.engine.core.messages import EngineStats
 
 from ..errors import engines_full, key_limit, queue_full
+from ..routing.load import EngineKey, engine_key
+from ..routing.sliding_window import SlidingWindow
 from ..settings import GatewaySettings
-from .ledger import EngineKey, engine_key
-from .windows import Window
 
 WINDOW_S = 10.0
 ENDED, REFUSED = 0, 1
@@ -24,12 +24,12 @@ MOST_RETRY_S = 60.0
 SAMPLE_S = 0.5  # between looks at an engine's counters
 
 
-class Admission:
+class AdmissionControl:
     """Of one gateway."""
 
     def __init__(self, settings: GatewaySettings, clock: Callable[[], float]) -> None:
         self._settings = settings
-        self._window = Window(WINDOW_S, clock)
+        self._window = SlidingWindow(WINDOW_S, clock)
         self._speeds = PromptSpeeds(settings.cost.prefill_tokens_per_s, clock)
         self._of_key: Counter[bytes] = Counter()
         self.num_inflight = 0

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 
 from ..settings import BreakerSettings
-from .ledger import EngineKey, engine_key
-from .windows import Window
+from .load import EngineKey, engine_key
+from .sliding_window import SlidingWindow
 
 logger = logging.getLogger(__name__)
 
-Peer = tuple[EngineKey, ...]  # one engine; or a prefill engine, and the decode engine that reads from it
+CircuitKey = tuple[EngineKey, ...]  # one engine; or a prefill engine, and the decode engine that reads from it
 SUCCESSES, FAILURES = 0, 1
 IDLE_PERIODS = 10  # after which a circuit that nothing was heard of is forgotten
 
@@ -57,7 +57,7 @@ class Circuit:
     def __init__(self, limits: BreakerSettings, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self._state = CircuitState.CLOSED
-        self._window = Window(limits.window_s, clock)
+        self._window = SlidingWindow(limits.window_s, clock)
         self._opened_s = 0.0
         self._trial: object | None = None  # the attempt that is let through while it is half open
         self.newest_s = clock()
@@ -117,25 +117,28 @@ class Breakers:
     """All circuits of one gateway: of peers that failed lately. Of others it knows nothing, and needs not."""
 
     def __init__(
-        self, limits: BreakerSettings, clock: Callable[[], float], on_open: Callable[[Peer], None] = lambda peer: None
+        self,
+        limits: BreakerSettings,
+        clock: Callable[[], float],
+        on_open: Callable[[CircuitKey], None] = lambda peer: None,
     ) -> None:
         self._limits, self._clock, self._on_open = limits, clock, on_open
-        self._circuits: dict[Peer, Circuit] = {}
+        self._circuits: dict[CircuitKey, Circuit] = {}
 
-    def sent(self, peers: Iterable[Peer], attempt: object) -> None:
+    def sent(self, peers: Iterable[CircuitKey], attempt: object) -> None:
         """Call `left` with the same attempt, whatever was said of it meanwhile."""
         for circuit in self._known(peers):
             circuit.sent(attempt)
 
-    def succeeded(self, peers: Iterable[Peer]) -> None:
+    def succeeded(self, peers: Iterable[CircuitKey]) -> None:
         for circuit in self._known(peers):
             circuit.succeeded()
 
-    def left(self, peers: Iterable[Peer], attempt: object) -> None:
+    def left(self, peers: Iterable[CircuitKey], attempt: object) -> None:
         for circuit in self._known(peers):
             circuit.left(attempt)
 
-    def failed(self, peer: Peer) -> None:
+    def failed(self, peer: CircuitKey) -> None:
         self._forget_old()
         circuit = self._circuits.get(peer) or self._circuits.setdefault(peer, Circuit(self._limits, self._clock))
         if circuit.failed():
@@ -166,11 +169,11 @@ class Breakers:
         circuit = self._circuits.get((engine_key(engine),))
         return CircuitState.CLOSED if circuit is None else circuit.state
 
-    def _keeps_away(self, peer: Peer) -> bool:
+    def _keeps_away(self, peer: CircuitKey) -> bool:
         circuit = self._circuits.get(peer)
         return circuit is not None and not circuit.lets_through
 
-    def _known(self, peers: Iterable[Peer]) -> list[Circuit]:
+    def _known(self, peers: Iterable[CircuitKey]) -> list[Circuit]:
         return [circuit for peer in peers if (circuit := self._circuits.get(peer)) is not None]
 
     def _forget_old(self) -> None:

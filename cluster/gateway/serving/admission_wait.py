@@ -7,31 +7,30 @@ from collections.abc import Callable
 
 from ..errors import ApiError, engines_full, no_capacity, no_retries_left
 from ..metrics import GatewayMetrics
-from .choice import Choice
-from .ladder import Attempts, Failure
-from .legs import Leg
-from .retries import RetryBudget
-from .way import Way
+from .attempt import Attempt
+from .engine_selector import EngineSelector
+from .retry_path import RetryPath
+from .retry_policy import AttemptHistory, Failure, RetryBudget
 
 POLL_S = 0.02  # between looks for an engine that can take a request, while there is none
 
 
-class Placing:
+class AdmissionWait:
     """Of one sequence. What attempts cost is taken from a budget that the gateway's requests share."""
 
     def __init__(
         self,
-        way: Way,
-        choice: Choice,
-        attempts: Attempts,
+        path: RetryPath,
+        selector: EngineSelector,
+        history: AttemptHistory,
         retries: RetryBudget,
         metrics: GatewayMetrics,
         capacity_timeout_s: float,
         retry_after_s: Callable[[], float],
     ) -> None:
-        self._way = way
-        self._choice = choice
-        self._attempts = attempts
+        self._path = path
+        self._selector = selector
+        self._history = history
         self._retries = retries
         self._metrics = metrics
         self._capacity_timeout_s = capacity_timeout_s
@@ -40,21 +39,21 @@ class Placing:
 
     def failed(self) -> None:
         """The newest attempt, after which another one is to come."""
-        self._owes = self._attempts.must_pay
+        self._owes = self._history.must_pay
 
-    async def leg(self, failure: Failure | None) -> Leg:
+    async def attempt(self, failure: Failure | None) -> Attempt:
         """The next one. Raises `ApiError` (503) when no engine can take the sequence in time."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._capacity_timeout_s
         with self._metrics.unplaced.track_inprogress():
-            while (leg := self._way.next_leg(failure) if self._may_try else None) is None:
+            while (attempt := self._path.next_attempt(failure) if self._may_try else None) is None:
                 if self._are_full(failure) or loop.time() >= give_up_s:
                     raise self._nobody(failure)
                 await asyncio.sleep(POLL_S)
         if self._owes:
             self._owes = False
             self._retries.spend()
-        return leg
+        return attempt
 
     @property
     def _may_try(self) -> bool:
@@ -62,14 +61,14 @@ class Placing:
 
     def _are_full(self, failure: Failure | None) -> bool:
         """It was refused for lack of room, and nobody is left to ask: to wait is the client's part."""
-        return failure is Failure.OVERLOADED and (self._may_try or self._choice.are_full)
+        return failure is Failure.OVERLOADED and (self._may_try or self._selector.are_full)
 
     def _nobody(self, failure: Failure | None) -> ApiError:
         retry_after_s = self.retry_after_s()
-        last = self._attempts.last_error
+        last = self._history.last_error
         detail = "" if last is None else f" The last attempt: {last.message}"
         if not self._may_try and not self._are_full(failure):
             return no_retries_left(f"Too many attempts of other requests fail, too.{detail}", retry_after_s)
-        if self._attempts.full:
+        if self._history.full:
             return engines_full(retry_after_s, detail)
         return no_capacity(f"No engine can take the request now.{detail}", retry_after_s)

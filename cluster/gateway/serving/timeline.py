@@ -21,7 +21,7 @@ import msgspec
 
 from baton.engine.core.stages import Ages, Stage
 
-from .legs import Leg
+from .attempt import Attempt
 
 
 class Stamp(enum.StrEnum):
@@ -63,7 +63,7 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: str = ""  # where it was; nothing: here
 
 
-class TimelineTold(msgspec.Struct, frozen=True):
+class TimelineReport(msgspec.Struct, frozen=True):
     """What a client sees of a choice's timeline."""
 
     latency_s: float
@@ -83,16 +83,16 @@ class Timeline:
             self._stamps.append((stamp, at_s, engine))
             self.is_whole |= stamp is Stamp.LAST_TOKEN
 
-    def sent(self, leg: Leg) -> None:
-        """The sequence goes on in a leg."""
-        self.note(Stamp.ROUTED if leg.holder is None else Stamp.DECODE_ROUTED, leg.sent_s)
+    def sent(self, attempt: Attempt) -> None:
+        """The sequence goes on in a attempt."""
+        self.note(Stamp.ROUTED if attempt.holder is None else Stamp.DECODE_ROUTED, attempt.sent_s)
 
-    def heard(self, leg: Leg, ages: Ages, now_s: float) -> None:
-        """The first word of a leg came now. Ages that cannot be are clipped: another process told them."""
-        engine, names = leg.placement.engine.engine_id, PREFILL_STAMPS if leg.holder is None else DECODE_STAMPS
+    def heard(self, attempt: Attempt, ages: Ages, now_s: float) -> None:
+        """The first word of a attempt came now. Ages that cannot be are clipped: another process told them."""
+        engine, names = attempt.placement.engine.engine_id, PREFILL_STAMPS if attempt.holder is None else DECODE_STAMPS
         for stage, stamp in names.items():
             if (age_s := ages.get(stage)) is not None:
-                self.note(stamp, min(now_s, max(leg.sent_s, now_s - age_s)), engine)
+                self.note(stamp, min(now_s, max(attempt.sent_s, now_s - age_s)), engine)
 
     def until_s(self, stamp: Stamp) -> float | None:
         """From the ingress to the first of its kind; None where it did not come to that."""
@@ -107,6 +107,6 @@ class Timeline:
             parts.append(Part(stamp, at_s - self.ingress_s, part_s, engine))
         return parts
 
-    def told(self) -> TimelineTold:
+    def report(self) -> TimelineReport:
         parts = self.parts()
-        return TimelineTold(sum(part.part_s for part in parts), parts)
+        return TimelineReport(sum(part.part_s for part in parts), parts)

@@ -1,6 +1,6 @@
 """The failure ladder: what follows when an attempt at a request has failed, in one table.
 
-    attempt fails ──> LADDER[failure] ──> the first of its rungs that some engine can serve ──> next attempt
+    attempt fails ──> RETRY_POLICY[failure] ──> the first of its rungs that some engine can serve ──> next attempt
                           │ no rung, or no more attempts           │ nobody: wait, at most capacity_timeout_s
                           └────────────> typed error <─────────────┘
 
@@ -10,13 +10,17 @@ docs/operate/reliability.md holds the same table.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.cluster.contracts import EngineView, Role
 from baton.engine.core.messages import EngineError, ErrorKind
 
-from .ledger import EngineKey
+from ..routing.load import EngineKey
+from ..routing.sliding_window import SlidingWindow
+
+BUDGET_WINDOW_S = 10.0
+REQUESTS, RETRIES = 0, 1
 
 
 class Rung(enum.StrEnum):
@@ -75,7 +79,7 @@ class Blame(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class RetryRule:
     rungs: tuple[Rung, ...] = ()  # in this order; none: it is answered with an error
     blame: Blame = Blame.NOBODY
     pays: Pays = Pays.NEVER
@@ -86,16 +90,16 @@ class Rule:
 
 _DOWN = (Rung.OTHER_PREFILL, Rung.RECOMPUTE, Rung.UNIFIED)
 
-LADDER: dict[Failure, Rule] = {
-    Failure.ENGINE_GONE: Rule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, breaks=True),
-    Failure.ENGINE_FAILED: Rule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, most=2, breaks=True),
-    Failure.ENGINE_LEAVING: Rule((*_DOWN, Rung.AGAIN), Blame.LEFT, counts=False),
-    Failure.KV_LOST: Rule((*_DOWN, Rung.AGAIN), Blame.HOLDER, Pays.ALWAYS, breaks=True),
-    Failure.NO_READER: Rule((Rung.OTHER_DECODE, Rung.RECOMPUTE, Rung.UNIFIED)),
-    Failure.OVERLOADED: Rule((Rung.OTHER_DECODE, *_DOWN), Blame.FULL, Pays.ALWAYS),
-    Failure.TIMED_OUT: Rule(breaks=True),
-    Failure.INVALID: Rule(),
-    Failure.TOO_LONG: Rule(),
+RETRY_POLICY: dict[Failure, RetryRule] = {
+    Failure.ENGINE_GONE: RetryRule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, breaks=True),
+    Failure.ENGINE_FAILED: RetryRule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, most=2, breaks=True),
+    Failure.ENGINE_LEAVING: RetryRule((*_DOWN, Rung.AGAIN), Blame.LEFT, counts=False),
+    Failure.KV_LOST: RetryRule((*_DOWN, Rung.AGAIN), Blame.HOLDER, Pays.ALWAYS, breaks=True),
+    Failure.NO_READER: RetryRule((Rung.OTHER_DECODE, Rung.RECOMPUTE, Rung.UNIFIED)),
+    Failure.OVERLOADED: RetryRule((Rung.OTHER_DECODE, *_DOWN), Blame.FULL, Pays.ALWAYS),
+    Failure.TIMED_OUT: RetryRule(breaks=True),
+    Failure.INVALID: RetryRule(),
+    Failure.TOO_LONG: RetryRule(),
 }
 
 ROLES: dict[Rung, frozenset[Role]] = {
@@ -118,7 +122,7 @@ def _has_slack(view: EngineView) -> bool:
 
 
 @dataclass
-class Attempts:
+class AttemptHistory:
     """What one request has behind it."""
 
     most: int  # `max_attempts`
@@ -137,7 +141,7 @@ class Attempts:
         self.failures.append(failure)
         self.last_error = error
         self.was_in_vain = not brought_tokens
-        match LADDER[failure].blame:
+        match RETRY_POLICY[failure].blame:
             case Blame.ENGINE:
                 self.lost.add(engine)
             case Blame.HOLDER:
@@ -155,7 +159,7 @@ class Attempts:
         A request that kills engines must not kill all of them.
         """
         newest = self.failures[-1]
-        rule = LADDER[newest]
+        rule = RETRY_POLICY[newest]
         if rule.most is not None and self.failures.count(newest) >= rule.most:
             return False
         return bool(rule.rungs) and self._num_counted < self.most
@@ -163,9 +167,38 @@ class Attempts:
     @property
     def must_pay(self) -> bool:
         """Whether the next attempt is taken from the retry budget."""
-        pays = LADDER[self.failures[-1]].pays
+        pays = RETRY_POLICY[self.failures[-1]].pays
         return pays is Pays.ALWAYS or (pays is Pays.IN_VAIN and self.was_in_vain and self._num_counted > 1)
 
     @property
     def _num_counted(self) -> int:
-        return sum(LADDER[failure].counts for failure in self.failures)
+        return sum(RETRY_POLICY[failure].counts for failure in self.failures)
+
+
+class RetryBudget:
+    """Further attempts of the last `BUDGET_WINDOW_S` seconds: at most `least`, or the share `ratio` of the requests.
+
+    Requests are those that began in these seconds and those that run: an answer may take minutes to write.
+    """
+
+    def __init__(self, ratio: float, least: int, clock: Callable[[], float]) -> None:
+        self._ratio = ratio
+        self._least = least
+        self._window = SlidingWindow(BUDGET_WINDOW_S, clock)
+        self.num_running = 0
+
+    def began(self) -> None:
+        """Call `ended` once for each call of this."""
+        self.num_running += 1
+        self._window.add(REQUESTS)
+
+    def ended(self) -> None:
+        self.num_running -= 1
+
+    @property
+    def left(self) -> int:
+        num_requests = max(self._window.count(REQUESTS), self.num_running)
+        return max(0, max(self._least, int(self._ratio * num_requests)) - self._window.count(RETRIES))
+
+    def spend(self) -> None:
+        self._window.add(RETRIES)

@@ -1,1 +1,0 @@
-"""Who serves a sequence, and what follows when an engine fails."""

@@ -1,0 +1,1 @@
+"""One sequence on its way through engines: admission, attempts, retries, timeline."""
