@@ -4,7 +4,7 @@
 # make test-fast    the same without what takes long or starts clusters
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
-# make lint     style, types, and which package may import which; make format mends style
+# make lint     style, types, which package may import which, and the prose of docstrings and docs; make format mends style
 # make wheel    a wheel in dist/
 # make clean    takes away all of it, .venv included
 
@@ -70,6 +70,7 @@ lint: $(VENV)/.dev
 	@$(foreach folder,$(PACKAGES),ln -sfn $(CURDIR)/$(folder) build/namespace/baton/$(folder);)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/prose.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

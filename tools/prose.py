@@ -1,0 +1,90 @@
+"""Check the prose of docstrings and of Markdown pages; a part of `make lint`.
+
+* A docstring begins with a verb, with what the thing is, or with a formula: never with a word of `OPENINGS`.
+* A line of Markdown ends at column 120. Tables, blocks of code, and a word or link that cannot be broken are free.
+* A cell of a table is a phrase: at most `CELL` characters, without the addresses of its links.
+
+Prints one line for each finding, as `file:line: what is wrong`, and ends with 1 where there is one. The argument is the
+root of the tree, by default this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ("cluster", "engine", "kernels", "kv_transfer")
+OPENINGS = {"of", "who", "whose", "those", "where", "until", "whether", "from", "what", "how", "which"}
+TO_DO = (  # folders and pages that are still to be rewritten
+    "cluster",
+    "engine/layers",
+    "engine/text",
+    "engine/weights",
+    "README.md",
+    "docs",
+    "kernels/README.md",
+)
+WIDTH = 120
+CELL = 160
+OWN_LINK = re.compile(r"\]\([^)]*\)")
+COLUMN = re.compile(r"(?<!\\)\|")
+
+
+def openings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the first word of each docstring that begins with a word of `OPENINGS`."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        first = re.match(r"\W*(\w+)", ast.get_docstring(node) or "")
+        if first and first[1].lower() in OPENINGS:
+            yield node.body[0].lineno, first[1]
+
+
+def long_lines(page: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason for each line of prose, and each cell of a table, that is too long."""
+    in_code = False
+    for number, line in enumerate(page.splitlines(), 1):
+        text = line.strip()
+        if text.startswith("```"):
+            in_code = not in_code
+        elif in_code:
+            continue
+        elif text.startswith("|"):
+            longest = max(len(cell.strip()) for cell in COLUMN.split(OWN_LINK.sub("]", text)))
+            if longest > CELL:
+                yield number, f"a table cell of {longest} characters: at most {CELL}, the rest belongs under the table"
+        elif len(line) > WIDTH and len(re.sub(r"^([*+-]|\d+\.) ", "", text).split()) > 1:
+            yield number, f"{len(line)} columns: at most {WIDTH}"
+
+
+def python_files(root: Path) -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+
+
+def pages(root: Path) -> list[Path]:
+    """Return README.md and every Markdown page of the docs, the packages and the configs."""
+    folders = ("docs", "configs", "helm", *PACKAGES)
+    return [root / "README.md", *sorted(path for folder in folders for path in (root / folder).rglob("*.md"))]
+
+
+def findings(root: Path) -> Iterator[str]:
+    for path in python_files(root):
+        for line, word in openings(path.read_text()):
+            yield f'{path.relative_to(root)}:{line}: a docstring begins with "{word}": begin with a verb or a noun'
+    for path in pages(root):
+        for line, reason in long_lines(path.read_text()):
+            yield f"{path.relative_to(root)}:{line}: {reason}"
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
+    found = [each for each in findings(root) if not each.startswith(TO_DO)]
+    print(*found, sep="\n", end="\n" if found else "")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
