@@ -5,6 +5,7 @@
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
 # make lint     style, types, which package may import which, and the prose of docstrings and docs; make format mends style
+# make docs     the reference pages that follow from the code: commands, metrics, routes
 # make wheel    a wheel in dist/
 # make clean    takes away all of it, .venv included
 
@@ -23,7 +24,7 @@ EVERY_CORE := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 export OMP_WAIT_POLICY ?= passive
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help serve test test-again test-fast chaos test-gpu lint format wheel clean
+.PHONY: help serve test test-again test-fast chaos test-gpu lint docs format wheel clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -71,6 +72,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
+
+docs: $(VENV)/.dev
+	$(BIN)/python tools/reference.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,8 @@
 """What the documentation names exists, and the HTTP API's page lists the fields that the gateway takes."""
 
 import re
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -69,6 +71,20 @@ def test_the_page_of_the_http_api_names_every_field_and_no_other() -> None:
         *NOT_SUPPORTED,
         "unsupported_parameter",
     }
+
+
+def test_pages_that_follow_from_the_code_are_fresh() -> None:
+    command = [sys.executable, ROOT / "tools/reference.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("", 0)
+
+
+def test_the_page_of_the_http_api_says_what_each_route_does() -> None:
+    page = (ROOT / "docs/reference/http.md").read_text()
+    routes, explained = page.partition("| what it does |")[::2]
+    paths = set(re.findall(r"^\| `(/[^`]*)` \|", routes, re.MULTILINE))
+    rows = explained.partition("\n\n")[0].splitlines()[2:]
+    assert {path for row in rows for path in re.findall(r"`(/[^`]*)`", row.split("|")[1])} == paths
 
 
 def test_the_page_for_operators_names_settings_that_exist() -> None:

@@ -1,0 +1,206 @@
+"""Write the pages of docs/reference that follow from the code: `make docs`. With `--check`, say which are stale.
+
+cli.md       the `baton` command: every command, argument and option
+metrics.md   what a gateway exports: names, kinds, labels
+http.md      its table of routes, between two comments; the rest of the page is written by hand
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import typer
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from baton.cluster.cli.main import app as baton_app
+from baton.cluster.contracts import ClientCounters, DirectorySnapshot
+from baton.cluster.eval.recall import eval_app
+from baton.cluster.gateway.app import create_app
+from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.model import ServedModel
+from baton.cluster.gateway.settings import GatewaySettings
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs/reference"
+MODEL = ROOT / "configs/demo/model"
+BEGIN, END = "<!-- routes: `make docs` -->", "<!-- end of routes -->"
+NOTE = "<!-- `make docs` writes this page. -->"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = list(head)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+# The command line
+
+
+def cli_page() -> str:
+    baton_app.add_typer(eval_app, name="eval", help="Check the answers of a running server.")
+    commands = list(leaves(typer.main.get_command(baton_app), "baton"))
+    shown = table(("command", ""), ((f"[`{path}`](#{anchor(path)})", summary(each)) for path, each in commands))
+    opening = paragraph(
+        "After this page you know every command of `baton` and its options; `baton COMMAND --help` says the same. "
+        "Where a command starts an engine, each [engine argument](settings.md#engine) is an option, too: "
+        "`--max-num-seqs 128`."
+    )
+    parts = ["# The command line", NOTE, opening, shown, *(section(path, each) for path, each in commands)]
+    return "\n\n".join(parts) + "\n"
+
+
+def leaves(
+    command: typer.core.TyperCommand | typer.core.TyperGroup, path: str
+) -> Iterator[tuple[str, typer.core.TyperCommand]]:
+    """Yield each command that does something, with the words that name it."""
+    if isinstance(command, typer.core.TyperGroup):
+        for name, each in command.commands.items():
+            yield from leaves(each, f"{path} {name}")
+    else:
+        yield path, command
+
+
+def anchor(heading: str) -> str:
+    return heading.replace(" ", "-")
+
+
+def summary(command: typer.core.TyperCommand) -> str:
+    return cell((command.help or "").partition("\n\n")[0])
+
+
+def section(path: str, command: typer.core.TyperCommand) -> str:
+    """Return a command's part of the page: what its help says, and its parameters as a table."""
+    rows = [
+        (f"`{spelling(each)}`", default_of(each), cell(each.help or ""))
+        for each in command.params
+        if each.name != "help"
+    ]
+    said = [paragraph(part) for part in (command.help or "").split("\n\n")]
+    return "\n\n".join([f"## {path}", *said, *([table(("", "default", ""), rows)] if rows else [])])
+
+
+def paragraph(text: str) -> str:
+    """Return a paragraph of help; a line of the shell as a block of code."""
+    if re.match(r"baton [a-z]+ ", text):
+        return f"```sh\n{text}\n```"
+    return "\n".join(textwrap.wrap(plain(text), 120, break_long_words=False, break_on_hyphens=False))
+
+
+def spelling(param: typer.core.TyperArgument | typer.core.TyperOption) -> str:
+    if isinstance(param, typer.core.TyperArgument):
+        return str(param.name).upper()
+    return ", ".join([*param.opts, *param.secondary_opts])
+
+
+def default_of(param: typer.core.TyperArgument | typer.core.TyperOption) -> str:
+    """Return the default: what the code has, or else what the help says of it in brackets."""
+    said = re.search(r"\[default: ([^\]]*)\]", param.help or "")
+    if said:
+        return said[1]
+    if param.required:
+        return "required"
+    silent = param.default is None or param.default is False or callable(param.default)
+    return "" if silent else f"`{param.default}`"
+
+
+def plain(text: str) -> str:
+    """Return help without the marks of the terminal."""
+    return " ".join(re.sub(r"\s*\\?\[default: [^\]]*\]", "", text).split())
+
+
+def cell(text: str) -> str:
+    return plain(text).replace("|", "\\|")
+
+
+# Metrics
+
+
+def metrics_page() -> str:
+    families = sorted(exported(), key=lambda family: family[0])
+    own = ["model_name", "engine", "role"]
+    of_engines = [family for family in families if "engine" in family[2]]
+    others = [family for family in families if "engine" not in family[2]]
+    return "\n\n".join(
+        [
+            "# Metrics",
+            NOTE,
+            "After this page you know the name, kind and labels of everything at `GET /metrics` of a gateway.\n"
+            "[What to watch](../operate/monitoring.md) says which of them matter, and when.",
+            "## Of a gateway and its requests",
+            table(("metric", "kind", "labels", ""), (row(*family, without=["model_name"]) for family in others)),
+            "Histograms, and counters of tokens and finished choices, also have the label `model_name`.",
+            "## Of each engine that it reaches",
+            "All have the labels `model_name`, `engine` and `role`.",
+            table(("metric", "kind", "labels", ""), (row(*family, without=own) for family in of_engines)) + "\n",
+        ]
+    )
+
+
+def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """Yield name, kind, labels and help of each family of a gateway that has answered nothing."""
+    metrics = GatewayMetrics("model", list, lambda: DirectorySnapshot(1, [], []))
+    for collector in metrics._registry._collector_to_names:
+        for family in collector.collect():
+            labels = getattr(family, "_labelnames", None) or getattr(collector, "_labelnames", ())
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            yield name, family.type, tuple(labels), family.documentation
+
+
+def row(name: str, kind: str, labels: tuple[str, ...], help_text: str, *, without: list[str]) -> tuple[str, ...]:
+    shown = ", ".join(f"`{label}`" for label in labels if label not in without)
+    return f"`{name}`", kind, shown, cell(help_text)
+
+
+# Routes
+
+
+def http_page() -> str:
+    before, begin, rest = (REFERENCE / "http.md").read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"docs/reference/http.md has no `{BEGIN}` ... `{END}`")
+    head = ("route", "methods", "API key, where keys are set")
+    return f"{before}{BEGIN}\n\n{table(head, routes())}\n\n{END}{after}"
+
+
+def routes() -> Iterator[tuple[str, str, str]]:
+    """Yield path, methods, and whether a request without a key is refused."""
+    client = SimpleNamespace(engines=list, listed=lambda: DirectorySnapshot(1, [], []), counters=ClientCounters)
+    settings = GatewaySettings(api_keys=["key"])
+    gateway = create_app(client, ServedModel.from_folder(MODEL), settings)  # type: ignore[arg-type]
+    caller = TestClient(gateway, raise_server_exceptions=False)
+    for route in gateway.router.routes:
+        assert isinstance(route, Route)
+        methods = sorted(route.methods or ())
+        refused = caller.request(methods[0], route.path).status_code == 401
+        path = re.sub(r"\{(\w+):path\}", r"{\1}", route.path)
+        yield f"`{path}`", ", ".join(methods), "needed" if refused else "not asked for"
+
+
+PAGES = {"cli.md": cli_page, "metrics.md": metrics_page, "http.md": http_page}
+
+
+def main() -> int:
+    stale = {name: text for name, make in PAGES.items() if (text := make()) != read(REFERENCE / name)}
+    if "--check" in sys.argv:
+        for name in stale:
+            print(f"docs/reference/{name} is stale: run `make docs`")
+        return bool(stale)
+    for name, text in stale.items():
+        (REFERENCE / name).write_text(text)
+        print(f"docs/reference/{name}")
+    return 0
+
+
+def read(page: Path) -> str:
+    return page.read_text() if page.exists() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
