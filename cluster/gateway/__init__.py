@@ -1,6 +1,6 @@
 """The HTTP front of the cluster: OpenAI's API in, engine requests out. No ray here.
 
-app ──> edge ──> api ──> dispatch ──> engines
+app ──> middleware ──> api ──> dispatch ──> engines
 """
 
 from .app import create_app

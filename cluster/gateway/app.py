@@ -14,18 +14,16 @@ from starlette.types import ASGIApp
 
 from baton.cluster.contracts import EngineClient
 
+from .api.body_reader import RequestKind
 from .api.chat import ChatRenderer
 from .api.completions import CompletionRenderer
-from .api.generation import Gateway, GenerationEndpoint
-from .api.reader import Kind
+from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
-from .api.token_routes import TokenEndpoint
-from .bodies.reading import Bodies
-from .drain import Drain
-from .edge import FAILURE, Edge
+from .api_keys import ApiKeys
+from .bodies.service import BodyService
 from .errors import ApiError, draining, excerpt, model_not_found, no_capacity
-from .keys import ApiKeys
 from .metrics import GatewayMetrics
+from .middleware import FAILURE, Drain, RequestMiddleware
 from .model import ServedModel
 from .routing.breaker import Breakers
 from .routing.ranks import rank_table
@@ -33,7 +31,7 @@ from .routing.router import Router
 from .serving.admission import AdmissionControl
 from .serving.dispatcher import Dispatcher
 from .settings import GatewaySettings
-from .spans import Spans
+from .tracing import RequestSpans
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HEALTH_RETRY_S = 1.0
@@ -49,9 +47,9 @@ def create_app(
     settings: GatewaySettings,
     drain: Drain | None = None,
     metrics: GatewayMetrics | None = None,
-    bodies: Bodies | None = None,
+    bodies: BodyService | None = None,
     *,
-    spans: Spans | None = None,
+    spans: RequestSpans | None = None,
     scales_from_zero: bool = False,
 ) -> FastAPI:
     """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it.
@@ -73,17 +71,17 @@ def create_app(
     admission = AdmissionControl(settings, time.monotonic)
     breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
     dispatcher = Dispatcher(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
-    bodies = bodies or Bodies(model, settings, metrics)
-    gateway = Gateway(model, settings, metrics, admission, dispatcher, bodies, spans)
+    bodies = bodies or BodyService(model, settings, metrics)
+    gateway = GatewayServices(model, settings, metrics, admission, dispatcher, bodies, spans)
 
     # A redirect would name the scheme and the host that this gateway sees: behind a balancer neither is the client's.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     endpoints: dict[str, ASGIApp] = {
-        "/v1/completions": GenerationEndpoint(gateway, Kind.COMPLETION, CompletionRenderer),
-        "/v1/chat/completions": GenerationEndpoint(gateway, Kind.CHAT, ChatRenderer),
-        "/v1/responses": GenerationEndpoint(gateway, Kind.RESPONSE, ResponsesRenderer),
-        "/tokenize": TokenEndpoint(bodies, settings.max_body_bytes, Kind.TOKENIZE),
-        "/detokenize": TokenEndpoint(bodies, settings.max_body_bytes, Kind.DETOKENIZE),
+        "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
+        "/v1/chat/completions": GenerationEndpoint(gateway, RequestKind.CHAT, ChatRenderer),
+        "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
+        "/tokenize": TokenEndpoint(bodies, settings.max_body_bytes, RequestKind.TOKENIZE),
+        "/detokenize": TokenEndpoint(bodies, settings.max_body_bytes, RequestKind.DETOKENIZE),
     }
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
@@ -93,8 +91,8 @@ def create_app(
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
-    app.add_middleware(Edge, metrics=metrics, keys=keys, routes=paths, drain=drain)
-    if settings.allowed_origins:  # around the edge: a page may read refusals, too, and asks for leave without a key
+    app.add_middleware(RequestMiddleware, metrics=metrics, keys=keys, routes=paths, drain=drain)
+    if settings.allowed_origins:  # outermost: pages may read refusals, too, and preflight requests carry no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,

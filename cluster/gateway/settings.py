@@ -67,7 +67,7 @@ class GatewaySettings(BaseModel):
     min_priority: int = Field(0, ge=LOWEST_PRIORITY, le=0)  # that a request may ask for; keys of the file may have less
     max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
     inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts of small bodies are tokenized in a thread
-    request_timeout_s: float = Field(600.0, gt=0)  # clients may ask for less of this and the next: see patience.py
+    request_timeout_s: float = Field(600.0, gt=0)  # clients may ask for less of this and the next: see api/deadlines.py
     first_token_timeout_s: float | None = Field(None, gt=0)
     capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it
     engine_silence_s: float = Field(SILENCE_S, ge=SHORTEST_SILENCE_S)  # an engine that says nothing for so long is lost

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from baton.cluster.gateway.edge import REFUSED
 from baton.cluster.gateway.errors import ApiError, too_many_connections
+from baton.cluster.gateway.middleware import REFUSED
 
 from .http_1_0 import answer_without_chunks
 from .one_protocol import OneProtocolParser

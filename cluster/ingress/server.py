@@ -28,11 +28,11 @@ from ray.actor import ActorHandle
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import GatewayRecord, Reach
 from baton.cluster.gateway.app import create_app
-from baton.cluster.gateway.bodies.reading import Bodies
-from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway.bodies.service import BodyService
 from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.model import ServedModel
-from baton.cluster.gateway.spans import Spans
+from baton.cluster.gateway.tracing import RequestSpans
 from baton.cluster.logs import configure
 from baton.cluster.membership.contact import DirectoryWatch, HeartbeatThread
 from baton.cluster.membership.liveness import LifeSocket
@@ -152,7 +152,7 @@ class GatewayServer:
         """`actor` where the process is no Serve replica: the directory ends it with the application.
 
         Raises `OSError` where the port is another program's, `InvalidSpec` for an application that cannot work,
-        `NoExporter` where the environment asks for traces that nothing can send.
+        `TraceExporterError` where the environment asks for traces that nothing can send.
         """
         self._spec = load_spec(launch.args)
         self._directory = DirectoryWatch(launch.app)
@@ -174,7 +174,7 @@ class GatewayServer:
         )
         configure(self._spec.logging, "gateway", self.record.identity)
         self._heartbeats = HeartbeatThread(launch.app, self.record.identity, self._register)
-        self._spans = Spans.from_environment(self.record.identity)
+        self._spans = RequestSpans.from_environment(self.record.identity)
 
     async def start(self) -> FastAPI:
         """Return the application that it serves from now on. Raises `InvalidKeys`."""
@@ -199,7 +199,7 @@ class GatewayServer:
         model = await asyncio.to_thread(_served_model, spec)
         client = self._client
         self._metrics = GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
-        self._bodies = Bodies(model, settings, self._metrics)
+        self._bodies = BodyService(model, settings, self._metrics)
         await self._bodies.processes.start()
         app = create_app(
             self._client,

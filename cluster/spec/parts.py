@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import Bounds, Role
-from baton.cluster.gateway.keys import InvalidKeys, keys_in
+from baton.cluster.gateway.api_keys import InvalidKeys, keys_in
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.logs import LogSettings
 from baton.kv_transfer.tiers.settings import TierSettings

@@ -19,7 +19,7 @@ import asyncio, logging, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES} // 2, {FILES}))
 
 from baton.cluster.contracts import DirectorySnapshot
-from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.ingress.open_files import raise_limit
 from baton.cluster.ingress.refusals import Refusals

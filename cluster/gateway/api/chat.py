@@ -9,10 +9,10 @@ from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, To
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
-from .assembly import Delta
-from .job import Job, UsageOptions
+from .detokenize import ChoiceDelta
+from .job import GenerationJob, UsageOptions
 from .logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
-from .render import DONE, Tally, Usage, encode, error_event, join, sse
+from .renderer import DONE, Usage, UsageCounter, encode, error_event, join, sse
 from .tools import call_id
 
 
@@ -54,26 +54,26 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
 
-class FunctionCall(msgspec.Struct):
+class AnsweredFunctionCall(msgspec.Struct):
     name: str
     arguments: str = ""
 
 
-class ToolCall(msgspec.Struct, tag_field="type", tag="function"):
+class AnsweredToolCall(msgspec.Struct, tag_field="type", tag="function"):
     id: str
-    function: FunctionCall
+    function: AnsweredFunctionCall
 
 
-class ChatMessage(msgspec.Struct, tag_field="role", tag="assistant"):
+class AnsweredMessage(msgspec.Struct, tag_field="role", tag="assistant"):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
     index: int
-    message: ChatMessage
+    message: AnsweredMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
@@ -92,17 +92,17 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
 class ChatRenderer:
     """See `Renderer`."""
 
-    def __init__(self, job: Job, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
         self._id = f"chatcmpl-{job.request_id}"
         self._job = job
         self._model_id = model_id
         self._tokenizer = tokenizer
         self._usage = usage
-        self._tally = Tally(job)
+        self._tally = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
         self._readers = [job.reading.reader() for _ in job.sequences]
 
-    def event(self, index: int, delta: Delta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
         self._tally.add(index, delta)
         opening = b""
         if not self._begun[index]:
@@ -129,7 +129,7 @@ class ChatRenderer:
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, choices: list[list[Delta]]) -> bytes:
+    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
         answer = []
         prompt = None
         for index, deltas in enumerate(choices):
@@ -149,11 +149,11 @@ class ChatRenderer:
         usage = self._tally.in_chunk(self._usage)
         return sse(ChatChunk(self._id, self._job.created, self._model_id, choices, usage), event_id)
 
-    def _gained(self, index: int, delta: Delta) -> list[ChatDelta]:
+    def _gained(self, index: int, delta: ChoiceDelta) -> list[ChatDelta]:
         """By one choice, in order."""
         return [self._as_delta(index, part) for part in self._read(index, delta)]
 
-    def _read(self, index: int, delta: Delta) -> list[AnswerPart]:
+    def _read(self, index: int, delta: ChoiceDelta) -> list[AnswerPart]:
         return self._readers[index].push(delta.text, finished=delta.says_all)
 
     def _as_delta(self, index: int, part: AnswerPart) -> ChatDelta:
@@ -168,15 +168,15 @@ class ChatRenderer:
                 call = CallDelta(number, FunctionDelta(text))
         return ChatDelta(tool_calls=[call])
 
-    def _message(self, index: int, delta: Delta) -> ChatMessage:
+    def _message(self, index: int, delta: ChoiceDelta) -> AnsweredMessage:
         parts = self._read(index, delta)
-        message = ChatMessage("".join(part.text for part in parts if isinstance(part, Words)))
+        message = AnsweredMessage("".join(part.text for part in parts if isinstance(part, Words)))
         if thought := "".join(part.text for part in parts if isinstance(part, Thought)):
             message.reasoning_content = thought
-        calls: list[ToolCall] = []
+        calls: list[AnsweredToolCall] = []
         for part in parts:
             if isinstance(part, CallBegins):
-                calls.append(ToolCall(self._call_id(index, part.index), FunctionCall(part.name)))
+                calls.append(AnsweredToolCall(self._call_id(index, part.index), AnsweredFunctionCall(part.name)))
             elif isinstance(part, CallArguments):
                 calls[part.index].function.arguments += part.text
         if calls:
@@ -184,7 +184,7 @@ class ChatRenderer:
             message.content = message.content or None
         return message
 
-    def _finish_reason(self, index: int, delta: Delta) -> str | None:
+    def _finish_reason(self, index: int, delta: ChoiceDelta) -> str | None:
         """`tool_calls` asks the client for calls: for none where one is cut."""
         reader = self._readers[index]
         asks = reader.num_calls > 0 and not reader.is_in_call
@@ -193,5 +193,5 @@ class ChatRenderer:
     def _call_id(self, index: int, number: int) -> str:
         return call_id(self._job.request_id, self._job.created, index, number)
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, delta.tokens) if delta.tokens else None

@@ -9,10 +9,10 @@ from baton.engine.text import Tokenizer
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
-from .assembly import Delta
-from .job import Job, UsageOptions
+from .detokenize import ChoiceDelta
+from .job import GenerationJob, UsageOptions
 from .logprobs import CompletionLogprobs, PromptLogprob, prompt_logprobs
-from .render import DONE, Tally, Usage, encode, error_event, join, sse
+from .renderer import DONE, Usage, UsageCounter, encode, error_event, join, sse
 
 
 class CompletionChoice(msgspec.Struct):
@@ -38,15 +38,15 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
 class CompletionRenderer:
     """See `Renderer`."""
 
-    def __init__(self, job: Job, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
         self._job = job
         self._model_id = model_id
         self._tokenizer = tokenizer
         self._usage = usage
-        self._tally = Tally(job)
+        self._tally = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
 
-    def event(self, index: int, delta: Delta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
         delta = self._count(index, delta)
         echoes = self._job.echoes is not None and not self._begun[index]
         if not (delta.text or delta.tokens or delta.finish_reason or echoes):
@@ -60,7 +60,7 @@ class CompletionRenderer:
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, choices: list[list[Delta]]) -> bytes:
+    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
         joined = [self._count(index, join(deltas)) for index, deltas in enumerate(choices)]
         answer = [self._choice(index, delta) for index, delta in enumerate(joined)]
         return encode(self._completion(answer, self._tally.usage(), self._tally.timelines()))
@@ -73,9 +73,9 @@ class CompletionRenderer:
     ) -> Completion:
         return Completion(f"cmpl-{self._job.request_id}", self._job.created, self._model_id, choices, usage, timelines)
 
-    def _count(self, index: int, delta: Delta) -> Delta:
+    def _count(self, index: int, delta: ChoiceDelta) -> ChoiceDelta:
         if self._job.scores_only:  # the one token that the engine had to generate is nobody's
-            delta = Delta(
+            delta = ChoiceDelta(
                 num_cached_tokens=delta.num_cached_tokens,
                 prompt_logprobs=delta.prompt_logprobs,
                 finish_reason="length" if delta.finish_reason else None,
@@ -84,7 +84,7 @@ class CompletionRenderer:
         self._tally.add(index, delta)
         return delta
 
-    def _choice(self, index: int, delta: Delta) -> CompletionChoice:
+    def _choice(self, index: int, delta: ChoiceDelta) -> CompletionChoice:
         job, opens = self._job, not self._begun[index]
         self._begun[index] = True
         prompt = index // job.sampling.n

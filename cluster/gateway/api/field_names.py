@@ -17,15 +17,15 @@ TAG = f"{GRAMMAR}.structural_tag"
 
 
 def client_names(
-    request: GenerationRequest, shape: StructuredOutputsParams | None, names: Mapping[str, str]
+    request: GenerationRequest, constraint: StructuredOutputsParams | None, names: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the names of the request's fields where they differ; `names` are those that its endpoint has."""
     result = {"bad_words_token_ids": "bad_words", **names}
-    if shape is not None:
+    if constraint is not None:
         asked_by = _asked_by(request)
-        result |= {GRAMMAR: asked_by, f"{GRAMMAR}.{shape.kind}": asked_by}
-        if shape.structural_tag is not None and asked_by != TAG:  # of which the client knows the parts
-            result |= _names_within(request, shape.structural_tag)
+        result |= {GRAMMAR: asked_by, f"{GRAMMAR}.{constraint.kind}": asked_by}
+        if constraint.structural_tag is not None and asked_by != TAG:  # of which the client knows the parts
+            result |= _names_within(request, constraint.structural_tag)
     return result
 
 

@@ -1,8 +1,8 @@
 """What a request's body becomes, and the work that follows from it.
 
-    body ──Preparer──> Prepared ──with a name and a seed──> Job: one sequence for each choice
+    body ──Preparer──> PreparedRequest ──with a name and a seed──> GenerationJob: one sequence for each choice
 
-`Prepared` is plain data: it is the same whether this process has read the body or another one.
+`PreparedRequest` is plain data: it is the same whether this process has read the body or another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UsageOptions(msgspec.Struct, frozen=True):
     in_each_chunk: bool = False
 
 
-class AskedResponse(msgspec.Struct, frozen=True):
+class ResponseEcho(msgspec.Struct, frozen=True):
     """What an answer of `/v1/responses` repeats of its request."""
 
     instructions: str | None
@@ -46,7 +46,7 @@ class AskedResponse(msgspec.Struct, frozen=True):
     user: str | None
 
 
-class AnswerForm(msgspec.Struct, frozen=True):
+class ParserOptions(msgspec.Struct, frozen=True):
     """How answers are read: `Reading` without the model's form of calls, which every process knows."""
 
     has_form: bool = False
@@ -55,7 +55,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
     thoughts: Thoughts = Thoughts.NONE
 
     @classmethod
-    def of(cls, reading: Reading) -> AnswerForm:
+    def of(cls, reading: Reading) -> ParserOptions:
         functions = dict(reading.functions)
         return cls(reading.form is not None, functions, reading.at_most_one, reading.thoughts)
 
@@ -63,7 +63,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
         return Reading(form if self.has_form else None, self.functions, self.at_most_one, self.thoughts)
 
 
-class Prepared(msgspec.Struct, kw_only=True):
+class PreparedRequest(msgspec.Struct, kw_only=True):
     """A body that is read, checked, and turned into tokens."""
 
     prompts: list[list[int]]
@@ -79,8 +79,8 @@ class Prepared(msgspec.Struct, kw_only=True):
     echoes: list[str] | None = None  # with `echo`: each prompt's text
     shows_prompt_logprobs: bool = False  # as the extra field `prompt_logprobs`; `echo` may need them, too
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
-    form: AnswerForm = AnswerForm()
-    asked: AskedResponse | None = None  # of `/v1/responses`
+    form: ParserOptions = ParserOptions()
+    asked: ResponseEcho | None = None  # of `/v1/responses`
     names: dict[str, str] = {}  # an engine's field -> what the client calls it
 
     @property
@@ -90,7 +90,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """One HTTP request's work: `n` sequences for each prompt, in the order of the choices."""
 
     request_id: str
@@ -104,10 +104,10 @@ class Job:
     scores_only: bool = False
     reading: Reading = field(default_factory=Reading)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens that are text, since the reading needs them
-    asked: AskedResponse | None = None
+    asked: ResponseEcho | None = None
 
     @classmethod
-    def of(cls, prepared: Prepared, request_id: str, tokenizer: Tokenizer) -> Job:
+    def of(cls, prepared: PreparedRequest, request_id: str, tokenizer: Tokenizer) -> GenerationJob:
         now = time.time()
         reading = prepared.form.reading(tokenizer.call_format)
         return cls(
@@ -126,7 +126,7 @@ class Job:
         )
 
 
-def _sequences(prepared: Prepared, request_id: str, now_s: float) -> list[EngineRequest]:
+def _sequences(prepared: PreparedRequest, request_id: str, now_s: float) -> list[EngineRequest]:
     sampling = prepared.sampling
     seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
     unique = f"{request_id}-{random.getrandbits(48):012x}"  # clients may repeat theirs

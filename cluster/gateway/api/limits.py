@@ -1,6 +1,6 @@
 """Limits of a request's lists and objects, looked at before anything is validated or rendered.
 
-A body may hold so many values in all (`bodies/structure.py`); these are the parts that cost more than others.
+A body may hold so many values in all (`bodies/json_structure.py`); these are the parts that cost more than others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..bodies.structure import StructureScan
+from ..bodies.json_structure import StructureScan
 from ..errors import bad_request, field_name, prompt_too_long
 
 MAX_FIELDS = 256  # of one request

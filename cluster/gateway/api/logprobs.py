@@ -9,7 +9,7 @@ import msgspec
 from baton.engine.core.messages import TokenLogprobs
 from baton.engine.text import IncrementalDetokenizer, Tokenizer
 
-from .assembly import TokenAt
+from .detokenize import LocatedToken
 
 LOWEST = -9999.0  # JSON has no minus infinity; this is what other servers write
 
@@ -22,7 +22,7 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
-    def add(self, tokenizer: Tokenizer, tokens: Sequence[TokenAt], offset: int) -> None:
+    def add(self, tokenizer: Tokenizer, tokens: Sequence[LocatedToken], offset: int) -> None:
         """`offset`: characters of the choice's text before the sequence's own, i.e. an echoed prompt."""
         for token in tokens:
             self._add(tokenizer, token.logprobs, offset + token.offset)
@@ -78,7 +78,7 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenAt]) -> ChatLogprobs:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[LocatedToken]) -> ChatLogprobs:
     content = []
     for token in tokens:
         first, *top = (

@@ -10,16 +10,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
 from ..errors import excerpt
-from .json_faults import first_fault
-from .kinds import tag, tag_of, word_or
-from .strict import FieldError, Integer, Kept, Strict, described
+from .json_body import first_json_fault
+from .validators import FieldError, Integer, ReplayedModel, StrictModel, json_type_name, string_or_object, tag, tag_of
 
 MAX_TOOLS = 128  # OpenAI's limit
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class TextPart(Kept):
+class TextPart(ReplayedModel):
     type: Literal["text"]
     text: str
 
@@ -31,18 +30,18 @@ def _json_object(value: str) -> str:
         read = None
     if not isinstance(read, dict):
         raise ValueError("must be a JSON object, as a string")
-    if (fault := first_fault(value.encode(), read)) is not None:
+    if (fault := first_json_fault(value.encode(), read)) is not None:
         raise ValueError(f"must be a JSON object that can be worked with: {fault.name or 'it'} {fault.message}")
     return value
 
 
-class CalledFunction(Kept):
+class CalledFunction(ReplayedModel):
     name: FunctionName
     arguments: Annotated[str, AfterValidator(_json_object)]
     parsed_arguments: Any = None  # what the official client read in them, and sends along
 
 
-class ToolCall(Kept):
+class ToolCall(ReplayedModel):
     """What an answer asked its client to run."""
 
     id: str = Field(min_length=1, max_length=128)
@@ -60,11 +59,11 @@ def _text_parts(value: Any) -> Any:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
-        raise ValueError(f"must be a string or a list of text parts, not {described(value)}")
+        raise ValueError(f"must be a string or a list of text parts, not {json_type_name(value)}")
     return value
 
 
-class ChatMessage(Kept):
+class ChatMessage(ReplayedModel):
     """One turn. Messages that this server sent can be sent back as they are, or as the official client keeps them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -117,7 +116,7 @@ def answered_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
     return messages
 
 
-class Function(Strict):
+class Function(StrictModel):
     """What may be called. `parameters` is a JSON schema; without it there are none."""
 
     name: FunctionName
@@ -126,7 +125,7 @@ class Function(Strict):
     strict: bool | None = None  # whether arguments must fit the schema; those of a call that must come do anyhow
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
@@ -144,23 +143,23 @@ def named_once(tools: list[Tool] | None) -> list[Tool] | None:
 Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS), AfterValidator(named_once)]
 
 
-class _FunctionsName(Strict):
+class _FunctionsName(StrictModel):
     name: str
 
 
-class ThisTool(Strict):
+class ThisTool(StrictModel):
     """The function that must be called."""
 
     type: Literal["function"]
     function: _FunctionsName
 
 
-class _AllowedFunctions(Strict):
+class _AllowedFunctions(StrictModel):
     mode: Literal["auto", "required"]
     tools: list[ThisTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class AllowedTools(Strict):
+class AllowedTools(StrictModel):
     """Some of `tools`: only these may be called, or one of them must be. The model is told of all."""
 
     type: Literal["allowed_tools"]
@@ -177,5 +176,5 @@ ToolChoice = Annotated[
     | Annotated[ThisTool, tag("function")]
     | Annotated[AllowedTools, tag("allowed_tools")],
     Discriminator(tag_of),
-    word_or(("function", "allowed_tools")),
+    string_or_object(("function", "allowed_tools")),
 ]

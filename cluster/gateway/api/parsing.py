@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..errors import bad_request
-from .strict import Strict
 from .validation_errors import first_error
+from .validators import StrictModel
 
 # Field -> values that ask for nothing, so that clients that spell out defaults are served.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -69,7 +69,7 @@ RENAMED = {
     "structural_tag": "structured_outputs.structural_tag",
 }
 
-RequestT = TypeVar("RequestT", bound=Strict)
+RequestT = TypeVar("RequestT", bound=StrictModel)
 
 
 def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:

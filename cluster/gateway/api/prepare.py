@@ -16,12 +16,12 @@ from ..errors import bad_request, context_length_exceeded, model_not_found, prom
 from ..model import ServedModel
 from ..routing.router import prefix_names
 from ..settings import GatewaySettings
-from .efforts import effort_variables
 from .field_names import client_names
-from .job import AnswerForm, Prepared, UsageOptions
+from .job import ParserOptions, PreparedRequest, UsageOptions
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt, StreamOptions
-from .shapes import answer_shape, asked_shape, thoughts_before
-from .tools import call_rules, reading
+from .reasoning import effort_variables
+from .structured_output import answer_constraint, reasoning_before, requested_constraint
+from .tools import reading, tool_call_rules
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -37,7 +37,7 @@ COPIED = [  # from the request into `SamplingParams`, under the same name
 RENDER_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
-class TooMuchForTheLoop(Exception):
+class TooLargeForEventLoop(Exception):
     """The event loop would be held up by this request: another process prepares it."""
 
 
@@ -50,7 +50,7 @@ class Preparer:
         self._in_event_loop = in_event_loop
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
-    async def completion(self, request: CompletionRequest, circle: str = "") -> Prepared:
+    async def completion(self, request: CompletionRequest, key_salt: str = "") -> PreparedRequest:
         """Raises `ApiError` that names the field."""
         self._check_model(request.model)
         echo = bool(request.echo)
@@ -59,7 +59,7 @@ class Preparer:
         scores_only = echo and request.max_tokens == 0
         sampling = self._sampling(
             request,
-            asked_shape(request),
+            requested_constraint(request),
             {},
             max_tokens=1 if scores_only else request.max_tokens,
             logprobs=request.logprobs,
@@ -70,7 +70,7 @@ class Preparer:
             self._max_tokens(request.max_tokens, tokens, COMPLETION_MAX_TOKENS, "prompt", "max_tokens")
             for tokens in prompts
         ]
-        prepared = self._prepared(request, circle, prompts, limits, sampling)
+        prepared = self._prepared(request, key_salt, prompts, limits, sampling)
         prepared.names = client_names(request, sampling.structured_outputs, {})
         if not echo:
             return prepared
@@ -82,7 +82,7 @@ class Preparer:
         prepared.scores_only = scores_only
         return prepared
 
-    async def chat(self, request: ChatRequest, circle: str = "") -> Prepared:
+    async def chat(self, request: ChatRequest, key_salt: str = "") -> PreparedRequest:
         """Raises `ApiError` that names the field."""
         self._check_model(request.model)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
@@ -93,14 +93,14 @@ class Preparer:
         asked = getattr(request, field)
         tokenizer = self._model.tokenizer
         form = tokenizer.call_format
-        calls = call_rules(request, form, is_told=tokenizer.tells_of_tools)
+        calls = tool_call_rules(request, form, is_told=tokenizer.tells_of_tools)
         prompt = await self._chat_prompt(request)
-        shape = asked_shape(request)
-        thoughts = thoughts_before(shape, tokenizer.thoughts_after(prompt.of_template))
+        constraint = requested_constraint(request)
+        thoughts = reasoning_before(constraint, tokenizer.thoughts_after(prompt.of_template))
         names = {"logprobs": "top_logprobs", "max_tokens": field, "prompt": "messages"}
         sampling = self._sampling(
             request,
-            answer_shape(request, shape, form, calls, thoughts),
+            answer_constraint(request, constraint, form, calls, thoughts),
             names,
             max_tokens=asked,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -109,8 +109,8 @@ class Preparer:
         await self._check_beginning("messages", prompt.text, request.add_special_tokens)
         tokens = await self._encode_chat(prompt, request.add_special_tokens)
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
-        prepared = self._prepared(request, circle, [tokens], [limit], sampling)
-        prepared.form = AnswerForm.of(reading(form, calls, thoughts))
+        prepared = self._prepared(request, key_salt, [tokens], [limit], sampling)
+        prepared.form = ParserOptions.of(reading(form, calls, thoughts))
         prepared.names = client_names(request, sampling.structured_outputs, names)
         return prepared
 
@@ -120,7 +120,7 @@ class Preparer:
 
     async def _chat_prompt(self, request: ChatInput) -> ChatPrompt:
         if self._in_event_loop and len(request.messages) > INLINE_MESSAGES:
-            raise TooMuchForTheLoop
+            raise TooLargeForEventLoop
         self._check_length("messages", len(request.messages))  # each is a token at least
         messages = [message.for_template() for message in request.messages]
         variables = request.chat_template_kwargs or {}
@@ -214,19 +214,25 @@ class Preparer:
     def _sampling(
         self,
         request: GenerationRequest,
-        shape: StructuredOutputsParams | None,
+        constraint: StructuredOutputsParams | None,
         names: Mapping[str, str],
         **computed: int | None,
     ) -> SamplingParams:
-        """The checkpoint's defaults, then what the client said; `names` are the client's where they differ. `shape` is
-        what the answer must fit.
+        """Return the checkpoint's defaults, overridden by the client's fields.
+
+        `constraint` is what the answer must match; `names` maps our field names to the client's where they differ.
         """
         if request.stream and request.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs", "'prompt_logprobs' cannot be streamed. Set 'stream' to false.")
         if request.stream_options is not None and not request.stream:
             raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
         said = {name: value for name in COPIED if (value := getattr(request, name)) is not None}
-        values: dict[str, Any] = {**self._model.generation_defaults, **said, **computed, "structured_outputs": shape}
+        values: dict[str, Any] = {
+            **self._model.generation_defaults,
+            **said,
+            **computed,
+            "structured_outputs": constraint,
+        }
         if request.bad_words:
             values["bad_words_token_ids"] = bad_word_token_ids(self._model.tokenizer, request.bad_words)
         try:
@@ -249,20 +255,20 @@ class Preparer:
     def _prepared(
         self,
         request: GenerationRequest,
-        circle: str,
+        key_salt: str,
         prompts: list[list[int]],
         limits: list[int],
         sampling: SamplingParams,
-    ) -> Prepared:
-        """`circle`: of those who may find these prefixes; "": everyone."""
+    ) -> PreparedRequest:
+        """`key_salt`: of those who may find these prefixes; "": everyone."""
         _check_prompt_logprobs(sampling, prompts)
         for limit in limits:
             if sampling.min_tokens > limit:
                 raise bad_request("min_tokens", f"'min_tokens' must not exceed the {limit} tokens that may follow.")
         salt = request.cache_salt or ""
-        salt = f"{circle}/{salt}" if circle else salt
+        salt = f"{key_salt}/{salt}" if key_salt else salt
         options = request.stream_options or StreamOptions()
-        return Prepared(
+        return PreparedRequest(
             prompts=prompts,
             block_names=[prefix_names(prompt, sampling, salt) for prompt in prompts],
             limits=limits,

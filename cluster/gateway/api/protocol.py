@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from baton.engine.core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
 
 from ..errors import excerpt
-from .efforts import Effort
 from .messages import ChatMessage, Tool, ToolChoice, Tools, answered_calls
-from .strict import FieldError, Integer, Strict, described
+from .reasoning import Effort
+from .validators import FieldError, Integer, StrictModel, json_type_name
 
 # Of one request: what it asks for must not keep the gateway or an engine's step from everyone else.
 MAX_STOP_CHARS = 1024
@@ -59,7 +59,7 @@ def _one_or_many(value: Any) -> Any:
 def _object_or_text(value: Any) -> Any:
     """A union would name its members in its errors."""
     if not isinstance(value, str | dict):
-        raise ValueError(f"must be an object, or one as a string, not {described(value)}")
+        raise ValueError(f"must be an object, or one as a string, not {json_type_name(value)}")
     return value
 
 
@@ -75,21 +75,21 @@ def _token_keys(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None  # padding against who measures events: TLS' business
     resumable: bool = False  # ours: see `resume.py`
 
 
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(StrictModel):
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None  # answers fit in any case
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """OpenAI's way to ask for JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -102,7 +102,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(StrictModel):
     """vLLM's way to say what an answer must be. `StructuredOutputsParams` says what goes together."""
 
     json_: Annotated[str | dict[str, Any], PlainValidator(_object_or_text)] | None = Field(None, alias="json")
@@ -116,7 +116,7 @@ class StructuredOutputs(Strict):
     whitespace_pattern: str | None = None
 
 
-class SamplingRequest(Strict):
+class SamplingRequest(StrictModel):
     """What all generating endpoints share. `None` means that the client did not say."""
 
     model: str
@@ -169,7 +169,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
 
-class ChatInput(Strict):
+class ChatInput(StrictModel):
     """How messages become a prompt."""
 
     messages: Annotated[list[ChatMessage], AfterValidator(answered_calls)] = Field(min_length=1, fail_fast=True)
@@ -200,7 +200,7 @@ class ChatRequest(ChatInput, GenerationRequest):
         return [] if self.tool_choice == "none" else super().usable_tools
 
 
-class TokenizeTextRequest(Strict):
+class TokenizeTextRequest(StrictModel):
     """`POST /tokenize` of a text."""
 
     model: str | None = None
@@ -216,7 +216,7 @@ class TokenizeChatRequest(ChatInput):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """`POST /detokenize`"""
 
     model: str | None = None

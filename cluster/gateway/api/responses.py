@@ -17,15 +17,15 @@ from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, To
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
-from .assembly import Delta
-from .job import Job, Prepared, UsageOptions
+from .detokenize import ChoiceDelta
+from .job import GenerationJob, PreparedRequest, UsageOptions
 from .logprobs import chat_logprobs
 from .prepare import Preparer
-from .render import Tally, encode
+from .reasoning import TokenAttribution, token_runs
+from .renderer import UsageCounter, encode
 from .responses_input import NAMES, ResponseChat, as_chat, response_name
 from .responses_output import Event, Item, Output, Status
 from .responses_request import read_request
-from .token_shares import TokenShares, runs
 from .tools import call_id
 
 
@@ -38,7 +38,7 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ResponseUsage(msgspec.Struct, frozen=True):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -56,7 +56,7 @@ class ResponseError(msgspec.Struct, frozen=True):
     type: str
 
 
-class Response(msgspec.Struct, tag_field="object", tag="response"):
+class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
     """What was asked for, with what was made of it where nothing was said, and what came of it."""
 
     id: str
@@ -84,7 +84,7 @@ class Response(msgspec.Struct, tag_field="object", tag="response"):
     completed_at: int | None = None
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    usage: Usage | None = None
+    usage: ResponseUsage | None = None
     background: bool = False
     previous_response_id: str | None = None
     service_tier: str = "default"
@@ -93,7 +93,7 @@ class Response(msgspec.Struct, tag_field="object", tag="response"):
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
     @classmethod
-    def begun(cls, job: Job, model_id: str) -> Response:
+    def begun(cls, job: GenerationJob, model_id: str) -> ResponseObject:
         asked, sampling = job.asked, job.sampling
         assert asked is not None, "a request of this endpoint"
         return cls(
@@ -125,10 +125,10 @@ def parse_response(data: dict[str, Any]) -> ResponseChat:
     return as_chat(read_request(data))
 
 
-async def prepare_response(preparer: Preparer, request: ResponseChat, circle: str) -> Prepared:
+async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: str) -> PreparedRequest:
     """Raises `ApiError` (400) that names what is wrong."""
     try:
-        prepared = await preparer.chat(request, circle)
+        prepared = await preparer.chat(request, key_salt)
     except ApiError as error:
         error.rename(NAMES if error.param is None else {**NAMES, error.param: response_name(error.param)})
         raise
@@ -140,18 +140,18 @@ async def prepare_response(preparer: Preparer, request: ResponseChat, circle: st
 class ResponsesRenderer:
     """See `Renderer`."""
 
-    def __init__(self, job: Job, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
         self._job = job
         self._tokenizer = tokenizer
-        self._response = Response.begun(job, model_id)
-        self._tally = Tally(job)
+        self._response = ResponseObject.begun(job, model_id)
+        self._tally = UsageCounter(job)
         self._reader = job.reading.reader()
-        self._shares = TokenShares()
+        self._attribution = TokenAttribution()
         self._output = Output(self._response.id)
         self._length = 0  # of the text so far
         self._num_events = 0
 
-    def event(self, index: int, delta: Delta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
         opening = self._opening()
         return opening + self._told(self._read(delta), event_id)
 
@@ -164,16 +164,16 @@ class ResponsesRenderer:
         self._settle("failed")
         return events + self._whole_event()
 
-    def whole(self, choices: list[list[Delta]]) -> bytes:
+    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
         for delta in choices[0]:
             self._read(delta)
         return encode(self._response)
 
-    def _read(self, delta: Delta) -> list[Event]:
+    def _read(self, delta: ChoiceDelta) -> list[Event]:
         self._tally.add(0, delta)
         events: list[Event] = []
-        for run in runs(delta, self._length, known=self._job.sampling.logprobs is not None):
-            self._shares.push(run)
+        for run in token_runs(delta, self._length, known=self._job.sampling.logprobs is not None):
+            self._attribution.push(run)
             events += self._write(self._reader.push(run.text))
         self._length += len(delta.text)
         if delta.says_all:
@@ -184,7 +184,7 @@ class ResponsesRenderer:
 
     def _write(self, parts: list[AnswerPart]) -> list[Event]:
         events: list[Event] = []
-        for part, tokens in zip(parts, self._shares.take(parts), strict=True):
+        for part, tokens in zip(parts, self._attribution.take(parts), strict=True):
             match part:
                 case Thought(text):
                     events += self._output.think(text)
@@ -211,14 +211,14 @@ class ResponsesRenderer:
         self._response.usage = self._usage()
         self._response.baton_timeline = self._tally.timelines()
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> ResponseUsage:
         counted = self._tally.usage()
         cached = counted.prompt_tokens_details.cached_tokens
-        return Usage(
+        return ResponseUsage(
             input_tokens=counted.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached, counted.prompt_tokens - cached),
             output_tokens=counted.completion_tokens,
-            output_tokens_details=OutputTokensDetails(self._shares.thought_tokens),
+            output_tokens_details=OutputTokensDetails(self._attribution.num_reasoning_tokens),
             total_tokens=counted.total_tokens,
         )
 

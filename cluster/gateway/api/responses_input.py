@@ -15,13 +15,13 @@ from .messages import AllowedTools, CalledFunction, ChatMessage, TextPart, ThisT
 from .protocol import ChatRequest, ResponseFormat, SamplingRequest, StreamOptions
 from .responses_request import (
     AllowedFunctions,
-    FunctionCallItem,
-    FunctionOutputItem,
+    InputFunctionCall,
+    InputFunctionOutput,
+    InputMessage,
+    InputOutputText,
+    InputReasoning,
     InputText,
     Item,
-    MessageItem,
-    OutputText,
-    ReasoningItem,
     ResponsesRequest,
     SchemaFormat,
     TextFormat,
@@ -97,26 +97,26 @@ def _messages(asked: ResponsesRequest) -> list[ChatMessage]:
     instructions = [] if asked.instructions is None else [ChatMessage(role="system", content=_text(asked.instructions))]
     messages: list[ChatMessage] = instructions
     called: set[str] = set()
-    answer = _Answer()
+    answer = _AssistantTurn()
     for index, item in enumerate(asked.input):
         if answer.ends_before(item):
             messages += answer.messages()
-            answer = _Answer()
+            answer = _AssistantTurn()
         match item:
-            case ReasoningItem() | FunctionCallItem() | MessageItem(role="assistant"):
+            case InputReasoning() | InputFunctionCall() | InputMessage(role="assistant"):
                 answer.add(item)
-            case MessageItem():
+            case InputMessage():
                 messages.append(ChatMessage(role=item.role, content=_texts(item.content)))
-            case FunctionOutputItem():
+            case InputFunctionOutput():
                 _check_called(index, item, called)
                 message = ChatMessage(role="tool", tool_call_id=item.call_id, content=_texts(item.output))
                 messages.append(message)
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, InputFunctionCall):
             called.add(item.call_id)
     return messages + answer.messages()
 
 
-def _check_called(index: int, item: FunctionOutputItem, called: set[str]) -> None:
+def _check_called(index: int, item: InputFunctionOutput, called: set[str]) -> None:
     if item.call_id not in called:
         param = f"input[{index}].call_id"
         message = (
@@ -126,7 +126,7 @@ def _check_called(index: int, item: FunctionOutputItem, called: set[str]) -> Non
         raise bad_request(param, message)
 
 
-class _Answer:
+class _AssistantTurn:
     """One earlier answer of the model, as far as its items are read."""
 
     def __init__(self) -> None:
@@ -137,19 +137,19 @@ class _Answer:
     def ends_before(self, item: Item) -> bool:
         """Calls and what stands around them are one answer, until one is returned from."""
         match item:
-            case FunctionCallItem():
+            case InputFunctionCall():
                 return False
-            case ReasoningItem() | MessageItem(role="assistant"):
+            case InputReasoning() | InputMessage(role="assistant"):
                 return bool(self._words) and not self._calls
         return True
 
-    def add(self, item: ReasoningItem | MessageItem | FunctionCallItem) -> None:
+    def add(self, item: InputReasoning | InputMessage | InputFunctionCall) -> None:
         match item:
-            case ReasoningItem():
+            case InputReasoning():
                 self._thoughts += [part.text for part in item.content or item.summary]
-            case MessageItem():
+            case InputMessage():
                 self._words += _texts(item.content)
-            case FunctionCallItem():
+            case InputFunctionCall():
                 function = CalledFunction(name=item.name, arguments=item.arguments)
                 self._calls.append(ToolCall(id=item.call_id, function=function))
 
@@ -166,5 +166,5 @@ def _text(text: str) -> list[TextPart]:
     return [TextPart(type="text", text=text)]
 
 
-def _texts(parts: list[InputText | OutputText]) -> list[TextPart]:
+def _texts(parts: list[InputText | InputOutputText]) -> list[TextPart]:
     return [TextPart(type="text", text=part.text) for part in parts]

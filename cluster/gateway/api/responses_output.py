@@ -23,31 +23,31 @@ Status = Literal["in_progress", "completed", "incomplete"]
 Event = tuple[str, dict[str, Any]]  # its type, without `response.`, and what it has beside type and number
 
 
-class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+class OutputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str = ""
     annotations: tuple[()] = ()
     logprobs: tuple[ChatTokenLogprob, ...] = ()
 
 
-class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+class ReasoningTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
     text: str = ""
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+class MessageItem(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     id: str
     status: Status = "in_progress"
     role: str = "assistant"
-    content: tuple[OutputText, ...] = ()
+    content: tuple[OutputTextPart, ...] = ()
 
 
-class Reasoning(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
+class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     status: Status = "in_progress"
     summary: tuple[()] = ()
-    content: tuple[ReasoningText, ...] = ()
+    content: tuple[ReasoningTextPart, ...] = ()
 
 
-class FunctionCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
+class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
@@ -55,7 +55,7 @@ class FunctionCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_
     status: Status = "in_progress"
 
 
-Item = Message | Reasoning | FunctionCall
+Item = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class StreamedTop(msgspec.Struct, frozen=True):
@@ -82,18 +82,20 @@ class Output:
         self._logprobs: list[ChatTokenLogprob] = []
 
     def think(self, text: str) -> list[Event]:
-        opened = [] if self._grows(Reasoning) else self._open(Reasoning(self._item_id("rs")), ReasoningText())
+        opened = (
+            [] if self._grows(ReasoningItem) else self._open(ReasoningItem(self._item_id("rs")), ReasoningTextPart())
+        )
         self._pieces.append(text)
         return [*opened, self._event("reasoning_text.delta", content_index=0, delta=text)]
 
     def say(self, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> list[Event]:
-        opened = [] if self._grows(Message) else self._open(Message(self._item_id("msg")), OutputText())
+        opened = [] if self._grows(MessageItem) else self._open(MessageItem(self._item_id("msg")), OutputTextPart())
         self._pieces.append(text)
         self._logprobs += logprobs
         return [*opened, self._event("output_text.delta", content_index=0, delta=text, logprobs=_streamed(logprobs))]
 
     def call(self, name: str, call_id: str) -> list[Event]:
-        return self._open(FunctionCall(self._item_id("fc"), call_id, name), None)
+        return self._open(FunctionCallItem(self._item_id("fc"), call_id, name), None)
 
     def argue(self, text: str) -> list[Event]:
         """Of the call that began last."""
@@ -107,31 +109,35 @@ class Output:
         self._is_open = False
         item, text = self.items[-1], "".join(self._pieces)
         match item:
-            case Message():
-                words = OutputText(text, logprobs=tuple(self._logprobs))
+            case MessageItem():
+                words = OutputTextPart(text, logprobs=tuple(self._logprobs))
                 self.items[-1] = replace(item, status=status, content=(words,))
                 done = self._event("output_text.done", content_index=0, text=text, logprobs=_streamed(self._logprobs))
                 events = [done, self._event("content_part.done", content_index=0, part=words)]
-            case Reasoning():
-                thoughts = ReasoningText(text)
+            case ReasoningItem():
+                thoughts = ReasoningTextPart(text)
                 self.items[-1] = replace(item, status=status, content=(thoughts,))
                 done = self._event("reasoning_text.done", content_index=0, text=text)
                 events = [done, self._event("content_part.done", content_index=0, part=thoughts)]
-            case FunctionCall():
+            case FunctionCallItem():
                 self.items[-1] = replace(item, status="incomplete" if is_in_call else "completed", arguments=text)
                 events = [self._event("function_call_arguments.done", arguments=text)]
         return [*events, ("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]})]
 
     def finish(self, status: Status, *, is_in_call: bool) -> list[Event]:
         """An answer that is complete says something or calls something, be it an empty text."""
-        is_answered = any(isinstance(item, Message | FunctionCall) for item in self.items)
-        opened = [] if is_answered or status != "completed" else self._open(Message(self._item_id("msg")), OutputText())
+        is_answered = any(isinstance(item, MessageItem | FunctionCallItem) for item in self.items)
+        opened = (
+            []
+            if is_answered or status != "completed"
+            else self._open(MessageItem(self._item_id("msg")), OutputTextPart())
+        )
         return opened + self.close(status, is_in_call=is_in_call)
 
     def _grows(self, kind: type[Item]) -> bool:
         return self._is_open and isinstance(self.items[-1], kind)
 
-    def _open(self, item: Item, part: OutputText | ReasoningText | None) -> list[Event]:
+    def _open(self, item: Item, part: OutputTextPart | ReasoningTextPart | None) -> list[Event]:
         events = self.close()
         self.items.append(item)
         self._is_open, self._pieces, self._logprobs = True, [], []

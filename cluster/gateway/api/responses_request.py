@@ -13,13 +13,22 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
 
 from ..errors import bad_request
-from .efforts import Effort
-from .job import AskedResponse
-from .kinds import kind, only, tag, tag_of, word_or
+from .job import ResponseEcho
 from .messages import MAX_TOOLS, CalledFunction, Function, Tool, named_once
 from .parsing import is_among, parse_request
 from .protocol import JsonSchemaFormat, SamplingRequest
-from .strict import Integer, Kept, Strict, without_nulls
+from .reasoning import Effort
+from .validators import (
+    Integer,
+    ReplayedModel,
+    StrictModel,
+    kind,
+    object_of_type,
+    string_or_object,
+    tag,
+    tag_of,
+    without_nulls,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 KEEPS_NOTHING = "This server keeps no answers"
@@ -72,12 +81,12 @@ def _not_ours(value: Any) -> Any:
     raise ValueError("is of another server: leave the item out. This server's thoughts are plain text, in 'content'")
 
 
-class InputText(Strict):
+class InputText(StrictModel):
     type: Literal["input_text"]
     text: str
 
 
-class OutputText(Strict):
+class InputOutputText(StrictModel):
     """A part of an earlier answer, as it was told."""
 
     type: Literal["output_text"]
@@ -87,20 +96,20 @@ class OutputText(Strict):
     parsed: Any = None  # what the official client read in `text`, and sends along
 
 
-class ThoughtText(Kept):
+class ThoughtText(ReplayedModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 Part = Annotated[
-    Annotated[InputText, tag("input_text")] | Annotated[OutputText, tag("output_text")],
+    Annotated[InputText, tag("input_text")] | Annotated[InputOutputText, tag("output_text")],
     Discriminator(lambda value: f"<{kind(value)}>"),
-    only(("input_text", "output_text")),
+    object_of_type(("input_text", "output_text")),
 ]
 Parts = Annotated[list[Part], BeforeValidator(_text_part)]
 
 
-class MessageItem(Strict):
+class InputMessage(StrictModel):
     """A turn of anyone. Those of this server can be sent back as they are."""
 
     type: Literal["message"] = "message"
@@ -111,7 +120,7 @@ class MessageItem(Strict):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class ReasoningItem(Strict):
+class InputReasoning(StrictModel):
     """What the model thought before it answered or called."""
 
     type: Literal["reasoning"]
@@ -122,7 +131,7 @@ class ReasoningItem(Strict):
     status: Status | None = None
 
 
-class FunctionCallItem(CalledFunction):
+class InputFunctionCall(CalledFunction):
     """A call that the model asked for."""
 
     type: Literal["function_call"]
@@ -131,7 +140,7 @@ class FunctionCallItem(CalledFunction):
     status: Status | None = None
 
 
-class FunctionOutputItem(Strict):
+class InputFunctionOutput(StrictModel):
     """What its client's function returned."""
 
     type: Literal["function_call_output"]
@@ -143,12 +152,12 @@ class FunctionOutputItem(Strict):
 
 
 Item = Annotated[
-    Annotated[MessageItem, tag("message")]
-    | Annotated[ReasoningItem, tag("reasoning")]
-    | Annotated[FunctionCallItem, tag("function_call")]
-    | Annotated[FunctionOutputItem, tag("function_call_output")],
+    Annotated[InputMessage, tag("message")]
+    | Annotated[InputReasoning, tag("reasoning")]
+    | Annotated[InputFunctionCall, tag("function_call")]
+    | Annotated[InputFunctionOutput, tag("function_call_output")],
     Discriminator(lambda value: f"<{_item_kind(value)}>"),
-    only(
+    object_of_type(
         ("message", "reasoning", "function_call", "function_call_output"),
         f". {KEEPS_NOTHING}: send each item whole",
         _item_kind,
@@ -179,14 +188,14 @@ def _named_once(tools: list[FunctionTool]) -> list[FunctionTool]:
     return tools
 
 
-class ThisFunction(Strict):
+class ThisFunction(StrictModel):
     """The function that must be called."""
 
     type: Literal["function"]
     name: str
 
 
-class AllowedFunctions(Strict):
+class AllowedFunctions(StrictModel):
     """Some of `tools`: only these may be called, or one of them must be. The model is told of all."""
 
     type: Literal["allowed_tools"]
@@ -194,7 +203,7 @@ class AllowedFunctions(Strict):
     tools: list[ThisFunction] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     type: Literal["text", "json_object"]
 
 
@@ -202,18 +211,18 @@ class SchemaFormat(JsonSchemaFormat):
     type: Literal["json_schema"]
 
 
-class TextConfig(Strict):
+class TextConfig(StrictModel):
     """What the answer must be."""
 
     format: Annotated[
         Annotated[TextFormat, tag("text")] | Annotated[SchemaFormat, tag("json_schema")],
         Discriminator(lambda value: "<json_schema>" if kind(value) == "json_schema" else "<text>"),
-        only(("text", "json_object", "json_schema")),
+        object_of_type(("text", "json_object", "json_schema")),
     ] = TextFormat(type="text")
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Strict):
+class ReasoningConfig(StrictModel):
     """How the model thinks. What it thinks is told whole: there are no summaries of it."""
 
     effort: Effort | None = None
@@ -223,7 +232,7 @@ class Reasoning(Strict):
     mode: Literal["standard"] | None = None
 
 
-class ResponseStreamOptions(Strict):
+class ResponseStreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
     resumable: bool = False  # ours: see `resume.py`
 
@@ -234,7 +243,9 @@ class ResponsesRequest(SamplingRequest):
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_user_message)]
     instructions: str | None = None
     tools: Annotated[
-        list[Annotated[FunctionTool, only(("function",), ". This server runs no tools: clients run functions")]],
+        list[
+            Annotated[FunctionTool, object_of_type(("function",), ". This server runs no tools: clients run functions")]
+        ],
         Field(max_length=MAX_TOOLS),
         AfterValidator(_named_once),
     ] = []
@@ -243,11 +254,11 @@ class ResponsesRequest(SamplingRequest):
         | Annotated[ThisFunction, tag("function")]
         | Annotated[AllowedFunctions, tag("allowed_tools")],
         Discriminator(tag_of),
-        word_or(("function", "allowed_tools")),
+        string_or_object(("function", "allowed_tools")),
     ] = "auto"
     parallel_tool_calls: bool | None = None
     text: Annotated[TextConfig, BeforeValidator(without_nulls)] = TextConfig()
-    reasoning: Annotated[Reasoning, BeforeValidator(without_nulls)] = Reasoning()
+    reasoning: Annotated[ReasoningConfig, BeforeValidator(without_nulls)] = ReasoningConfig()
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
     max_output_tokens: Integer | None = None
     max_tool_calls: Integer | None = Field(None, gt=0)  # of tools that a server runs: there are none
@@ -259,10 +270,10 @@ class ResponsesRequest(SamplingRequest):
     def shows_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in self.include
 
-    def told(self) -> AskedResponse:
+    def told(self) -> ResponseEcho:
         """Return what the answer repeats."""
         chosen = self.tool_choice
-        return AskedResponse(
+        return ResponseEcho(
             instructions=self.instructions,
             max_output_tokens=self.max_output_tokens,
             max_tool_calls=self.max_tool_calls,

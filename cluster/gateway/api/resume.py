@@ -21,9 +21,9 @@ from baton.engine.core.messages import EngineOutput
 from baton.engine.core.sampling import SEED_BITS
 
 from ..errors import ApiError, bad_request
-from .assembly import Delta, Mark
-from .job import Job
-from .render import Renderer
+from .detokenize import ChoiceDelta, ChoicePosition
+from .job import GenerationJob
+from .renderer import Renderer
 
 LAST_EVENT_ID_HEADER = "last-event-id"
 VERSION = "1."  # of what follows in an id
@@ -32,16 +32,16 @@ MAX_ID_CHARS = 64 << 10
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Position(msgspec.Struct, frozen=True, array_like=True):
+class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
     """In a stream: behind one of its events."""
 
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]  # the chunks' ids are made of it
     created: Count
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**SEED_BITS - 1)]
-    marks: tuple[Mark, ...]  # of the choices
+    marks: tuple[ChoicePosition, ...]  # of the choices
 
     @classmethod
-    def known(cls, event_id: str | None, *, is_resumable: bool) -> Self | None:
+    def from_event_id(cls, event_id: str | None, *, is_resumable: bool) -> Self | None:
         """What the client has already; None where it begins. Raises `ApiError` (400) for what is no position."""
         if event_id is None:
             return None
@@ -60,26 +60,26 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
         return VERSION.encode() + base64.urlsafe_b64encode(msgspec.msgpack.encode(self))
 
 
-class Trail:
+class ResumableStream:
     """Where a resumable stream is, and where its client has been already."""
 
-    def __init__(self, job: Job, told: Position | None) -> None:
+    def __init__(self, job: GenerationJob, told: StreamPosition | None) -> None:
         """Raises `ApiError` (400) for a position of another request."""
-        fresh = tuple(Mark() for _ in job.sequences)
+        fresh = tuple(ChoicePosition() for _ in job.sequences)
         self._told = None if told is None else told.marks
-        self._at = told or Position(job.request_id, job.created, job.sequences[0].seed, fresh)
+        self._at = told or StreamPosition(job.request_id, job.created, job.sequences[0].seed, fresh)
         if len(self._at.marks) != len(fresh):
             theirs, ours = len(self._at.marks), len(fresh)
             message = f"{LAST_EVENT_ID_HEADER!r} is of a stream of {theirs} choices, and this request has {ours}."
             raise bad_request(LAST_EVENT_ID_HEADER, message, "invalid_event_id")
 
-    def retelling(self, index: int) -> Retelling:
-        return Retelling(Mark() if self._told is None else self._told[index])
+    def retelling(self, index: int) -> ReplayFilter:
+        return ReplayFilter(ChoicePosition() if self._told is None else self._told[index])
 
-    def event(self, renderer: Renderer, index: int, delta: Delta) -> bytes:
+    def event(self, renderer: Renderer, index: int, delta: ChoiceDelta) -> bytes:
         """As of `renderer`, with the position behind it; empty for what the client has."""
         assert delta.mark is not None, "each delta of a resumable stream is marked"
-        if self._told is not None and not delta.mark.is_behind(self._told[index]):
+        if self._told is not None and not delta.mark.is_after(self._told[index]):
             renderer.event(index, delta)  # it counts tokens, and knows what has begun
             return b""
         marks = list(self._at.marks)
@@ -88,12 +88,12 @@ class Trail:
         return renderer.event(index, delta, self._at.encode())
 
 
-class Retelling:
+class ReplayFilter:
     """Outputs of a choice whose beginning the client may know: cut and marked."""
 
-    def __init__(self, told: Mark) -> None:
+    def __init__(self, told: ChoicePosition) -> None:
         self._told = told
-        self._mark = Mark()
+        self._mark = ChoicePosition()
 
     def cut(self, output: EngineOutput) -> list[EngineOutput]:
         """Token by token: however they came, the events are the same, and the news begin with one of them."""
@@ -101,7 +101,7 @@ class Retelling:
             return [output]
         return [_part(output, at) for at in range(len(output.token_ids))]
 
-    def marked(self, delta: Delta, output: EngineOutput) -> Delta:
+    def marked(self, delta: ChoiceDelta, output: EngineOutput) -> ChoiceDelta:
         """What a part became, with how far the choice is now. Raises `ApiError` (409) where it is another one than the
         client was told.
         """

@@ -12,11 +12,11 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection before it had the whole answer."""
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[list[tuple[int, T]], None]:
+async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[list[tuple[int, T]], None]:
     """Items of all streams with their stream's index: all that are there at once, so that one write takes a whole step.
 
     The first stream that raises ends all, and so does closing this one.
@@ -59,8 +59,11 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[li
             await stream.aclose()
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work`; cancels it when the client leaves, then raises `ClientGone`. The body must have been read before."""
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, and cancel it when the client leaves; then raise `ClientDisconnected`.
+
+    The request's body must have been read before.
+    """
     task = asyncio.ensure_future(work)
     gone = False
 
@@ -76,7 +79,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         return await task  # cancelled from outside, this cancels `task` and waits for its end
     except asyncio.CancelledError:
         if gone:
-            raise ClientGone from None
+            raise ClientDisconnected from None
         raise
     finally:
         watcher.cancel()

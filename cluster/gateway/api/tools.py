@@ -16,7 +16,7 @@ ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 
 
 @dataclass(frozen=True)
-class CallRules:
+class ToolCallRules:
     """Of one request whose answer may hold calls."""
 
     form: CallFormat
@@ -33,7 +33,7 @@ class CallRules:
         """
         form = self.form
         if not isinstance(form, GrammaticalFormat):
-            return None  # `call_rules` lets nothing be asked for
+            return None  # `tool_call_rules` lets nothing be asked for
         functions = [self._signature(function) for function in self.functions]
         if self.must_call:
             return form.calls(functions, at_most_one=self.at_most_one)
@@ -49,7 +49,7 @@ class CallRules:
         return Signature(function.name, (function.parameters or NO_ARGUMENTS) if fits else ANY_ARGUMENTS)
 
 
-def reading(form: CallFormat | None, calls: CallRules | None, thoughts: Thoughts) -> Reading:
+def reading(form: CallFormat | None, calls: ToolCallRules | None, thoughts: Thoughts) -> Reading:
     """Of the answers to one request; `form` is the model's."""
     if calls is not None:
         functions = {function.name: function.parameters or NO_ARGUMENTS for function in calls.functions}
@@ -57,7 +57,7 @@ def reading(form: CallFormat | None, calls: CallRules | None, thoughts: Thoughts
     return Reading(form if form is not None and form.frames_answers else None, thoughts=thoughts)
 
 
-def call_rules(request: ChatRequest, form: CallFormat | None, *, is_told: bool) -> CallRules | None:
+def tool_call_rules(request: ChatRequest, form: CallFormat | None, *, is_told: bool) -> ToolCallRules | None:
     """None where there are no calls to look for; `form` is the one that the model is taught, and `is_told` says whether
     prompts tell it of functions. Raises `ApiError` (400).
     """
@@ -83,7 +83,7 @@ def call_rules(request: ChatRequest, form: CallFormat | None, *, is_told: bool) 
     functions = tuple(tool.function for tool in request.usable_tools)
     callable_ones = tuple(function for function in functions if not names or function.name in names)
     is_one = isinstance(chosen, ThisTool)
-    return CallRules(
+    return ToolCallRules(
         form,
         callable_ones,
         must_call=is_one or _mode(chosen) == "required",

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from baton.cluster.counted import counted
 
 from ..errors import ApiError, bad_request, excerpt, field_name, shown
-from .strict import FieldError, described
+from .validators import FieldError, json_type_name
 
 _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 _TYPES = {  # pydantic's name of the error -> what the value must be
@@ -59,7 +59,7 @@ def first_error(kind: type[BaseModel], error: ValidationError, body: dict[str, A
         case "literal_error" | "none_required":
             return bad_request(path, f"{path!r} must be {_allowed(first)}.")
         case name if name in _TYPES:
-            return bad_request(path, f"{path!r} must be {_TYPES[name]}, not {described(first['input'])}.")
+            return bad_request(path, f"{path!r} must be {_TYPES[name]}, not {json_type_name(first['input'])}.")
         case name if name in _LENGTHS:
             return bad_request(path, f"{path!r} must have {_length(first)}.")
         case name if name in _BOUNDS:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from ..errors import ApiError
 from .budget import Reservation
-from .structure import (
+from .json_structure import (
     MAX_COMMAS,
     MAX_CONTAINERS,
     PIECE_BYTES,

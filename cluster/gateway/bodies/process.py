@@ -19,18 +19,18 @@ import msgspec
 from baton.engine.structured.compiling import limit_memory
 from baton.engine.text import Tokenizer
 
-from ..api.reader import BodyReader, Kind
+from ..api.body_reader import BodyReader, RequestKind
 from ..errors import ApiError, too_expensive
 from ..model import ServedModel
-from .frames import (
-    Answered,
-    Gone,
-    Order,
-    PreparedTokens,
-    Ready,
-    Refused,
+from .messages import (
+    AnswerReply,
+    PeerClosed,
+    PreparedReply,
+    ReaderSetup,
+    ReadOrder,
+    ReadyReply,
+    RefusalReply,
     Reply,
-    Setup,
     pack_tokens,
     read_file,
     receive,
@@ -46,17 +46,17 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICENESS)
     try:
-        setup, file = receive(channel, Setup)
+        setup, file = receive(channel, ReaderSetup)
         reader = _reader(setup, file)
-        send(channel, Ready())
+        send(channel, ReadyReply())
         limit_memory(setup.memory_bytes)
         gc.freeze()
         serve(channel, reader, setup.timeout_s)
-    except (Gone, OSError):  # the gateway has ended
+    except (PeerClosed, OSError):  # the gateway has ended
         return
 
 
-def _reader(setup: Setup, file: int) -> BodyReader:
+def _reader(setup: ReaderSetup, file: int) -> BodyReader:
     tokenizer = Tokenizer.from_bytes(read_file(file, os.fstat(file).st_size))
     os.close(file)
     model = ServedModel(
@@ -75,20 +75,20 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     with asyncio.Runner() as runner:
         while True:
-            order, body = receive(channel, Order)
+            order, body = receive(channel, ReadOrder)
             result = os.memfd_create("read")
             _limit_time(timeout_s)
             try:
                 text = read_file(body, os.fstat(body).st_size)
                 reply: Reply = runner.run(_carry_out(reader, order, text, result))
             except ApiError as error:
-                reply = Refused.of(error)
+                reply = RefusalReply.of(error)
             except MemoryError:
-                reply = Refused.of(too_expensive("needs more memory to be read than one request may have"))
+                reply = RefusalReply.of(too_expensive("needs more memory to be read than one request may have"))
             _limit_time(0)
             os.close(body)
             text = b""
-            gc.collect()  # an error's traceback, in a circle with its task, holds all that was made of the body
+            gc.collect()  # an error's traceback, and its task refer to each other and hold all that the body became
             if trim is not None:
                 trim(0)  # before the reply: with it, the gateway counts the body's memory as free
             send(channel, reply, result)
@@ -101,18 +101,18 @@ def _limit_time(timeout_s: int) -> None:
     signal.alarm(timeout_s * WAITING)
 
 
-async def _carry_out(reader: BodyReader, order: Order, text: bytes, file: int) -> Answered | PreparedTokens:
+async def _carry_out(reader: BodyReader, order: ReadOrder, text: bytes, file: int) -> AnswerReply | PreparedReply:
     """Write what the body becomes into the file."""
-    kind = Kind(order.kind)
+    kind = RequestKind(order.kind)
     if not kind.generates:
-        return Answered(_write(file, await reader.answer(kind, text)))
-    prepared = await reader.prepare(kind, text, order.circle)
+        return AnswerReply(_write(file, await reader.answer(kind, text)))
+    prepared = await reader.prepare(kind, text, order.key_salt)
     prompts, prepared.prompts = prepared.prompts, []
     num_bytes = _write(file, msgspec.msgpack.encode(prepared))
     _write(file, pack_tokens([len(prompt) for prompt in prompts]))
     for prompt in prompts:
         _write(file, pack_tokens(prompt))
-    return PreparedTokens(num_bytes, len(prompts))
+    return PreparedReply(num_bytes, len(prompts))
 
 
 def _write(file: int, content: bytes) -> int:

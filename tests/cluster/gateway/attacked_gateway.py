@@ -24,7 +24,7 @@ from tiny_model import tiny_model, tiny_tokenizer
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, create_app
-from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway.middleware import Drain
 from baton.cluster.ingress.server import HttpServer, listen
 
 STEP_S = 0.01  # of the engine

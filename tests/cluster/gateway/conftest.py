@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
-from baton.cluster.gateway.bodies.reading import Bodies
+from baton.cluster.gateway.bodies.service import BodyService
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.spans import Spans
+from baton.cluster.gateway.tracing import RequestSpans
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarSource
 from baton.engine.structured import Grammars, Vocabulary
@@ -42,7 +42,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         *roles: Role,
         served: ServedModel = model,
         grammars: GrammarSource | None = None,
-        spans: Spans | None = None,
+        spans: RequestSpans | None = None,
         **settings: Any,
     ) -> Service:
         cluster = FakeCluster(
@@ -60,7 +60,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         limits = {"capacity_timeout_s": 5.0, "request_timeout_s": 20.0, **settings}
         gateway_settings = GatewaySettings(**limits)
         metrics = GatewayMetrics(served.model_id, cluster.engines, cluster.listed, cluster.counters)
-        bodies = Bodies(served, gateway_settings, metrics)
+        bodies = BodyService(served, gateway_settings, metrics)
         app = create_app(cluster, served, gateway_settings, metrics=metrics, bodies=bodies, spans=spans)
         service = Service(cluster, app, served.tokenizer, bodies)
         services.append(service)

@@ -15,7 +15,7 @@ import uvicorn
 from fake_cluster import FakeCluster
 from fastapi import FastAPI
 
-from baton.cluster.gateway.bodies.reading import Bodies
+from baton.cluster.gateway.bodies.service import BodyService
 from baton.cluster.ingress.http_protocol import GuardedHttpProtocol
 from baton.engine.text import Tokenizer
 
@@ -33,7 +33,7 @@ class Clock:
 class Service:
     """One gateway and its engines."""
 
-    def __init__(self, cluster: FakeCluster, app: FastAPI, tokenizer: Tokenizer, bodies: Bodies) -> None:
+    def __init__(self, cluster: FakeCluster, app: FastAPI, tokenizer: Tokenizer, bodies: BodyService) -> None:
         self.cluster = cluster
         self.app = app
         self.bodies = bodies

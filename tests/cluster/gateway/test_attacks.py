@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from attack_shapes import CHAT, MIB, attacks
+from attack_bodies import CHAT, MIB, attacks
 from attacked_gateway import AttackedGateway, attacked_gateway
 
 SILENT_S = 4.0  # far more than a busy machine takes, and less than half of what these bodies once took the event loop

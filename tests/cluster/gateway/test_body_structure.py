@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from baton.cluster.gateway.bodies.body import INLINE_BYTES, INLINE_VALUES, Body, read_body
 from baton.cluster.gateway.bodies.budget import LARGE_SHARE, SMALL_BYTES, TOKEN_BYTES, MemoryBudget
-from baton.cluster.gateway.bodies.structure import MAX_COMMAS, MAX_CONTAINERS, StructureScan
+from baton.cluster.gateway.bodies.json_structure import MAX_COMMAS, MAX_CONTAINERS, StructureScan
 from baton.cluster.gateway.errors import ApiError
 
 CHARACTERS = 'ab\\"[{,}]\u00e9\n'

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from baton.cluster.gateway.api.answer import Answer
-from baton.cluster.gateway.api.assembly import Delta
-from baton.cluster.gateway.api.render import Renderer
+from baton.cluster.gateway.api.detokenize import ChoiceDelta
+from baton.cluster.gateway.api.renderer import Renderer
+from baton.cluster.gateway.api.response_writer import ResponseWriter
 from baton.cluster.gateway.errors import draining
 
 
@@ -30,10 +30,10 @@ class Connection:
 
 
 class Words:
-    def event(self, index: int, delta: Delta) -> bytes:
+    def event(self, index: int, delta: ChoiceDelta) -> bytes:
         raise AssertionError("nothing came")
 
-    def whole(self, choices: list[list[Delta]]) -> bytes:
+    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
         return b"an answer"
 
     def end(self) -> bytes:
@@ -43,7 +43,7 @@ class Words:
         return b"data: an error\n\n"
 
 
-async def nothing() -> AsyncGenerator[list[tuple[int, Delta]], None]:
+async def nothing() -> AsyncGenerator[list[tuple[int, ChoiceDelta]], None]:
     for step in ():
         yield step
 
@@ -52,7 +52,7 @@ async def nothing() -> AsyncGenerator[list[tuple[int, Delta]], None]:
 async def test_only_a_stream_that_breaks_off_ends_with_an_event(streams: bool, bodies: list[bytes]) -> None:
     """A whole answer has said how long it is: its client sees that it ends early."""
     connection, words = Connection(), cast(Renderer, Words())
-    answer = Answer(connection.send)
+    answer = ResponseWriter(connection.send)
     with pytest.raises(InterruptedError):
         await (answer.write_events(words, nothing(), None) if streams else answer.write_whole(words, nothing()))
     await answer.fail(draining())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hostile_texts import CALL, REQUESTS, TAG, Place, chat, name_of, places, response, within
+from test_hostile_texts import CALL, REQUESTS, TAG, JsonPath, chat, name_of, places, response, within
 
 from baton.cluster.gateway.api.parsing import parse_request
 from baton.cluster.gateway.api.protocol import (
@@ -67,7 +67,7 @@ WRONG: list[Any] = [
 ]
 
 
-def changed(body: dict[str, Any], place: Place, value: Any) -> dict[str, Any]:
+def changed(body: dict[str, Any], place: JsonPath, value: Any) -> dict[str, Any]:
     copy: dict[str, Any] = json.loads(json.dumps(body))
     within(copy, place[:-1])[place[-1]] = value
     return copy

@@ -13,11 +13,11 @@ from thinking_model import TEMPLATE
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
-from baton.cluster.gateway.api.json_faults import MAX_DEPTH, MAX_DIGITS, first_fault
+from baton.cluster.gateway.api.json_body import MAX_DEPTH, MAX_DIGITS, first_json_fault
 from baton.engine.structured import Grammars
 from baton.engine.text import ChatTemplate, Tokenizer
 
-Place = tuple[str | int, ...]
+JsonPath = tuple[str | int, ...]
 
 SCHEMA = {"type": "object", "title": "t", "properties": {"size": {"enum": [1, "two"]}}, "required": ["size"]}
 FORMAT = {"name": "n", "description": "d", "schema": SCHEMA, "strict": True}
@@ -97,7 +97,7 @@ async def service(start: Callable[..., Service], told: ServedModel, grammars: Gr
     return start(Role.UNIFIED, served=told, grammars=grammars)
 
 
-def places(value: Any, place: Place = ()) -> Iterator[Place]:
+def places(value: Any, place: JsonPath = ()) -> Iterator[JsonPath]:
     """Of all that is within."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in items:
@@ -105,20 +105,20 @@ def places(value: Any, place: Place = ()) -> Iterator[Place]:
         yield from places(part, (*place, key))
 
 
-def within(body: Any, place: Place) -> Any:
+def within(body: Any, place: JsonPath) -> Any:
     for key in place:
         body = body[key]
     return body
 
 
-def with_text(body: dict[str, Any], place: Place, text: str) -> bytes:
+def with_text(body: dict[str, Any], place: JsonPath, text: str) -> bytes:
     """The body with this JSON at its place."""
     changed = json.loads(json.dumps(body))
     within(changed, place[:-1])[place[-1]] = "here"
     return json.dumps(changed).replace('"here"', text).encode()
 
 
-def name_of(place: Place) -> str | None:
+def name_of(place: JsonPath) -> str | None:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".") or None
 
 
@@ -202,7 +202,7 @@ async def test_arguments_that_nobody_can_work_with_are_refused_by_name(service: 
         assert answer.json()["error"]["param"] == name_of(place)
 
 
-FAULTS: dict[str, tuple[str, Place | None, str]] = {
+FAULTS: dict[str, tuple[str, JsonPath | None, str]] = {
     "pairs": ('{"a": "\\ud83e\\udd8a"}', None, ""),
     "an escaped backslash": ('{"a": "\\\\ud800"}', None, ""),
     "half a pair": ('{"a": [1, {"b": "\\ud800"}]}', ("a", 1, "b"), "surrogate"),
@@ -220,8 +220,8 @@ FAULTS: dict[str, tuple[str, Place | None, str]] = {
 
 
 @pytest.mark.parametrize(("text", "place", "message"), FAULTS.values(), ids=FAULTS)
-def test_faults_are_found_where_they_are(text: str, place: Place | None, message: str) -> None:
-    fault = first_fault(text.encode(), json.loads(text))
+def test_faults_are_found_where_they_are(text: str, place: JsonPath | None, message: str) -> None:
+    fault = first_json_fault(text.encode(), json.loads(text))
     if place is None:
         assert fault is None
     else:

@@ -13,7 +13,7 @@ from ipv6 import needs_ipv6
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
-from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway.middleware import Drain
 from baton.cluster.ingress.server import HttpServer, listen
 from baton.engine.net.endpoints import endpoint
 

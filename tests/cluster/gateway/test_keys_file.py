@@ -13,8 +13,8 @@ from gateway_service import Clock, Service
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings
-from baton.cluster.gateway import keys as keys_module
-from baton.cluster.gateway.keys import LOOK_S, ApiKeys, InvalidKeys
+from baton.cluster.gateway import api_keys as api_keys_module
+from baton.cluster.gateway.api_keys import LOOK_S, ApiKeys, InvalidKeys
 from baton.cluster.spec import GatewaySpec, InvalidSpec
 
 
@@ -36,13 +36,13 @@ def keys(file: Path, clock: Clock) -> ApiKeys:
 
 
 def opening(keys: ApiKeys, *candidates: str) -> list[str]:
-    return [key for key in candidates if keys.client(key.encode()) is not None]
+    return [key for key in candidates if keys.caller(key.encode()) is not None]
 
 
 def test_the_keys_of_the_file_open_beside_those_of_the_config(keys: ApiKeys) -> None:
     candidates = ["sk-one", "sk-two", "sk-config", "sk-three", "", "sk-one\n"]
     assert opening(keys, *candidates) == ["sk-one", "sk-two", "sk-config"]
-    assert not keys.everyone
+    assert not keys.is_open
 
 
 def test_a_file_that_has_changed_decides_from_the_next_look_on(keys: ApiKeys, file: Path, clock: Clock) -> None:
@@ -90,7 +90,7 @@ def test_a_file_that_could_not_be_read_for_a_while_is_read_once_it_can_be(
     keys: ApiKeys, file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another mode, or a mount that is back, leaves its times as they are."""
-    caplog.set_level("INFO", keys_module.__name__)
+    caplog.set_level("INFO", api_keys_module.__name__)
 
     def refuse(self: Path) -> str:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))

@@ -1,4 +1,4 @@
-"""Bodies that are read in a process of their own: the same comes of them, and what they cost, they cost there."""
+"""BodyService that are read in a process of their own: the same comes of them, and what they cost, they cost there."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from tiny_model import tiny_model, tiny_tokenizer
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
-from baton.cluster.gateway.api.job import Prepared
+from baton.cluster.gateway.api.body_reader import BodyReader, RequestKind
+from baton.cluster.gateway.api.job import PreparedRequest
 from baton.cluster.gateway.api.logprobs import CompletionLogprobs
 from baton.cluster.gateway.api.prepare import INLINE_MESSAGES
-from baton.cluster.gateway.api.reader import BodyReader, Kind
-from baton.cluster.gateway.api.streams import merge
-from baton.cluster.gateway.bodies import processes, reading
+from baton.cluster.gateway.api.streams import merge_streams
+from baton.cluster.gateway.bodies import process_pool
+from baton.cluster.gateway.bodies import service as body_service
 from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
-from baton.cluster.gateway.bodies.queue import HEAVY_BYTES, ReadingQueue
-from baton.cluster.gateway.bodies.reading import Bodies
-from baton.cluster.gateway.bodies.structure import PIECE_BYTES
+from baton.cluster.gateway.bodies.json_structure import PIECE_BYTES
+from baton.cluster.gateway.bodies.process_pool import HEAVY_BYTES, SmallestFirstQueue
+from baton.cluster.gateway.bodies.service import BodyService
 from baton.cluster.gateway.routing import router
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.text import ChatTemplate, Tokenizer
@@ -43,16 +44,22 @@ TOOL: dict[str, Any] = {
     "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
 }
 USER = [{"role": "user", "content": "hello"}]
-REQUESTS: list[tuple[Kind, dict[str, Any]]] = [
-    (Kind.COMPLETION, {"prompt": "the quick brown fox"}),
-    (Kind.COMPLETION, {"prompt": [5] * 100, "echo": True, "logprobs": 1, "max_tokens": 0}),
-    (Kind.COMPLETION, {"prompt": [[5, 6], [7] * 40], "n": 3, "seed": -5, "stop": ["a", "b"], "logit_bias": {"5": 1}}),
-    (Kind.COMPLETION, {"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}, "bad_words": ["fox"]}),
-    (Kind.COMPLETION, {"prompt": "x", "stream": True, "stream_options": {"include_usage": True, "resumable": True}}),
-    (Kind.CHAT, {"messages": USER, "chat_template_kwargs": {"hint": "so"}, "cache_salt": "s", "priority": 3}),
-    (Kind.CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required", "baton_timeline": True}),
+REQUESTS: list[tuple[RequestKind, dict[str, Any]]] = [
+    (RequestKind.COMPLETION, {"prompt": "the quick brown fox"}),
+    (RequestKind.COMPLETION, {"prompt": [5] * 100, "echo": True, "logprobs": 1, "max_tokens": 0}),
     (
-        Kind.RESPONSE,
+        RequestKind.COMPLETION,
+        {"prompt": [[5, 6], [7] * 40], "n": 3, "seed": -5, "stop": ["a", "b"], "logit_bias": {"5": 1}},
+    ),
+    (RequestKind.COMPLETION, {"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}, "bad_words": ["fox"]}),
+    (
+        RequestKind.COMPLETION,
+        {"prompt": "x", "stream": True, "stream_options": {"include_usage": True, "resumable": True}},
+    ),
+    (RequestKind.CHAT, {"messages": USER, "chat_template_kwargs": {"hint": "so"}, "cache_salt": "s", "priority": 3}),
+    (RequestKind.CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required", "baton_timeline": True}),
+    (
+        RequestKind.RESPONSE,
         {
             "input": "hello",
             "instructions": "be",
@@ -65,7 +72,7 @@ REQUESTS: list[tuple[Kind, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "fields"), REQUESTS, ids=lambda value: str(value)[:60])
 async def test_another_process_reads_a_body_as_this_one_does(
-    start: Callable[..., Service], thinker: ServedModel, kind: Kind, fields: dict[str, Any]
+    start: Callable[..., Service], thinker: ServedModel, kind: RequestKind, fields: dict[str, Any]
 ) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=thinker)
     text = json.dumps({"model": thinker.model_id, **fields, **PAD}).encode()
@@ -120,7 +127,7 @@ async def test_token_routes_answer_large_bodies(start: Callable[..., Service]) -
 async def test_a_template_without_end_is_ended_and_hurts_nobody(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "TIMEOUT_S", 1)
+    monkeypatch.setattr(process_pool, "TIMEOUT_S", 1)
     endless = (
         "{% if messages | length > 64 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
         "{% endif %}{{ messages[0].content }}"
@@ -143,7 +150,7 @@ async def test_a_template_without_end_is_ended_and_hurts_nobody(
 async def test_a_body_that_takes_too_much_memory_is_refused(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "MEMORY_BYTES", 16 << 20)
+    monkeypatch.setattr(process_pool, "MEMORY_BYTES", 16 << 20)
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     response = await service.complete("hello", user="\u4e2d" * 4_000_000)
     assert response.status_code == 400
@@ -178,7 +185,7 @@ async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., S
 async def test_no_more_large_bodies_wait_than_may(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "MAX_WAITING", 2)
+    monkeypatch.setattr(process_pool, "MAX_WAITING", 2)
     service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
     await service.bodies.processes.start()
     process = service.bodies.processes._processes[0]
@@ -197,17 +204,17 @@ async def test_no_more_large_bodies_wait_than_may(
 async def test_a_million_tokens_come_in_pieces(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
     """Between them others have their turn."""
     sizes: list[int] = []
-    real = reading.unpack_tokens
-    monkeypatch.setattr(reading, "unpack_tokens", lambda packed: sizes.append(len(packed)) or real(packed))
+    real = body_service.unpack_tokens
+    monkeypatch.setattr(body_service, "unpack_tokens", lambda packed: sizes.append(len(packed)) or real(packed))
     long = ServedModel("tiny", model.tokenizer, 2**20, model.vocab_size)
-    bodies = Bodies(long, GatewaySettings(), _NoMetrics())
+    bodies = BodyService(long, GatewaySettings(), _NoMetrics())
     try:
         prompt = [7] * 1_000_000
         text = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-        assert (await _read_elsewhere(bodies, Kind.COMPLETION, text)).prompts == [prompt]
+        assert (await _read_elsewhere(bodies, RequestKind.COMPLETION, text)).prompts == [prompt]
     finally:
         bodies.processes.close()
-    assert max(sizes) <= 4 * reading.TOKENS_AT_ONCE
+    assert max(sizes) <= 4 * body_service.TOKENS_AT_ONCE
     assert sum(sizes) == 4 * (len(prompt) + 1)
 
 
@@ -230,7 +237,7 @@ async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
 
 
 async def test_the_smallest_body_that_waits_is_next_and_heavy_ones_leave_a_process() -> None:
-    queue = ReadingQueue(2)
+    queue = SmallestFirstQueue(2)
     heavy = HEAVY_BYTES + 1
     assert await queue.take(heavy) == 1
     waiting = {size: asyncio.create_task(queue.take(size)) for size in (heavy + 1, 500, 300)}
@@ -264,7 +271,7 @@ async def test_choices_begin_one_after_another_with_everyone_elses_turns_between
             await asyncio.sleep(0)
 
     other = asyncio.create_task(other_client())
-    async with aclosing(merge([choice(number) for number in range(4)])) as merged:
+    async with aclosing(merge_streams([choice(number) for number in range(4)])) as merged:
         async for _ in merged:
             pass
     await other
@@ -323,7 +330,7 @@ async def test_a_long_answer_to_tokenize_is_written_in_pieces(start: Callable[..
     assert service.bodies.budget.held_bytes == 0
 
 
-async def _read_elsewhere(bodies: Bodies, kind: Kind, text: bytes) -> Prepared:
+async def _read_elsewhere(bodies: BodyService, kind: RequestKind, text: bytes) -> PreparedRequest:
     with Body() as body:
         await body.add(text)
         body.file()

@@ -12,7 +12,7 @@ from gateway_service import Clock, Service
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings
-from baton.cluster.gateway.keys import LOOK_S, ApiKeys, InvalidKeys
+from baton.cluster.gateway.api_keys import LOOK_S, ApiKeys, InvalidKeys
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 1},
@@ -98,7 +98,7 @@ async def test_a_key_has_the_right_that_its_line_gives_it_now(start: Callable[..
 
 
 def least(keys: ApiKeys, key: str) -> int | None:
-    client = keys.client(key.encode())
+    client = keys.caller(key.encode())
     return None if client is None else client.min_priority
 
 

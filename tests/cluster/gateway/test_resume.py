@@ -12,8 +12,8 @@ import pytest
 from gateway_service import Service
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.api.assembly import Mark
-from baton.cluster.gateway.api.resume import Position, Retelling
+from baton.cluster.gateway.api.detokenize import ChoicePosition
+from baton.cluster.gateway.api.resume import ReplayFilter, StreamPosition
 from baton.engine.core.messages import EngineOutput, FinishReason, TokenLogprobs
 
 PROMPT = list(range(20, 60))
@@ -114,11 +114,15 @@ async def test_events_have_ids_only_where_they_are_asked_for(start: Callable[...
         ("1.nonsense", STREAM, "invalid_event_id"),
         ("", STREAM, "invalid_event_id"),
         ("2.", STREAM, "invalid_event_id"),
-        (Position("id", 0, 1, (Mark(), Mark())).encode().decode(), STREAM, "invalid_event_id"),
-        (Position("no name", 0, 1, (Mark(),)).encode().decode(), STREAM, "invalid_event_id"),
-        (Position("id", 0, -1, (Mark(),)).encode().decode(), STREAM, "invalid_event_id"),
-        (Position("id", 0, 1, (Mark(-1),)).encode().decode(), STREAM, "invalid_event_id"),
-        (Position("id", 0, 1, (Mark(),)).encode().decode(), {"stream": True}, "not_resumable"),
+        (
+            StreamPosition("id", 0, 1, (ChoicePosition(), ChoicePosition())).encode().decode(),
+            STREAM,
+            "invalid_event_id",
+        ),
+        (StreamPosition("no name", 0, 1, (ChoicePosition(),)).encode().decode(), STREAM, "invalid_event_id"),
+        (StreamPosition("id", 0, -1, (ChoicePosition(),)).encode().decode(), STREAM, "invalid_event_id"),
+        (StreamPosition("id", 0, 1, (ChoicePosition(-1),)).encode().decode(), STREAM, "invalid_event_id"),
+        (StreamPosition("id", 0, 1, (ChoicePosition(),)).encode().decode(), {"stream": True}, "not_resumable"),
     ],
 )
 async def test_what_is_no_position_of_this_request_is_refused(
@@ -135,15 +139,15 @@ def test_an_output_is_cut_into_its_tokens() -> None:
         return EngineOutput(request_id="", token_ids=tokens, logprobs=logprobs, **fields)
 
     last = {"finish_reason": FinishReason.STOP, "stop_token_id": 5}
-    first, second, third = Retelling(Mark()).cut(output([3, 4, 5], num_cached_tokens=9, **last))
+    first, second, third = ReplayFilter(ChoicePosition()).cut(output([3, 4, 5], num_cached_tokens=9, **last))
     assert first == output([3], num_cached_tokens=9)
     assert second == output([4])
     assert third == output([5], **last)
     whole = output([5], num_cached_tokens=9, **last)
-    assert Retelling(Mark()).cut(whole) == [whole]
+    assert ReplayFilter(ChoicePosition()).cut(whole) == [whole]
 
 
 def test_a_checksum_does_not_depend_on_how_the_tokens_came() -> None:
-    whole = Mark().after([1, 2**32 - 1, 3], is_whole=True)
-    assert Mark().after([1], is_whole=False).after([2**32 - 1, 3], is_whole=True) == whole
-    assert Mark().after([1, 3, 2**32 - 1], is_whole=True) != whole
+    whole = ChoicePosition().after([1, 2**32 - 1, 3], is_whole=True)
+    assert ChoicePosition().after([1], is_whole=False).after([2**32 - 1, 3], is_whole=True) == whole
+    assert ChoicePosition().after([1, 3, 2**32 - 1], is_whole=True) != whole

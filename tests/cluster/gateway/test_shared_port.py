@@ -13,7 +13,7 @@ from gateway_service import Service
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
-from baton.cluster.gateway.drain import Drain
+from baton.cluster.gateway.middleware import Drain
 from baton.cluster.ingress.server import HttpServer, listen
 
 pytestmark = pytest.mark.timeout(60)

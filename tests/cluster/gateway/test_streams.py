@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from baton.cluster.gateway.api.streams import ClientGone, merge, until_gone
+from baton.cluster.gateway.api.streams import ClientDisconnected, merge_streams, run_until_disconnect
 
 
 class Source:
@@ -29,7 +29,7 @@ class Source:
 
 async def test_items_that_are_there_come_together_with_their_index() -> None:
     sources = [Source() for _ in range(3)]
-    merged = merge([source.items() for source in sources])
+    merged = merge_streams([source.items() for source in sources])
     for index, source in enumerate(sources):
         source.queue.put_nowait(index * 10)
     await asyncio.sleep(0)
@@ -42,7 +42,7 @@ async def test_items_that_are_there_come_together_with_their_index() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 async def test_an_error_of_one_closes_all(count: int) -> None:
     sources = [Source() for _ in range(count)]
-    merged = merge([source.items() for source in sources])
+    merged = merge_streams([source.items() for source in sources])
     sources[0].queue.put_nowait(ValueError("broken"))
     with pytest.raises(ValueError, match="broken"):
         await anext(merged)
@@ -52,7 +52,7 @@ async def test_an_error_of_one_closes_all(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 async def test_closing_closes_all(count: int) -> None:
     sources = [Source() for _ in range(count)]
-    merged = merge([source.items() for source in sources])
+    merged = merge_streams([source.items() for source in sources])
     sources[0].queue.put_nowait(1)
     await anext(merged)
     await merged.aclose()
@@ -75,8 +75,8 @@ async def test_work_is_cancelled_and_cleaned_up_when_the_client_leaves() -> None
             await asyncio.sleep(0)
             cleaned.set()
 
-    with pytest.raises(ClientGone):
-        await until_gone(receive, work())
+    with pytest.raises(ClientDisconnected):
+        await run_until_disconnect(receive, work())
     assert cleaned.is_set()
 
 
@@ -87,4 +87,4 @@ async def test_a_timeout_around_it_is_not_taken_for_a_client_that_left() -> None
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await until_gone(receive, asyncio.sleep(60))
+            await run_until_disconnect(receive, asyncio.sleep(60))

@@ -12,8 +12,8 @@ import msgspec
 from ..errors import bad_request, model_not_found
 from ..model import ServedModel
 from ..settings import GatewaySettings
-from .body import parse_object
-from .job import Prepared
+from .job import PreparedRequest
+from .json_body import parse_object
 from .limits import check_sizes
 from .parsing import parse_request
 from .prepare import Preparer
@@ -27,7 +27,7 @@ from .protocol import (
 from .responses import parse_response, prepare_response
 
 
-class Kind(enum.StrEnum):
+class RequestKind(enum.StrEnum):
     """What a body asks for."""
 
     COMPLETION = "completion"
@@ -38,35 +38,35 @@ class Kind(enum.StrEnum):
 
     @property
     def generates(self) -> bool:
-        return self not in (Kind.TOKENIZE, Kind.DETOKENIZE)
+        return self not in (RequestKind.TOKENIZE, RequestKind.DETOKENIZE)
 
 
 class BodyReader:
     """Reads bodies of requests to one model. Its methods raise `ApiError` that names the field."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
-        """`in_event_loop`: raises `TooMuchForTheLoop` for what would hold it up."""
+        """`in_event_loop`: raises `TooLargeForEventLoop` for what would hold it up."""
         preparer = self._preparer = Preparer(model, settings, in_event_loop=in_event_loop)
         self._model = model
-        self._parsers: dict[Kind, Callable[[dict[str, Any]], Any]] = {
-            Kind.COMPLETION: partial(parse_request, CompletionRequest),
-            Kind.CHAT: partial(parse_request, ChatRequest),
-            Kind.RESPONSE: parse_response,
+        self._parsers: dict[RequestKind, Callable[[dict[str, Any]], Any]] = {
+            RequestKind.COMPLETION: partial(parse_request, CompletionRequest),
+            RequestKind.CHAT: partial(parse_request, ChatRequest),
+            RequestKind.RESPONSE: parse_response,
         }
-        self._preparers: dict[Kind, Callable[[Any, str], Awaitable[Prepared]]] = {
-            Kind.COMPLETION: preparer.completion,
-            Kind.CHAT: preparer.chat,
-            Kind.RESPONSE: partial(prepare_response, preparer),
+        self._preparers: dict[RequestKind, Callable[[Any, str], Awaitable[PreparedRequest]]] = {
+            RequestKind.COMPLETION: preparer.completion,
+            RequestKind.CHAT: preparer.chat,
+            RequestKind.RESPONSE: partial(prepare_response, preparer),
         }
-        self._answers = {Kind.TOKENIZE: self._tokenize, Kind.DETOKENIZE: self._detokenize}
+        self._answers = {RequestKind.TOKENIZE: self._tokenize, RequestKind.DETOKENIZE: self._detokenize}
 
-    async def prepare(self, kind: Kind, text: bytes, circle: str) -> Prepared:
-        """Prepare a generation. `circle`: of those who may find prefixes that this client leaves; "": everyone."""
+    async def prepare(self, kind: RequestKind, text: bytes, key_salt: str) -> PreparedRequest:
+        """Prepare a generation. `key_salt`: of those who may find prefixes that this client leaves; "": everyone."""
         data = parse_object(text)
         check_sizes(data, self._model.max_model_len)
-        return await self._preparers[kind](self._parsers[kind](data), circle)
+        return await self._preparers[kind](self._parsers[kind](data), key_salt)
 
-    async def answer(self, kind: Kind, text: bytes) -> bytes:
+    async def answer(self, kind: RequestKind, text: bytes) -> bytes:
         """Return the whole answer, JSON, of a kind that generates nothing."""
         data = parse_object(text)
         check_sizes(data, self._model.max_model_len)

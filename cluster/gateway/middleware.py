@@ -14,9 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.cluster import logs
 
-from .drain import Drain
+from .api_keys import ApiKeys, Caller
 from .errors import CLIENT_CLOSED_REQUEST, ApiError, excerpt, internal, invalid_api_key
-from .keys import ApiKeys, Client
 from .metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = ("/health", "/live", "/metrics")  # probes and scrapers have no key
 REQUEST_ID = "baton.request_id"  # its key in the scope
-CLIENT = "baton.client"
+CALLER = "baton.caller"
 FAILURE = "baton.failure"  # the error that it was answered with
 REFUSED = "baton.refused"  # the status that the HTTP server has answered with, where a body did not arrive
 
@@ -34,12 +33,27 @@ def request_id_of(scope: Scope) -> str:
     return scope[REQUEST_ID]
 
 
-def client_of(scope: Scope) -> Client:
+def caller_of(scope: Scope) -> Caller:
     """Return what the client's API key says about it."""
-    return scope[CLIENT]
+    return scope[CALLER]
 
 
-class Edge:
+class Drain:
+    """SERVING ──begin──> DRAINING
+
+    While it drains, `/health` says 503 and every answer closes its connection, but requests are taken as before:
+    a balancer sends some until its next check. Closing the port afterwards is the HTTP server's part.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+    def begin(self) -> None:
+        """Beginning twice changes nothing."""
+        self.has_begun = True
+
+
+class RequestMiddleware:
     """ASGI middleware; streams pass through it untouched."""
 
     def __init__(
@@ -71,7 +85,7 @@ class Edge:
             await send(message)
 
         try:
-            scope[CLIENT] = self._client(scope["path"], headers)
+            scope[CALLER] = self._authenticate(scope["path"], headers)
             await self._app(scope, receive, send_marked)
         except ApiError as error:
             scope[FAILURE] = error
@@ -91,14 +105,14 @@ class Edge:
             if scope["path"] not in OPEN_PATHS:  # a balancer's probe that fails is asked again every second
                 tell_failure(scope, status, time.monotonic() - began_s)
 
-    def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
-        if self._keys.everyone or path in OPEN_PATHS:
-            return self._keys.anyone
+    def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> Caller:
+        if self._keys.is_open or path in OPEN_PATHS:
+            return self._keys.anonymous
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        client = self._keys.client(key.strip())
-        if scheme.lower() != b"bearer" or client is None:
+        caller = self._keys.caller(key.strip())
+        if scheme.lower() != b"bearer" or caller is None:
             raise invalid_api_key()
-        return client
+        return caller
 
 
 def tell_failure(scope: Scope, status: int, took_s: float) -> None:

@@ -18,13 +18,13 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from ..api_keys import cache_salt_of_key
 from ..bodies.body import Body, read_body
 from ..bodies.budget import Reservation
-from ..bodies.reading import Bodies
-from ..edge import FAILURE, REFUSED, client_of, request_id_of
-from ..errors import CLIENT_CLOSED_REQUEST, ApiError, draining, internal, priority_not_allowed
-from ..keys import circle_of
+from ..bodies.service import BodyService
+from ..errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, draining, internal, priority_not_allowed
 from ..metrics import GatewayMetrics
+from ..middleware import FAILURE, REFUSED, caller_of, request_id_of
 from ..model import ServedModel
 from ..routing.ranks import PIN_HEADER, pinned_rank, reachable
 from ..serving.admission import AdmissionControl
@@ -33,22 +33,21 @@ from ..serving.dispatcher import Dispatcher
 from ..serving.sequence import ServedSequence
 from ..serving.timeline import Stamp, Timeline
 from ..settings import GatewaySettings
-from ..spans import Spans
-from .answer import Answer
-from .assembly import Delta, SequenceText
-from .job import Job, Prepared
-from .patience import Patience
-from .reader import Kind
-from .render import Renderer
-from .resume import LAST_EVENT_ID_HEADER, Position, Trail
-from .sessions import SESSION_HEADER, session_id_of
-from .streams import ClientGone, merge, until_gone
+from ..tracing import RequestSpans
+from .body_reader import RequestKind
+from .deadlines import RequestDeadlines
+from .detokenize import ChoiceDelta, SequenceDetokenizer
+from .job import GenerationJob, PreparedRequest
+from .renderer import Renderer
+from .response_writer import ResponseWriter
+from .resume import LAST_EVENT_ID_HEADER, ResumableStream, StreamPosition
+from .streams import ClientDisconnected, merge_streams, run_until_disconnect
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Gateway:
+class GatewayServices:
     """What every request needs."""
 
     model: ServedModel
@@ -56,28 +55,28 @@ class Gateway:
     metrics: GatewayMetrics
     admission: AdmissionControl
     dispatcher: Dispatcher
-    bodies: Bodies
-    spans: Spans | None  # where somebody collects them
+    bodies: BodyService
+    spans: RequestSpans | None  # where somebody collects them
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RequestContext:
     """What is known of a request beside its body."""
 
     request_id: str
     rank: int | None  # the engine that the client wishes
     session_id: str | None
     started_s: float  # by `time.monotonic`
-    patience: Patience
+    patience: RequestDeadlines
     last_event_id: str | None
-    circle: str  # of those who may find prefixes that this client has left; "": everyone
+    key_salt: str  # of those who may find prefixes that this client has left; "": everyone
     min_priority: int  # that this client may ask for
 
 
 class GenerationEndpoint:
     """An ASGI app rather than a handler function: it must notice a client that leaves while it waits for tokens."""
 
-    def __init__(self, gateway: Gateway, kind: Kind, renderer: Callable[..., Renderer]) -> None:
+    def __init__(self, gateway: GatewayServices, kind: RequestKind, renderer: Callable[..., Renderer]) -> None:
         """`kind` and `renderer` are what tells one endpoint from the others."""
         self._gateway = gateway
         self._kind = kind
@@ -85,28 +84,28 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        with gateway.admission.place(client_of(scope).key), gateway.metrics.inflight.track_inprogress():
-            await self._serve(scope, receive, Answer(send))
+        with gateway.admission.place(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
+            await self._serve(scope, receive, ResponseWriter(send))
 
-    async def _serve(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, answer: ResponseWriter) -> None:
         gateway = self._gateway
         limits, metrics = gateway.settings, gateway.metrics
         started_s = time.monotonic()
         http = Request(scope, receive)
         try:
-            patience = Patience(limits, http.headers)
+            patience = RequestDeadlines(limits, http.headers)
             async with patience.limit():
                 with (
                     gateway.bodies.budget.reservation() as held,
                     await read_body(http, limits.max_body_bytes, held) as body,
                 ):
                     call = self._call(http, started_s, patience)
-                    await until_gone(receive, self._generate(call, body, held, answer))
+                    await run_until_disconnect(receive, self._generate(call, body, held, answer))
         except ApiError as error:
             await self._fail(scope, answer, error)
         except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
             await self._fail(scope, answer, draining())
-        except (ClientGone, ClientDisconnect):
+        except (ClientDisconnected, ClientDisconnect):
             if REFUSED not in scope:
                 metrics.disconnects.inc()
             await answer.fail(ApiError(scope.get(REFUSED, CLIENT_CLOSED_REQUEST), "The client closed its connection."))
@@ -116,20 +115,20 @@ class GenerationEndpoint:
         finally:
             self._ended(http, answer, started_s)
 
-    def _call(self, http: Request, started_s: float, patience: Patience) -> _Call:
+    def _call(self, http: Request, started_s: float, patience: RequestDeadlines) -> _RequestContext:
         gateway, scope = self._gateway, http.scope
-        return _Call(
+        return _RequestContext(
             request_id=request_id_of(scope),
             rank=pinned_rank(http.headers.get(PIN_HEADER), gateway.dispatcher.client),
             session_id=session_id_of(http.headers.get(SESSION_HEADER)),
             started_s=started_s,
             patience=patience,
             last_event_id=http.headers.get(LAST_EVENT_ID_HEADER),
-            circle=circle_of(client_of(scope).key) if gateway.settings.isolate_keys else "",
-            min_priority=client_of(scope).min_priority,
+            key_salt=cache_salt_of_key(caller_of(scope).key) if gateway.settings.isolate_keys else "",
+            min_priority=caller_of(scope).min_priority,
         )
 
-    def _ended(self, http: Request, answer: Answer, started_s: float) -> None:
+    def _ended(self, http: Request, answer: ResponseWriter, started_s: float) -> None:
         gateway, ended_s = self._gateway, time.monotonic()
         gateway.metrics.request_s.observe(ended_s - started_s)
         timelines = [sequence.timeline for sequence in answer.sequences]
@@ -144,7 +143,7 @@ class GenerationEndpoint:
             }
             gateway.spans.record(http.scope["path"], http.headers, what, started_s, ended_s, timelines)
 
-    async def _fail(self, scope: Scope, answer: Answer, error: ApiError) -> None:
+    async def _fail(self, scope: Scope, answer: ResponseWriter, error: ApiError) -> None:
         """Whoever may come again is told whether this time has cost anything."""
         scope[FAILURE] = error
         if answer.begun:
@@ -153,14 +152,14 @@ class GenerationEndpoint:
             error.gpu_time_spent = any(sequence.gpu_time_spent for sequence in answer.sequences)
         await answer.fail(error)
 
-    async def _generate(self, call: _Call, body: Body, held: Reservation, answer: Answer) -> None:
+    async def _generate(self, call: _RequestContext, body: Body, held: Reservation, answer: ResponseWriter) -> None:
         gateway = self._gateway
-        prepared = await gateway.bodies.prepare(self._kind, body, call.circle, held)
+        prepared = await gateway.bodies.prepare(self._kind, body, call.key_salt, held)
         if prepared.priority < call.min_priority:
             raise priority_not_allowed(prepared.priority, call.min_priority)
-        told = Position.known(call.last_event_id, is_resumable=prepared.is_resumable)
+        told = StreamPosition.from_event_id(call.last_event_id, is_resumable=prepared.is_resumable)
         job = self._job(prepared, call, told)
-        trail = Trail(job, told) if prepared.is_resumable else None
+        trail = ResumableStream(job, told) if prepared.is_resumable else None
         gateway.admission.check_engines(reachable(gateway.dispatcher.client, call.rank))
         gateway.metrics.prompt_tokens.inc(prepared.num_tokens)
         renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer, prepared.usage)
@@ -170,7 +169,7 @@ class GenerationEndpoint:
             for index, each in enumerate(answer.sequences)
         ]
         try:
-            async with aclosing(merge(choices)) as steps:
+            async with aclosing(merge_streams(choices)) as steps:
                 if prepared.streams:
                     await answer.write_events(renderer, steps, trail)
                 else:
@@ -179,16 +178,16 @@ class GenerationEndpoint:
             error.rename(prepared.names)  # an engine's refusal has the engine's
             raise
 
-    def _job(self, prepared: Prepared, call: _Call, told: Position | None) -> Job:
+    def _job(self, prepared: PreparedRequest, call: _RequestContext, told: StreamPosition | None) -> GenerationJob:
         """Return the work; the same as before where the client knows a part of the answer."""
         tokenizer = self._gateway.model.tokenizer
         if told is None:
-            return Job.of(prepared, call.request_id, tokenizer)
+            return GenerationJob.of(prepared, call.request_id, tokenizer)
         self._gateway.metrics.resumed.inc()
         prepared.sampling = msgspec.structs.replace(prepared.sampling, seed=told.seed)
-        return dataclasses.replace(Job.of(prepared, told.request_id, tokenizer), created=told.created)
+        return dataclasses.replace(GenerationJob.of(prepared, told.request_id, tokenizer), created=told.created)
 
-    def _sequences(self, job: Job, call: _Call) -> list[ServedSequence]:
+    def _sequences(self, job: GenerationJob, call: _RequestContext) -> list[ServedSequence]:
         """Return one for each choice. Choices of a prompt share the names of its blocks."""
         admitted_s, patience = time.monotonic(), call.patience
         return [
@@ -204,13 +203,20 @@ class GenerationEndpoint:
         ]
 
     async def _choice(
-        self, job: Job, index: int, served: ServedSequence, call: _Call, trail: Trail | None, *, tells_timeline: bool
-    ) -> AsyncGenerator[Delta, None]:
+        self,
+        job: GenerationJob,
+        index: int,
+        served: ServedSequence,
+        call: _RequestContext,
+        trail: ResumableStream | None,
+        *,
+        tells_timeline: bool,
+    ) -> AsyncGenerator[ChoiceDelta, None]:
         """What the engines generate for one choice, as text."""
         model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
-        text = SequenceText(model.tokenizer, sequence.prompt_token_ids, job.sampling, job.shown_token_ids)
+        text = SequenceDetokenizer(model.tokenizer, sequence.prompt_token_ids, job.sampling, job.shown_token_ids)
         retelling = None if trail is None else trail.retelling(index)
-        pace = _Pace(metrics, call, served.timeline)
+        pace = _TokenTimes(metrics, call, served.timeline)
         try:
             async with aclosing(served.outputs()) as outputs:
                 async for output in outputs:
@@ -227,17 +233,17 @@ class GenerationEndpoint:
             metrics.generation_tokens.inc(pace.num_tokens)
 
 
-class _Pace:
+class _TokenTimes:
     """When the tokens of one choice came."""
 
-    def __init__(self, metrics: GatewayMetrics, call: _Call, timeline: Timeline) -> None:
+    def __init__(self, metrics: GatewayMetrics, call: _RequestContext, timeline: Timeline) -> None:
         self.num_tokens = 0
         self._metrics = metrics
         self._call = call
         self._timeline = timeline
         self._last_s = 0.0
 
-    def note(self, delta: Delta) -> None:
+    def note(self, delta: ChoiceDelta) -> None:
         now_s = time.monotonic()
         if not self._last_s:
             self._call.patience.first_token()
@@ -250,3 +256,36 @@ class _Pace:
             self._timeline.note(Stamp.LAST_TOKEN, now_s)
         self._last_s = now_s
         self.num_tokens += delta.num_tokens
+
+
+SESSION_HEADER = "x-session-id"
+MAX_LENGTH = 256
+
+
+def session_id_of(header: str | None) -> str | None:
+    """None where the client names no session. Raises `ApiError` (400) for a name that is empty or too long."""
+    if header is None:
+        return None
+    session_id = header.strip()
+    if not 0 < len(session_id) <= MAX_LENGTH:
+        raise bad_request(SESSION_HEADER, f"{SESSION_HEADER!r} must have 1 to {MAX_LENGTH} characters.")
+    return session_id
+
+
+class TokenEndpoint:
+    """An ASGI app: it writes a long answer in pieces, none before its client has taken the one before."""
+
+    def __init__(self, bodies: BodyService, max_body_bytes: int, kind: RequestKind) -> None:
+        self._bodies, self._max_body_bytes, self._kind = bodies, max_body_bytes, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.budget.reservation() as held:
+            with await read_body(Request(scope, receive), self._max_body_bytes, held) as body:
+                answer = await self._bodies.answer(self._kind, body, held)
+            with answer:
+                length = str(answer.size).encode()
+                headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                for piece in answer.pieces():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})

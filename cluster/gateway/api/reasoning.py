@@ -10,60 +10,84 @@ Who reads an answer tells parts of its text, later than their tokens came and wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Literal
 
 from baton.engine.text import AnswerPart, Thought, Words
 
-from .assembly import Delta, TokenAt
+from ..errors import bad_request
+from .detokenize import ChoiceDelta, LocatedToken
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
+
+EFFORT = "reasoning_effort"
+THINKS = ("enable_thinking", "thinking")  # what templates call it that only know whether to think
+
+
+def effort_variables(effort: Effort | None, known: Collection[str]) -> dict[str, Any]:
+    """What the template is to be told; `known` are the variables that it reads.
+
+    Raises `ApiError` (400) for an effort that the template would not hear of. `none` always holds of a model that has
+    no thoughts.
+    """
+    if effort is None:
+        return {}
+    if EFFORT in known:
+        return {EFFORT: effort}
+    if effort == "none":
+        return {name: False for name in THINKS if name in known}
+    told = "whether it thinks at all" if any(name in known for name in THINKS) else "nothing of it"
+    message = f"{EFFORT!r} {effort!r} is not supported with this model: its chat template can be told {told}."
+    raise bad_request(EFFORT, message, "unsupported_parameter")
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Text that came together, and its tokens: one that is known, or those of a delta."""
 
     text: str
     num_tokens: int
-    token: TokenAt | None = None
+    token: LocatedToken | None = None
 
 
-def runs(delta: Delta, start: int, *, known: bool) -> Iterator[Run]:
+def token_runs(delta: ChoiceDelta, start: int, *, known: bool) -> Iterator[TokenRun]:
     """The delta's text, which begins at `start` (characters), cut where its tokens begin. Where it is not known where
     they do, each is taken to be as long as the others.
     """
     if not known:
         parts, tokens_each = max(1, delta.num_tokens), min(1, delta.num_tokens)
         cuts = [len(delta.text) * number // parts for number in range(parts + 1)]
-        yield from (Run(delta.text[begin:end], tokens_each) for begin, end in pairwise(cuts))
+        yield from (TokenRun(delta.text[begin:end], tokens_each) for begin, end in pairwise(cuts))
         return
     begins = [token.offset - start for token in delta.tokens]
     rest = delta.text[: begins[0]] if begins else delta.text  # of a token that has left before
     if rest:
-        yield Run(rest, 0)
+        yield TokenRun(rest, 0)
     for token, (begin, end) in zip(delta.tokens, pairwise([*begins, len(delta.text)]), strict=True):
-        yield Run(delta.text[begin:end], 1, token)
+        yield TokenRun(delta.text[begin:end], 1, token)
 
 
-class TokenShares:
+class TokenAttribution:
     """Of one answer."""
 
     def __init__(self) -> None:
-        self.thought_tokens = 0
+        self.num_reasoning_tokens = 0
         self._text = ""  # that no part has taken
         self._begin = 0  # of it
-        self._runs: deque[tuple[int, Run]] = deque()  # of it, with where they begin
+        self._runs: deque[tuple[int, TokenRun]] = deque()  # of it, with where they begin
         self._thinks = False
 
-    def push(self, run: Run) -> None:
+    def push(self, run: TokenRun) -> None:
         self._runs.append((self._begin + len(self._text), run))
         self._text += run.text
 
-    def take(self, parts: Sequence[AnswerPart]) -> list[list[TokenAt]]:
+    def take(self, parts: Sequence[AnswerPart]) -> list[list[LocatedToken]]:
         """What each of the parts that are told now has of the known tokens: only words have any."""
         return [self._take(part, is_last=number == len(parts)) for number, part in enumerate(parts, 1)]
 
-    def _take(self, part: AnswerPart, *, is_last: bool) -> list[TokenAt]:
+    def _take(self, part: AnswerPart, *, is_last: bool) -> list[LocatedToken]:
         if not isinstance(part, Thought | Words):
             self._thinks = False
             if is_last:  # it is not known how the model wrote a call
@@ -78,9 +102,9 @@ class TokenShares:
         own = self._pop(self._begin)
         is_thought = isinstance(part, Thought)
         if is_thought or self._thinks:
-            self.thought_tokens += sum(run.num_tokens for run in before)
+            self.num_reasoning_tokens += sum(run.num_tokens for run in before)
         if is_thought:
-            self.thought_tokens += sum(run.num_tokens for run in own)
+            self.num_reasoning_tokens += sum(run.num_tokens for run in own)
         self._thinks = is_thought
         return [] if is_thought else [run.token for run in own if run.token is not None]
 
@@ -88,8 +112,8 @@ class TokenShares:
         self._text = self._text[length:]
         self._begin += length
 
-    def _pop(self, end: int, *, whole: bool = False) -> list[Run]:
-        """The runs that begin before there; with `whole`, those that end there, too."""
+    def _pop(self, end: int, *, whole: bool = False) -> list[TokenRun]:
+        """The token_runs that begin before there; with `whole`, those that end there, too."""
         passed = []
         while self._runs and self._runs[0][0] < end:
             begin, run = self._runs[0]

@@ -11,47 +11,47 @@ from typing import Self
 
 import msgspec
 
-from ..api.job import Prepared
-from ..api.prepare import TooMuchForTheLoop
-from ..api.reader import BodyReader, Kind
+from ..api.body_reader import BodyReader, RequestKind
+from ..api.job import PreparedRequest
+from ..api.prepare import TooLargeForEventLoop
 from ..errors import ApiError
 from ..metrics import GatewayMetrics
 from ..model import ServedModel
 from ..settings import GatewaySettings
 from .body import Body
 from .budget import MemoryBudget, Reservation
-from .frames import TOKEN_BYTES, Answered, Order, PreparedTokens, read_file, unpack_tokens
-from .processes import BodyProcesses
-from .structure import PIECE_BYTES
+from .json_structure import PIECE_BYTES
+from .messages import TOKEN_BYTES, AnswerReply, PreparedReply, ReadOrder, read_file, unpack_tokens
+from .process_pool import BodyProcessPool
 
 TOKENS_AT_ONCE = 64 << 10  # made into numbers before others have their turn
-_decode = msgspec.msgpack.Decoder(Prepared).decode
+_decode = msgspec.msgpack.Decoder(PreparedRequest).decode
 
 
-class Bodies:
+class BodyService:
     """What endpoints ask for bodies. All methods raise `ApiError`."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self.budget = MemoryBudget(settings.request_memory_bytes)
-        self.processes = BodyProcesses(model, settings.max_choices, settings.body_processes, metrics)
+        self.processes = BodyProcessPool(model, settings.max_choices, settings.body_processes, metrics)
         self._reader = BodyReader(model, settings)
         metrics.watch_memory(lambda: self.budget.held_bytes)
 
-    async def prepare(self, kind: Kind, body: Body, circle: str, held: Reservation) -> Prepared:
-        """Prepare a generation, and hold its prompts in place of the body. `circle`: see `Preparer`."""
-        prepared = await self._prepare(kind, body, circle)
+    async def prepare(self, kind: RequestKind, body: Body, key_salt: str, held: Reservation) -> PreparedRequest:
+        """Prepare a generation, and hold its prompts in place of the body. `key_salt`: see `Preparer`."""
+        prepared = await self._prepare(kind, body, key_salt)
         body.close()
         held.hold_prompts(prepared.num_tokens)
         return prepared
 
-    async def answer(self, kind: Kind, body: Body, held: Reservation) -> TextAnswer:
+    async def answer(self, kind: RequestKind, body: Body, held: Reservation) -> TextAnswer:
         """Return the whole answer of a kind that generates nothing, and hold it in place of the body."""
         text = body.small_text()
         if text is not None:
-            with contextlib.suppress(TooMuchForTheLoop):
+            with contextlib.suppress(TooLargeForEventLoop):
                 return self._held(TextAnswer(await self._reader.answer(kind, text)), held)
-        reply, file = await self.processes.read(Order(kind, ""), body.file())
-        assert isinstance(reply, Answered)
+        reply, file = await self.processes.read(ReadOrder(kind, ""), body.file())
+        assert isinstance(reply, AnswerReply)
         return self._held(TextAnswer(size=reply.num_bytes, file=file), held)
 
     def _held(self, answer: TextAnswer, held: Reservation) -> TextAnswer:
@@ -62,14 +62,14 @@ class Bodies:
             raise
         return answer
 
-    async def _prepare(self, kind: Kind, body: Body, circle: str) -> Prepared:
+    async def _prepare(self, kind: RequestKind, body: Body, key_salt: str) -> PreparedRequest:
         text = body.small_text()
         if text is not None:
-            with contextlib.suppress(TooMuchForTheLoop):
-                return await self._reader.prepare(kind, text, circle)
-        reply, file = await self.processes.read(Order(kind, circle), body.file())
+            with contextlib.suppress(TooLargeForEventLoop):
+                return await self._reader.prepare(kind, text, key_salt)
+        reply, file = await self.processes.read(ReadOrder(kind, key_salt), body.file())
         try:
-            assert isinstance(reply, PreparedTokens)
+            assert isinstance(reply, PreparedReply)
             return await _read_prepared(reply, file)
         finally:
             os.close(file)
@@ -101,7 +101,7 @@ class TextAnswer:
             self._file, self.size = None, 0
 
 
-async def _read_prepared(reply: PreparedTokens, file: int) -> Prepared:
+async def _read_prepared(reply: PreparedReply, file: int) -> PreparedRequest:
     """Read what a process has prepared, in pieces: a million tokens become numbers in tens of milliseconds."""
     prepared = _decode(read_file(file, reply.num_bytes))
     at = reply.num_bytes

@@ -10,11 +10,11 @@ from starlette.types import Send
 
 from ..errors import ApiError
 from ..serving.sequence import ServedSequence
-from .assembly import Delta
-from .render import Renderer
-from .resume import Trail
+from .detokenize import ChoiceDelta
+from .renderer import Renderer
+from .resume import ResumableStream
 
-Steps = AsyncGenerator[list[tuple[int, Delta]], None]
+Steps = AsyncGenerator[list[tuple[int, ChoiceDelta]], None]
 
 INLINE_LOGPROBS = 64  # tokens with log probabilities that are written in the event loop
 JSON_HEADERS = {"content-type": "application/json"}
@@ -25,7 +25,7 @@ STREAM_HEADERS = {
 }
 
 
-class Answer:
+class ResponseWriter:
     """The HTTP response of one request."""
 
     def __init__(self, send: Send) -> None:
@@ -46,7 +46,7 @@ class Answer:
     async def write(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def write_events(self, renderer: Renderer, steps: Steps, trail: Trail | None) -> None:
+    async def write_events(self, renderer: Renderer, steps: Steps, trail: ResumableStream | None) -> None:
         self._streaming = renderer
         event = renderer.event if trail is None else partial(trail.event, renderer)
         async for step in steps:
@@ -60,7 +60,7 @@ class Answer:
         await self.write(renderer.end(), more=False)
 
     async def write_whole(self, renderer: Renderer, steps: Steps) -> None:
-        choices: list[list[Delta]] = [[] for _ in self.sequences]
+        choices: list[list[ChoiceDelta]] = [[] for _ in self.sequences]
         async for step in steps:
             for index, delta in step:
                 choices[index].append(delta)
@@ -85,7 +85,7 @@ class Answer:
         await self.write(body, more=False)
 
 
-def _num_logprobs(step: Iterable[tuple[int, Delta]]) -> int:
+def _num_logprobs(step: Iterable[tuple[int, ChoiceDelta]]) -> int:
     """Return how many tokens are told with log probabilities: those take ten times as long to write as text."""
     return sum(len(delta.tokens) + len(delta.prompt_logprobs or ()) for _, delta in step)
 

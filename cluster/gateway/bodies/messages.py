@@ -1,7 +1,7 @@
 """Messages between a gateway and a process that reads large bodies: one packet each, with a file in memory beside it.
 
-Setup (file: the tokenizer) ──> Ready
-Order (file: the body) ──> Refused | Answered (file: JSON) | PreparedTokens (file: `Prepared`, tokens)
+ReaderSetup (file: the tokenizer) ──> ReadyReply
+ReadOrder (file: the body) ──> RefusalReply | AnswerReply (file: JSON) | PreparedReply (file: `PreparedRequest`, tokens)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKEN_TYPE = "I"  # of four bytes
 TOKEN_BYTES = 4
 
 
-class Setup(msgspec.Struct, frozen=True):
+class ReaderSetup(msgspec.Struct, frozen=True):
     """All that reading a body depends on, beside the tokenizer."""
 
     model_id: str
@@ -37,18 +37,18 @@ class Setup(msgspec.Struct, frozen=True):
         return GatewaySettings(max_choices=self.max_choices)
 
 
-class Ready(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+class ReadyReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
     """The process takes orders."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class ReadOrder(msgspec.Struct, frozen=True):
     """A body to be read."""
 
     kind: str
-    circle: str  # of those who may find prefixes that this client leaves
+    key_salt: str  # of those who may find prefixes that this client leaves
 
 
-class Refused(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+class RefusalReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
     """An `ApiError`."""
 
     status: int
@@ -59,7 +59,7 @@ class Refused(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
     headers: dict[str, str]
 
     @classmethod
-    def of(cls, error: ApiError) -> Refused:
+    def of(cls, error: ApiError) -> RefusalReply:
         return cls(error.status, error.message, error.type, error.param, error.code, error.headers)
 
     def error(self) -> ApiError:
@@ -68,24 +68,24 @@ class Refused(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
         )
 
 
-class Answered(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+class AnswerReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
     """The file holds the answer."""
 
     num_bytes: int
 
 
-class PreparedTokens(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """The file holds a `Prepared` without its prompts, how many tokens each prompt has, and all their tokens."""
+class PreparedReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
+    """The file holds a `PreparedRequest` without its prompts, how many tokens each prompt has, and all their tokens."""
 
-    num_bytes: int  # of the `Prepared`
+    num_bytes: int  # of the `PreparedRequest`
     num_prompts: int
 
 
-Reply = Ready | Refused | Answered | PreparedTokens
+Reply = ReadyReply | RefusalReply | AnswerReply | PreparedReply
 T = TypeVar("T")
 
 
-class Gone(Exception):
+class PeerClosed(Exception):
     """The other side has ended."""
 
 
@@ -95,10 +95,10 @@ def send(channel: socket.socket, message: msgspec.Struct, file: int | None = Non
 
 
 def receive(channel: socket.socket, kind: Any) -> tuple[Any, int]:
-    """Return a message and the file beside it, which is the caller's to close; -1: none. Raises `Gone`."""
+    """Return a message and the file beside it, which is the caller's to close; -1: none. Raises `PeerClosed`."""
     packet, files, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not packet:
-        raise Gone
+        raise PeerClosed
     return msgspec.msgpack.decode(packet, type=kind), files[0] if files else -1
 
 

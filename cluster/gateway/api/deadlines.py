@@ -24,7 +24,7 @@ FIRST_TOKEN_HEADER = "first-token-timeout-ms"
 MOST_MS = 10**9 - 1
 
 
-class Patience:
+class RequestDeadlines:
     """Of one request, from its construction on. Raises `ApiError` (400) for a header that is no time."""
 
     def __init__(self, settings: GatewaySettings, headers: Mapping[str, str]) -> None:

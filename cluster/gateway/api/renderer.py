@@ -10,8 +10,8 @@ from msgspec import UNSET, UnsetType
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
-from .assembly import Delta
-from .job import Job, UsageOptions
+from .detokenize import ChoiceDelta
+from .job import GenerationJob, UsageOptions
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct):
 class Renderer(Protocol):
     """One answer's JSON. Call either `event` for each delta and `end`, or `whole`."""
 
-    def event(self, index: int, delta: Delta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
         """Server-sent events for what one choice gained; empty where a client would see no difference. The last one has
         the id, where one is given.
         """
@@ -44,20 +44,20 @@ class Renderer(Protocol):
         """The last event, in place of `end`, of a stream that something happened to."""
         ...
 
-    def whole(self, choices: list[list[Delta]]) -> bytes: ...
+    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes: ...
 
 
-class Tally:
+class UsageCounter:
     """Counts an answer's tokens. A prompt counts once, however many choices it has."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerationJob) -> None:
         self._n = job.sampling.n
         self._prompt_tokens = sum(map(len, job.prompts))
         self._cached_tokens = 0
         self._completion_tokens = 0
         self._timelines: dict[int, TimelineReport] = {}  # by choice
 
-    def add(self, index: int, delta: Delta) -> None:
+    def add(self, index: int, delta: ChoiceDelta) -> None:
         self._completion_tokens += delta.num_tokens
         if index % self._n == 0:
             self._cached_tokens += delta.num_cached_tokens
@@ -99,11 +99,11 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
-def join(deltas: Iterable[Delta]) -> Delta:
+def join(deltas: Iterable[ChoiceDelta]) -> ChoiceDelta:
     """A choice's deltas as one."""
     deltas = list(deltas)
     first, last = deltas[0], deltas[-1]
-    return Delta(
+    return ChoiceDelta(
         text="".join(delta.text for delta in deltas),
         tokens=[token for delta in deltas for token in delta.tokens],
         num_tokens=sum(delta.num_tokens for delta in deltas),

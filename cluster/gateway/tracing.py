@@ -35,11 +35,11 @@ OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 EXTRAS = {"otlp_proto_http": "tracing", "otlp_proto_grpc": "tracing-grpc"}  # of this package, that bring them
 
 
-class NoExporter(RuntimeError):
+class TraceExporterError(RuntimeError):
     """The environment asks for traces, and nothing here can send them so. The message says what to change."""
 
 
-class Spans:
+class RequestSpans:
     """Of one gateway."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -49,7 +49,7 @@ class Spans:
 
     @classmethod
     def from_environment(cls, gateway_id: str) -> Self | None:
-        """None where no exporter is named. Raises `NoExporter` where it is not installed, or does not start."""
+        """None where no exporter is named. Raises `TraceExporterError` where it is not installed, or does not start."""
         name = os.environ.get(EXPORTER, "none")
         if name in ("", "none"):
             return None
@@ -114,13 +114,13 @@ class Spans:
 
 
 def _exporter_entry(name: str) -> EntryPoint:
-    """Raises `NoExporter`."""
+    """Raises `TraceExporterError`."""
     if name == "otlp":
         name = _otlp_exporter()
     installed = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
     if name not in installed:
         extra = EXTRAS.get(name, "tracing")
-        raise NoExporter(
+        raise TraceExporterError(
             f"{EXPORTER} asks for {name!r}, and installed are {', '.join(sorted(installed))}: pip install "
             f"'baton[{extra}]' brings OTLP over {'gRPC' if extra == 'tracing-grpc' else 'HTTP'}; or unset it."
         )
@@ -128,21 +128,21 @@ def _exporter_entry(name: str) -> EntryPoint:
 
 
 def _sending(entry: EntryPoint) -> SpanProcessor:
-    """Raises `NoExporter`."""
+    """Raises `TraceExporterError`."""
     try:
         return BatchSpanProcessor(entry.load()())
     except Exception as error:  # what exporters raise for the variables that they read has no common type
-        raise NoExporter(
+        raise TraceExporterError(
             f"{EXPORTER} asks for {entry.name!r}, which does not start ({type(error).__name__}: {error}): look at the "
             "other variables OTEL_EXPORTER_* and OTEL_BSP_*, or unset it."
         ) from error
 
 
 def _otlp_exporter() -> str:
-    """Raises `NoExporter` for a protocol that is none of OTLP's. An empty variable is as good as none."""
+    """Raises `TraceExporterError` for a protocol that is none of OTLP's. An empty variable is as good as none."""
     variable, protocol = next(((each, os.environ[each]) for each in OTLP_PROTOCOLS if os.environ.get(each)), ("", ""))
     if variable and protocol not in OTLP_EXPORTERS:
-        raise NoExporter(f"{variable} is {protocol!r}; it can be one of {', '.join(OTLP_EXPORTERS)}.")
+        raise TraceExporterError(f"{variable} is {protocol!r}; it can be one of {', '.join(OTLP_EXPORTERS)}.")
     return OTLP_EXPORTERS[protocol or "http/protobuf"]
 
 

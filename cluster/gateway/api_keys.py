@@ -39,7 +39,7 @@ class KeyRights:
 
 
 @dataclass(frozen=True)
-class Client:
+class Caller:
     """What a gateway knows about the sender of a request."""
 
     key: bytes | None  # a digest of its API key; None where no key is asked for
@@ -75,7 +75,7 @@ def _rights(words: list[str]) -> KeyRights:
         return KeyRights()
     given = re.fullmatch(r"min_priority=(-?[0-9]{1,10})", words[0])
     if given is None or len(words) > 1:
-        raise ValueError("must be printable ASCII without blanks; behind it only min_priority=N may follow")
+        raise ValueError("must be printable ASCII without blanks; behind it object_of_type min_priority=N may follow")
     if not LOWEST_PRIORITY <= int(given[1]) <= 0:
         raise ValueError(f"may have a min_priority from {LOWEST_PRIORITY} to 0")
     return KeyRights(int(given[1]))
@@ -100,16 +100,16 @@ class ApiKeys:
         self._rights = self._read()  # by digest of the key
 
     @property
-    def everyone(self) -> bool:
+    def is_open(self) -> bool:
         """Whether no key is asked for."""
         return not self._rights
 
     @property
-    def anyone(self) -> Client:
+    def anonymous(self) -> Caller:
         """A client that sends no key, where none is asked for."""
-        return Client(None, self._min_priority)
+        return Caller(None, self._min_priority)
 
-    def client(self, key: bytes) -> Client | None:
+    def caller(self, key: bytes) -> Caller | None:
         """The client with this key; None where the key does not open."""
         self._look()
         given = _digest(key)
@@ -118,7 +118,7 @@ class ApiKeys:
         if not matches:
             return None
         own = matches[0].min_priority
-        return Client(given, self._min_priority if own is None else own)
+        return Caller(given, self._min_priority if own is None else own)
 
     def _look(self) -> None:
         """One `stat` a second at most, while nothing is wrong."""
@@ -144,7 +144,7 @@ class ApiKeys:
         return {_digest(key.encode()): rights for key, rights in keys.items()}
 
 
-def circle_of(digest: bytes | None) -> str:
+def cache_salt_of_key(digest: bytes | None) -> str:
     """What requests with this key have in common, at every gateway. Not the digest: engines need not know that."""
     return "" if digest is None else hashlib.blake2b(digest, digest_size=16, person=b"baton circle").hexdigest()
 

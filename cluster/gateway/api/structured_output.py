@@ -12,10 +12,10 @@ from baton.engine.text import CallFormat, Grammar, Thoughts, behind_thoughts
 
 from ..errors import bad_request
 from .protocol import ChatRequest, GenerationRequest
-from .tools import CallRules
+from .tools import ToolCallRules
 
 
-def asked_shape(request: GenerationRequest) -> StructuredOutputsParams | None:
+def requested_constraint(request: GenerationRequest) -> StructuredOutputsParams | None:
     """Of words. Raises `ApiError` (400)."""
     wanted, asked = request.response_format, request.structured_outputs
     if wanted is not None and wanted.type != "text" and asked is not None:
@@ -30,17 +30,17 @@ def asked_shape(request: GenerationRequest) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
-def thoughts_before(asked: StructuredOutputsParams | None, thoughts: Thoughts) -> Thoughts:
+def reasoning_before(asked: StructuredOutputsParams | None, thoughts: Thoughts) -> Thoughts:
     """Whether the model may think before such an answer, where it would if it were free."""
     says_all = asked is not None and (asked.structural_tag is not None or asked.disable_any_whitespace)
     return Thoughts.NONE if says_all else thoughts
 
 
-def answer_shape(
+def answer_constraint(
     request: ChatRequest,
     asked: StructuredOutputsParams | None,
     form: CallFormat | None,
-    calls: CallRules | None,
+    calls: ToolCallRules | None,
     thoughts: Thoughts,
 ) -> StructuredOutputsParams | None:
     """Of a whole answer whose words must be what was `asked`: with calls that may or must come, in the model's form,

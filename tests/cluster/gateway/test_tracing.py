@@ -25,8 +25,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import spans
-from baton.cluster.gateway.spans import EXPORTER, OTLP_PROTOCOLS, NoExporter, Spans
+from baton.cluster.gateway import tracing
+from baton.cluster.gateway.tracing import EXPORTER, OTLP_PROTOCOLS, RequestSpans, TraceExporterError
 
 PROMPT = list(range(20, 60))
 FIELDS: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
@@ -40,7 +40,7 @@ class Collector:
         self._memory = InMemorySpanExporter()
         provider = TracerProvider(**options)
         provider.add_span_processor(SimpleSpanProcessor(self._memory))
-        self.spans = Spans(provider)
+        self.spans = RequestSpans(provider)
 
     def tree(self) -> tuple[ReadableSpan, list[ReadableSpan]]:
         """The only request, and its parts in order."""
@@ -140,7 +140,7 @@ async def test_a_dead_collector_costs_no_request_anything_and_does_not_keep_the_
 ) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(dead_collector, schedule_delay_millis=1))
-    told = Spans(provider)
+    told = RequestSpans(provider)
     service = start(Role.UNIFIED, spans=told)
     for _ in range(3):
         assert "choices" in await ask(service)
@@ -150,7 +150,7 @@ async def test_a_dead_collector_costs_no_request_anything_and_does_not_keep_the_
     ending.start()
     await asyncio.to_thread(ending.join, 20)
     assert not ending.is_alive(), "left to itself the processor waits for 30 s"
-    (record,) = [record for record in caplog.records if record.name == spans.__name__]
+    (record,) = [record for record in caplog.records if record.name == tracing.__name__]
     assert "they are lost" in record.getMessage()
 
 
@@ -159,7 +159,7 @@ def test_what_a_collector_takes_in_time_is_sent_at_the_end(
 ) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(dead_collector))
-    told = Spans(provider)
+    told = RequestSpans(provider)
     dead_collector.revived.set()
     told.record("/v1/completions", {}, {"http.response.status_code": 200}, 1.0, 2.0, [])
     told.close()
@@ -201,13 +201,13 @@ class TestEnvironment:
     def test_nothing_is_recorded_unless_somebody_asks(self, monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
         if name is not None:
             monkeypatch.setenv(EXPORTER, name)
-        assert Spans.from_environment("gateway-1") is None
+        assert RequestSpans.from_environment("gateway-1") is None
 
     def test_the_exporter_that_is_named_gets_them(self) -> None:
         environment = {EXPORTER: "console", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=here"}
         code = (
-            "from baton.cluster.gateway.spans import Spans\n"
-            "spans = Spans.from_environment('gateway-1')\n"
+            "from baton.cluster.gateway.tracing import RequestSpans\n"
+            "spans = RequestSpans.from_environment('gateway-1')\n"
             "spans.record('/v1/completions', {}, {'http.response.status_code': 200}, 1.0, 2.0, [])\n"
             "spans.close()"
         )
@@ -232,8 +232,8 @@ class TestEnvironment:
     ) -> None:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(NoExporter) as refusal:
-            Spans.from_environment("gateway-1")
+        with pytest.raises(TraceExporterError) as refusal:
+            RequestSpans.from_environment("gateway-1")
         assert not [word for word in words if word not in str(refusal.value)]
 
     @pytest.mark.parametrize(
@@ -243,12 +243,12 @@ class TestEnvironment:
     def test_a_protocol_whose_exporter_is_missing_names_what_brings_it(
         self, monkeypatch: pytest.MonkeyPatch, protocol: str | None, extra: str
     ) -> None:
-        monkeypatch.setattr(spans, "entry_points", lambda group: ())
+        monkeypatch.setattr(tracing, "entry_points", lambda group: ())
         monkeypatch.setenv(EXPORTER, "otlp")
         if protocol is not None:
             monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
-        with pytest.raises(NoExporter, match=re.escape(f"'baton[{extra}]'")):
-            Spans.from_environment("gateway-1")
+        with pytest.raises(TraceExporterError, match=re.escape(f"'baton[{extra}]'")):
+            RequestSpans.from_environment("gateway-1")
 
     @pytest.mark.skipif(not is_installed("otlp_proto_grpc"), reason="needs baton[tracing-grpc]")
     @pytest.mark.parametrize("variable", OTLP_PROTOCOLS)
@@ -260,7 +260,7 @@ class TestEnvironment:
             monkeypatch.setenv(variable, "grpc")
             monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
             monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=here")
-            told = Spans.from_environment("gateway-1")
+            told = RequestSpans.from_environment("gateway-1")
             assert told is not None
             caller = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
             told.record("/v1/completions", caller, {"http.response.status_code": 200}, 1.0, 2.0, [])

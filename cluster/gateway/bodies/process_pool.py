@@ -7,6 +7,8 @@ IDLE ──order──> BUSY ──reply──> IDLE
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 import os
 import signal
@@ -18,8 +20,18 @@ from typing import Any, Protocol
 
 from ..errors import internal, readers_full, too_expensive
 from ..model import ServedModel
-from .frames import Answered, Gone, Order, PreparedTokens, Ready, Refused, Reply, Setup, receive, send
-from .queue import ReadingQueue
+from .messages import (
+    AnswerReply,
+    PeerClosed,
+    PreparedReply,
+    ReaderSetup,
+    ReadOrder,
+    ReadyReply,
+    RefusalReply,
+    Reply,
+    receive,
+    send,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,31 +42,31 @@ MAX_WAITING = 256  # orders, for each process
 RETRY_S = 2.0
 
 
-class Counters(Protocol):
+class OutcomeCounter(Protocol):
     """Where it is counted how reading ended."""
 
     def body_read(self, outcome: str) -> None: ...
 
 
-class BodyProcesses:
+class BodyProcessPool:
     """Reads bodies elsewhere. Start it on the loop that uses it; `close` ends the processes."""
 
-    def __init__(self, model: ServedModel, max_choices: int, num_processes: int, counters: Counters) -> None:
+    def __init__(self, model: ServedModel, max_choices: int, num_processes: int, counters: OutcomeCounter) -> None:
         self._model, self._max_choices, self._counters = model, max_choices, counters
         self._most_waiting = MAX_WAITING * num_processes
-        self._processes = [_Process(self._setup, self._tokenizer) for _ in range(num_processes)]
-        self._queue = ReadingQueue(num_processes)
+        self._processes = [_BodyProcess(self._setup, self._tokenizer) for _ in range(num_processes)]
+        self._queue = SmallestFirstQueue(num_processes)
         self._tokenizer_file: int | None = None
         self._exchanges: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Start one process, and return when it is ready: a large body need not wait for that. Others start at need.
 
-        Raises `CannotStart`.
+        Raises `ProcessCannotStart`.
         """
         await self._processes[0].started()
 
-    async def read(self, order: Order, body: int) -> tuple[Answered | PreparedTokens, int]:
+    async def read(self, order: ReadOrder, body: int) -> tuple[AnswerReply | PreparedReply, int]:
         """Return what the body in this file becomes, with a file that is the caller's to close.
 
         Raises `ApiError`: of the body; 400 where it takes too much time or memory; 503 where many wait already.
@@ -81,22 +93,24 @@ class BodyProcesses:
             os.close(self._tokenizer_file)
             self._tokenizer_file = None
 
-    async def _exchange(self, number: int, order: Order, body: int, size: int) -> tuple[Answered | PreparedTokens, int]:
+    async def _exchange(
+        self, number: int, order: ReadOrder, body: int, size: int
+    ) -> tuple[AnswerReply | PreparedReply, int]:
         outcome = "broken"
         try:
             reply, file = await self._processes[number].carry_out(order, body)
-            outcome = "refused" if isinstance(reply, Refused) else "read"
-            if isinstance(reply, Refused):
+            outcome = "refused" if isinstance(reply, RefusalReply) else "read"
+            if isinstance(reply, RefusalReply):
                 os.close(file)
                 raise reply.error()
             return reply, file
-        except TooSlow:
+        except BodyTooSlow:
             outcome = "too_slow"
             raise too_expensive(f"takes longer than {TIMEOUT_S} s of a processor to be read") from None
-        except Broken as error:
+        except ProcessBroken as error:
             logger.error("reading a large body: %s", error)
             raise too_expensive("breaks what reads it, or needs more memory than one request may have") from None
-        except CannotStart as error:
+        except ProcessCannotStart as error:
             logger.error("reading a large body: %s", error)
             raise internal("The gateway cannot read large bodies.") from None
         finally:
@@ -104,9 +118,9 @@ class BodyProcesses:
             self._counters.body_read(outcome)
             self._queue.put_back(number, size)
 
-    def _setup(self) -> Setup:
+    def _setup(self) -> ReaderSetup:
         model = self._model
-        return Setup(
+        return ReaderSetup(
             model.model_id,
             model.max_model_len,
             model.vocab_size,
@@ -126,29 +140,29 @@ class BodyProcesses:
         return self._tokenizer_file
 
 
-class TooSlow(Exception):
+class BodyTooSlow(Exception):
     """The process has ended itself: its order took too long."""
 
 
-class Broken(Exception):
+class ProcessBroken(Exception):
     """The process ended while it carried out an order."""
 
 
-class CannotStart(Exception):
+class ProcessCannotStart(Exception):
     """The process ended before it was ready."""
 
 
-class _Process:
+class _BodyProcess:
     """One process, or the one that replaced it."""
 
-    def __init__(self, setup: Callable[[], Setup], tokenizer: Callable[[], int]) -> None:
+    def __init__(self, setup: Callable[[], ReaderSetup], tokenizer: Callable[[], int]) -> None:
         self._make_setup, self._tokenizer = setup, tokenizer
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
 
     async def started(self) -> None:
-        """Return once it takes orders. Raises `CannotStart`."""
+        """Return once it takes orders. Raises `ProcessCannotStart`."""
         if self._process is not None and self._process.poll() is None and self._starting is None:
             return
         if self._starting is None:
@@ -160,19 +174,19 @@ class _Process:
             if self._starting is not None and self._starting.done():
                 self._starting = None
 
-    async def carry_out(self, order: Order, body: int) -> tuple[Refused | Answered | PreparedTokens, int]:
-        """Return the reply, and the file beside it. Raises `TooSlow`, `Broken`, `CannotStart`."""
+    async def carry_out(self, order: ReadOrder, body: int) -> tuple[RefusalReply | AnswerReply | PreparedReply, int]:
+        """Return the reply, and the file beside it. Raises `BodyTooSlow`, `ProcessBroken`, `ProcessCannotStart`."""
         await self.started()
         channel = self._channel
         assert channel is not None
         try:
             send(channel, order, body)
             reply, file = await _received(channel)
-        except (Gone, OSError):
+        except (PeerClosed, OSError):
             status = await self._status()
             if status in (-signal.SIGPROF, -signal.SIGALRM):
-                raise TooSlow from None
-            raise Broken(f"the process that reads large bodies ended with status {status}") from None
+                raise BodyTooSlow from None
+            raise ProcessBroken(f"the process that reads large bodies ended with status {status}") from None
         return reply, file
 
     def end(self) -> None:
@@ -202,10 +216,10 @@ class _Process:
         try:
             send(ours, self._make_setup(), self._tokenizer())
             reply, _ = await _received(ours)
-        except (Gone, OSError):
+        except (PeerClosed, OSError):
             status = await self._status()
-            raise CannotStart(f"the process that reads large bodies does not start: status {status}") from None
-        assert isinstance(reply, Ready)
+            raise ProcessCannotStart(f"the process that reads large bodies does not start: status {status}") from None
+        assert isinstance(reply, ReadyReply)
 
     async def _status(self) -> int:
         """Return how it ended: it has, or nothing can be said to it any more."""
@@ -222,7 +236,7 @@ def _wake(readable: asyncio.Future[None]) -> None:
 
 
 async def _received(channel: socket.socket) -> tuple[Any, int]:
-    """Wait for a reply. Raises `Gone` where the process has ended."""
+    """Wait for a reply. Raises `PeerClosed` where the process has ended."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(channel, _wake, readable)
@@ -233,7 +247,58 @@ async def _received(channel: socket.socket) -> tuple[Any, int]:
     return receive(channel, Reply)
 
 
-def _drop(exchange: asyncio.Task[tuple[Answered | PreparedTokens, int]]) -> None:
+def _drop(exchange: asyncio.Task[tuple[AnswerReply | PreparedReply, int]]) -> None:
     """Nobody waits for this reply any more."""
     if not exchange.cancelled() and exchange.exception() is None:
         os.close(exchange.result()[1])
+
+
+HEAVY_BYTES = 1 << 20
+
+
+class SmallestFirstQueue:
+    """Gives out processes by number. The first is the last that a heavy body gets."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._idle = list(range(num_processes))
+        self._heavy_left = max(1, num_processes - 1)
+        self._waiting: list[tuple[int, int, asyncio.Future[int]]] = []
+        self._count = itertools.count()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not given.done() for _, _, given in self._waiting)
+
+    async def take(self, size: int) -> int:
+        """Wait for a process for a body of so many bytes, and return its number."""
+        given: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (size, next(self._count), given))
+        self._give()
+        try:
+            return await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():  # both at once
+                self.put_back(given.result(), size)
+            raise
+
+    def put_back(self, number: int, size: int) -> None:
+        """The process has read a body of so many bytes."""
+        self._idle.append(number)
+        self._heavy_left += size > HEAVY_BYTES
+        self._give()
+
+    def _give(self) -> None:
+        """Give idle processes to those that wait. Bodies are sorted by size: behind a heavy one there are only such."""
+        while self._idle and self._waiting:
+            size, _, given = self._waiting[0]
+            is_heavy = size > HEAVY_BYTES
+            if given.done():  # its client has left
+                heapq.heappop(self._waiting)
+            elif is_heavy and not self._heavy_left:
+                return
+            else:
+                heapq.heappop(self._waiting)
+                number = max(self._idle) if is_heavy else min(self._idle)
+                self._idle.remove(number)
+                self._heavy_left -= is_heavy
+                given.set_result(number)

@@ -17,40 +17,40 @@ from baton.engine.text import TextStream, Tokenizer
 from ..serving.timeline import TimelineReport
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
+class ChoicePosition(msgspec.Struct, frozen=True, array_like=True):
     """How far a choice is."""
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     checksum: Annotated[int, msgspec.Meta(ge=0)] = 0  # CRC-32 of the tokens' ids
     is_whole: bool = False
 
-    def after(self, tokens: Sequence[int], *, is_whole: bool) -> Mark:
+    def after(self, tokens: Sequence[int], *, is_whole: bool) -> ChoicePosition:
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
-        return Mark(self.num_tokens + len(tokens), zlib.crc32(packed, self.checksum), is_whole)
+        return ChoicePosition(self.num_tokens + len(tokens), zlib.crc32(packed, self.checksum), is_whole)
 
-    def is_behind(self, other: Mark) -> bool:
+    def is_after(self, other: ChoicePosition) -> bool:
         """It is further on."""
         return (self.num_tokens, self.is_whole) > (other.num_tokens, other.is_whole)
 
 
-class TokenAt(msgspec.Struct, frozen=True):
+class LocatedToken(msgspec.Struct, frozen=True):
     """A token's log probabilities, and where its text begins in the choice's text, in characters."""
 
     offset: int
     logprobs: TokenLogprobs
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChoiceDelta(msgspec.Struct, frozen=True):
     """What one engine output adds to a choice."""
 
     text: str = ""
-    tokens: list[TokenAt] = []  # where log probabilities were asked for
+    tokens: list[LocatedToken] = []  # where log probabilities were asked for
     num_tokens: int = 0  # generated, visible or not
     num_cached_tokens: int = 0  # of the prompt; with the first output
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
-    mark: Mark | None = None  # how far the choice is, where its stream is resumable
+    mark: ChoicePosition | None = None  # how far the choice is, where its stream is resumable
     timeline: TimelineReport | None = None  # with the last one, where it was asked for
 
     @property
@@ -59,7 +59,7 @@ class Delta(msgspec.Struct, frozen=True):
         return self.finish_reason not in (None, "length") and not isinstance(self.stop_reason, str)
 
 
-class SequenceText:
+class SequenceDetokenizer:
     """The text of one sequence, piece by piece.
 
     A token's log probabilities leave with the first text that reaches beyond the token's beginning, so a client never
@@ -76,10 +76,10 @@ class SequenceText:
         """Special tokens that are `shown` belong to the text in any case."""
         self._params = params
         self._stream = TextStream(tokenizer, params, prompt_token_ids, shown)
-        self._waiting: deque[TokenAt] = deque()
+        self._waiting: deque[LocatedToken] = deque()
         self._emitted = 0  # characters
 
-    def push(self, output: EngineOutput) -> Delta:
+    def push(self, output: EngineOutput) -> ChoiceDelta:
         """After a delta with a finish reason no more may be pushed."""
         if self._params.logprobs is None:
             piece = self._stream.push(
@@ -90,7 +90,7 @@ class SequenceText:
             text, stop, num_tokens = self._push_each(output)
         self._emitted += len(text)
         finish_reason, stop_reason = self._finish(output, stop)
-        return Delta(
+        return ChoiceDelta(
             text=text,
             tokens=self._take_tokens(all=finish_reason is not None and stop is None),
             num_tokens=num_tokens,
@@ -106,7 +106,7 @@ class SequenceText:
         hides_last = output.stop_token_id is not None and not self._params.include_stop_str_in_output
         for index, (token, logprobs) in enumerate(zip(output.token_ids, output.logprobs or (), strict=True)):
             if not (hides_last and index == last):
-                self._waiting.append(TokenAt(self._stream.length, logprobs))
+                self._waiting.append(LocatedToken(self._stream.length, logprobs))
             stop_token_id = output.stop_token_id if index == last else None
             piece = self._stream.push([token], stop_token_id=stop_token_id)
             text += piece.text
@@ -117,7 +117,7 @@ class SequenceText:
         tail = self._stream.push((), finished=True)
         return text + tail.text, tail.stop, last + 1
 
-    def _take_tokens(self, *, all: bool) -> list[TokenAt]:
+    def _take_tokens(self, *, all: bool) -> list[LocatedToken]:
         taken = []
         while self._waiting and (all or self._waiting[0].offset < self._emitted):
             taken.append(self._waiting.popleft())
