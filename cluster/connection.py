@@ -26,7 +26,7 @@ from baton.engine.net.sockets import enable_heartbeat
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
-from .contracts import ClientCounters, EngineGone, EngineRecord, MailCounters
+from .contracts import ClientCounters, EngineGone, EngineRecord, MessageCounters
 from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Submit, WireError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Connection:
         self.stats: EngineStats | None = None  # None: not answered yet, or lost
         self.transfers: TransferStats | None = None
         self.cached = CachedBlocks(record.num_blocks, record.num_tier_blocks)
-        self.mail: MailCounters | None = None
+        self.mail: MessageCounters | None = None
         self.counters = ClientCounters()
         self._context, self._key, self._identity, self._silence_s = context, key, identity, silence_s
         self._codec = Codec()

@@ -201,7 +201,7 @@ class DirectorySnapshot(msgspec.Struct, frozen=True):
     num_kept: int = 0  # members that sent no heartbeats and were kept, since their processes ran
 
 
-class MailCounters(msgspec.Struct):
+class MessageCounters(msgspec.Struct):
     """What became of messages between an engine and its gateways, as the engine saw it. From its process's start."""
 
     malformed_messages: int = 0
@@ -226,7 +226,7 @@ class EngineView(msgspec.Struct, frozen=True):
     outstanding: int  # requests of this gateway that it has not finished
     transfers: TransferStats | None = None  # the newest it sent; None where it hands nothing over
     cached: CachedBlocks = CachedBlocks(0)  # what its prefix cache and its tiers hold
-    mail: MailCounters | None = None  # the newest it sent
+    mail: MessageCounters | None = None  # the newest it sent
 
 
 class EngineGone(Exception):

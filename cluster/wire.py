@@ -29,7 +29,7 @@ from baton.engine.core.block_log import BlockNews
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.protocol.stats import TransferStats
 
-from .contracts import MailCounters
+from .contracts import MessageCounters
 
 
 class RequestName(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class RequestName(msgspec.Struct, frozen=True):
     generation: int = 0
 
 
-class About(msgspec.Struct, frozen=True):
+class MessageHeader(msgspec.Struct, frozen=True):
     """Of any message of a gateway, as far as it can be read: for which process it is, and of which request."""
 
     epoch: int | None = None
@@ -55,9 +55,9 @@ class About(msgspec.Struct, frozen=True):
 class WireError(ValueError):
     """Bytes that are no message of this protocol. They came from another process: count them, never assert."""
 
-    def __init__(self, message: str, about: About = About()) -> None:
+    def __init__(self, message: str, header: MessageHeader = MessageHeader()) -> None:
         super().__init__(message)
-        self.about = about
+        self.header = header
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -106,7 +106,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     stats: EngineStats
     transfers: TransferStats | None = None  # with news about the engine, where it hands KV over
     blocks: BlockNews | None = None  # with news about the engine, where its prefix cache or its tiers changed
-    mail: MailCounters | None = None  # with news about the engine
+    mail: MessageCounters | None = None  # with news about the engine
     lost_a_message: bool = False  # of this gateway, nobody knows about what: the conversation is over
 
 
@@ -116,7 +116,7 @@ class Codec:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._from_client = msgspec.msgpack.Decoder(ClientMessage)
-        self._about = msgspec.msgpack.Decoder(About)
+        self._header = msgspec.msgpack.Decoder(MessageHeader)
         self._from_engine = msgspec.msgpack.Decoder(Outputs)
 
     def encode(self, message: ClientMessage | Outputs) -> bytes:
@@ -127,17 +127,17 @@ class Codec:
         try:
             return self._decode(self._from_client, frame)
         except WireError as error:
-            raise WireError(str(error), self._read_about(frame)) from error
+            raise WireError(str(error), self._read_header(frame)) from error
 
     def decode_from_engine(self, frame: bytes) -> Outputs:
         """Raises `WireError`."""
         return self._decode(self._from_engine, frame)
 
-    def _read_about(self, frame: bytes) -> About:
+    def _read_header(self, frame: bytes) -> MessageHeader:
         try:
-            return self._decode(self._about, frame)
+            return self._decode(self._header, frame)
         except WireError:
-            return About()
+            return MessageHeader()
 
     @staticmethod
     def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> Any:

@@ -1,1 +1,1 @@
-"""One engine group: the replica that places and watches it, the actors of its ranks, the server gateways talk to."""
+"""One engine group: the replica that starts and watches it, the actors of its ranks, the server of each engine."""

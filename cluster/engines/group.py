@@ -1,9 +1,9 @@
 """The processes of one engine group: a Ray actor in each bundle of its replica's placement group.
 
-    1  seat      bundles are sorted by node before ranks are given out
-    2  open      rank 0 makes the place where the ranks find each other, each leader the one where its followers join
-    3  start     followers, then leaders; done when every leader has its engine
-    4  ended     until one of them ends: then all do
+    1  assign_ranks   bundles are sorted by node before ranks are given out
+    2  open           rank 0 opens the rendezvous of all ranks, each leader the sockets that its followers connect to
+    3  start          followers, then leaders; done when every leader has its engine
+    4  wait_for_end   when one process ends, all are ended
 
 rank = dp_rank x tp_size + tp_rank; the ranks with tp_rank 0 lead: they hold the engines that gateways talk to.
 Serve makes the placement group with the replica, which is in its first bundle (`FleetSpec.bundles_of`), and removes it.
@@ -28,8 +28,8 @@ from baton.cluster.contracts import EnginePulse, EngineRecord
 from baton.cluster.disks import full_disks
 from baton.cluster.spec import Bundle
 
-from .launch import EngineLaunch, Opening, Place
-from .seats import Seat, seats_of
+from .launch import EngineLaunch, RankConfig, RankEndpoints
+from .rank_assignment import RankAssignment, assign_ranks
 from .worker import EngineWorker
 
 logger = logging.getLogger(__name__)
@@ -43,22 +43,22 @@ class GroupCannotStart(RuntimeError):
 class Worker:
     """The process of one rank."""
 
-    seat: Seat
+    assignment: RankAssignment
     actor: ActorHandle
 
     @property
     def rank(self) -> int:
-        return self.seat.rank
+        return self.assignment.rank
 
 
 class WorkerGroup:
-    """One group from its first process to its last. Any end is an end of all: call `end` whatever happened."""
+    """The processes of one group. They live and die together: call `kill` whatever happened."""
 
     def __init__(self, launch: EngineLaunch, bundle: Bundle, placement: PlacementGroup) -> None:
-        """`bundle`: what one rank takes of its bundle of `placement`."""
+        """`bundle`: the resources that one rank takes from its bundle of `placement`."""
         self._launch, self._bundle, self._placement = launch, bundle, placement
         self.workers: list[Worker] = []
-        self.has_handed_over = False  # or is about to have
+        self.has_returned_requests = False  # or is about to have
 
     @property
     def actors(self) -> list[ActorHandle]:
@@ -69,65 +69,69 @@ class WorkerGroup:
         return self.workers[:: self._launch.tensor_parallel_size]
 
     async def start(self) -> list[EngineRecord]:
-        """The engines, in the order of their data-parallel ranks. Raises what ended the start; then nothing is left."""
+        """Start all processes and return the engines, in the order of their data-parallel ranks.
+
+        Raises the error that ended the start, once every process has been killed.
+        """
         try:
-            seats = await self._seats()
-            self.workers = [Worker(seat, self._create(seat)) for seat in seats]
-            openings = await self._all({worker: worker.actor.open.remote() for worker in self.workers})
-            places = places_of(seats, openings, self._launch.tensor_parallel_size)
-            return await self._start(dict(zip(self.workers, places, strict=True)))
+            assignments = await self._assign_ranks()
+            self.workers = [Worker(assignment, self._create(assignment)) for assignment in assignments]
+            endpoints = await self._all({worker: worker.actor.open.remote() for worker in self.workers})
+            configs = rank_configs(assignments, endpoints, self._launch.tensor_parallel_size)
+            return await self._start(dict(zip(self.workers, configs, strict=True)))
         except BaseException:
-            self.end()
+            self.kill()
             raise
 
-    async def ended(self) -> str:
-        """Waits for the first process to end, and tells how."""
+    async def wait_for_end(self) -> str:
+        """Wait until the first process ends, and return how it did."""
         runs: dict[asyncio.Future[None], Worker] = {
             asyncio.ensure_future(worker.actor.run.remote()): worker for worker in self.workers
         }
         done, waiting = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
         for run in waiting:
             run.cancel()
-        return "; ".join(f"rank {runs[run].rank} {_how(run.exception())}" for run in done)
+        return "; ".join(f"rank {runs[run].rank} {_describe_end(run.exception())}" for run in done)
 
     async def pulses(self) -> list[EnginePulse]:
-        """Of all engines, in the order of their ranks. Raises `RayError` where one is dead."""
+        """Return the pulses of all engines, in the order of their ranks. Raises `RayError` where one is dead."""
         return list(await asyncio.gather(*(worker.actor.pulse.remote() for worker in self.leaders)))
 
-    async def hand_over(self) -> None:
-        """All engines give back what they have not finished, and take no more. Raises `RayError` where one is dead."""
-        self.has_handed_over = True
-        await asyncio.gather(*(worker.actor.hand_over.remote() for worker in self.leaders))
+    async def return_requests(self) -> None:
+        """Make all engines give back unfinished requests and take no more. Raises `RayError` where one is dead."""
+        self.has_returned_requests = True
+        await asyncio.gather(*(worker.actor.return_requests.remote() for worker in self.leaders))
 
     async def stop(self) -> None:
-        """In order if they can, so that memory shared with peers is released."""
+        """End the workers in order if they can, so that memory shared with peers is released."""
         with contextlib.suppress(TimeoutError):
             stops = [worker.actor.stop.remote() for worker in self.workers]
             await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), self._launch.stop_s)
 
-    def end(self) -> None:
-        """By force, all of them. Ending twice changes nothing."""
+    def kill(self) -> None:
+        """Kill all workers. Doing so twice changes nothing."""
         for actor in self.actors:
             ray.kill(actor)
         self.workers = []
 
-    async def _seats(self) -> list[Seat]:
+    async def _assign_ranks(self) -> list[RankAssignment]:
         size, tp_size = self._launch.world_size, self._launch.tensor_parallel_size
         table = await asyncio.to_thread(placement_group_table, self._placement)
         nodes = [table["bundles_to_node_id"][index] for index in range(size)]
-        seats = seats_of(nodes, tp_size)
+        assignments = assign_ranks(nodes, tp_size)
         for first in range(0, size, tp_size):
-            if len({nodes[seat.bundle] for seat in seats[first : first + tp_size]}) > 1:
+            if len({each.node for each in assignments[first : first + tp_size]}) > 1:
                 logger.warning(
                     "ranks %d to %d share a model's layers across machines, which is slow: give a tensor_parallel_size "
                     "of at most a machine's devices",
                     first,
                     first + tp_size - 1,
                 )
-        return seats
+        return assignments
 
-    def _create(self, seat: Seat) -> ActorHandle:
-        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=seat.bundle)
+    def _create(self, assignment: RankAssignment) -> ActorHandle:
+        bundle = assignment.bundle
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
         own = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
         actor_class: Any = ray.remote(EngineWorker)
         return actor_class.options(
@@ -136,14 +140,14 @@ class WorkerGroup:
             resources=own or None,
             scheduling_strategy=strategy,
             max_concurrency=1000,
-        ).remote(self._launch, seat)
+        ).remote(self._launch, assignment)
 
-    async def _start(self, place: dict[Worker, Place]) -> list[EngineRecord]:
+    async def _start(self, configs: dict[Worker, RankConfig]) -> list[EngineRecord]:
         tp_size = self._launch.tensor_parallel_size
         followers = [worker for worker in self.workers if worker.rank % tp_size]
-        pids = await self._all({worker: worker.actor.follow.remote(place[worker]) for worker in followers})
+        pids = await self._all({worker: worker.actor.follow.remote(configs[worker]) for worker in followers})
         engines = await self._all(
-            {worker: worker.actor.lead.remote(place[worker]) for worker in self.leaders},
+            {worker: worker.actor.lead.remote(configs[worker]) for worker in self.leaders},
             {worker: worker.actor.run.remote() for worker in followers},
         )
         size = tp_size - 1
@@ -153,7 +157,7 @@ class WorkerGroup:
         ]
 
     async def _all(self, answers: dict[Worker, Any], runs: dict[Worker, Any] | None = None) -> list[Any]:
-        """The answers, once all are there. Raises `GroupCannotStart` as soon as one fails or one of the `runs` ends."""
+        """Wait for all answers. Raises `GroupCannotStart` as soon as one fails or one of the `runs` ends."""
         tasks = {asyncio.ensure_future(answer): worker for worker, answer in answers.items()}
         ends = {asyncio.ensure_future(run): worker for worker, run in (runs or {}).items()}
         waiting = set(tasks)
@@ -175,22 +179,27 @@ class WorkerGroup:
         has_died = any(isinstance(task.exception(), ray.exceptions.RayActorError) for task in failed)
         if self._launch.world_size == 1 and isinstance(error, Exception) and not (has_died and _full_disks()):
             return error
-        what = "; ".join(f"rank {workers[task].rank} {_how(task.exception())}" for task in failed)
+        what = "; ".join(f"rank {workers[task].rank} {_describe_end(task.exception())}" for task in failed)
         return GroupCannotStart(f"group {self._launch.group_id} of {self._launch.world_size} ranks: {what}")
 
 
-def places_of(seats: Sequence[Seat], openings: Sequence[Opening], tp_size: int) -> list[Place]:
-    """What each rank is told, given what each brings."""
-    if len(seats) == 1:
-        return [Place()]
+def rank_configs(
+    assignments: Sequence[RankAssignment], endpoints: Sequence[RankEndpoints], tp_size: int
+) -> list[RankConfig]:
+    """Return the configuration of each rank, given what each has opened."""
+    if len(assignments) == 1:
+        return [RankConfig()]
     gpus: dict[str, tuple[str, ...]] = {}
-    for seat, opening in zip(seats, openings, strict=True):
-        gpus[seat.node] = gpus.get(seat.node, ()) + opening.gpus
-    rendezvous = openings[0].rendezvous
-    return [Place(rendezvous, openings[seat.rank - seat.rank % tp_size].doors, gpus[seat.node]) for seat in seats]
+    for assignment, opened in zip(assignments, endpoints, strict=True):
+        gpus[assignment.node] = gpus.get(assignment.node, ()) + opened.gpus
+    rendezvous = endpoints[0].rendezvous
+    return [
+        RankConfig(rendezvous, endpoints[each.rank - each.rank % tp_size].group, gpus[each.node])
+        for each in assignments
+    ]
 
 
-def _how(error: BaseException | None) -> str:
+def _describe_end(error: BaseException | None) -> str:
     if error is None:
         return "ended"
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -200,5 +209,5 @@ def _how(error: BaseException | None) -> str:
 
 
 def _full_disks() -> list[str]:
-    """Return which disks of this machine are full: Ray says only that processes die. Most ranks of a group are here."""
+    """Describe the full disks of this machine: Ray says only that processes die. Most ranks of a group are here."""
     return [str(disk) for disk in full_disks(ray.get_runtime_context().get_temp_dir())]

@@ -1,4 +1,4 @@
-"""What a replica, the workers of its group and the ranks of these tell each other before anything runs."""
+"""The data that a replica and the workers of its group exchange before the engine runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.cluster.spec import FleetSpec
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.tiers.settings import TierSettings
 
-STOP_S = 3.0  # for workers to end by themselves, where tiers have nothing to save
+STOP_S = 3.0  # for workers to end by themselves, beside the time that tiers need to save blocks
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class EngineLaunch:
 
     @property
     def stop_s(self) -> float:
-        """For its workers to end by themselves, before they are ended by force."""
+        """Return the seconds that workers have to end by themselves, before they are killed."""
         return STOP_S + (0.0 if self.tiers is None else self.tiers.save_s)
 
 
 @dataclass(frozen=True)
-class Doors:
-    """Where a leader's tensor-parallel ranks join it for what they do together; empty where they do not."""
+class GroupEndpoints:
+    """The addresses at which a leader's tensor-parallel ranks join it; empty where they do nothing together."""
 
     reads: str = ""  # of peers' blocks
     copies: str = ""  # between blocks and the host buffer
@@ -54,18 +54,18 @@ class Doors:
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What one rank brings to its group."""
+class RankEndpoints:
+    """The addresses and GPUs that one rank offers to its group."""
 
-    rendezvous: str = ""  # of rank 0: where all meet, "host:port"
-    doors: Doors = Doors()  # of a leader
-    gpus: tuple[str, ...] = ()  # that Ray has reserved for it
+    rendezvous: str = ""  # of rank 0: "host:port" where all ranks meet
+    group: GroupEndpoints = GroupEndpoints()  # of a leader
+    gpus: tuple[str, ...] = ()  # that Ray has reserved for this rank
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one rank is told of its group; empty where there is nobody to meet."""
+class RankConfig:
+    """The addresses and GPUs that one rank is to use; empty in a group of one rank."""
 
     rendezvous: str = ""
-    doors: Doors = Doors()  # of its leader
+    group: GroupEndpoints = GroupEndpoints()  # of its leader
     gpus: tuple[str, ...] = ()  # of all ranks of its machine, by local rank: peers reach into each other's memory

@@ -1,4 +1,4 @@
-"""The control plane of one engine group: a Serve deployment's replica that starts its workers and answers for them.
+"""The control plane of one engine group: a Serve deployment's replica that starts its workers and reports their health.
 
 STARTING ──> SERVING ──Serve ends it─────────────────────> DRAINING ──> ended
                  ├─────directory: leave ──> DRAINING ──> its health check fails, and Serve ends it
@@ -32,14 +32,14 @@ from .launch import EngineLaunch
 logger = logging.getLogger(__name__)
 
 PULSE_S = 1.0  # between looks at the engines' step loops
-TELL_AGAIN_S = 1.0
+RETRY_S = 1.0  # of a message that the directory did not receive
 
 
 class EngineReplica:
-    """Constructed when its engines are ready; raises what a worker raised while it started."""
+    """Serve's replica of one group. Constructed when its engines are ready; raises what a worker raised before that."""
 
     async def __init__(self, args: dict[str, Any], role: str, bundle: Bundle) -> None:  # type: ignore[misc]  # awaited
-        """`bundle`: what one rank reserves, in the placement group that Serve has made for this replica."""
+        """`bundle`: the resources of one rank in the placement group that Serve has made for this replica."""
         spec = load_spec(args)
         context = serve.get_replica_context()
         group_id = f"{role}-{context.replica_id.unique_id}"
@@ -61,7 +61,11 @@ class EngineReplica:
         self._leaving: asyncio.Task[None] | None = None
         self._heart = asyncio.create_task(
             stay_registered(
-                self._directory, self._group.group_id, self._group.epoch, self._register, on_standing=self._stand
+                self._directory,
+                self._group.group_id,
+                self._group.epoch,
+                self._register,
+                on_standing=self._follow_standing,
             )
         )
         self._tasks = [
@@ -73,7 +77,7 @@ class EngineReplica:
             self._tasks.append(asyncio.create_task(self._report()))
 
     async def check_health(self) -> None:
-        """Serve asks. Raises where the group has ended, or nobody watches it any more."""
+        """Answer Serve. Raises where the group has ended, or one of the tasks that watch it has."""
         if self._end:
             raise RuntimeError(self._end)
         for task in self._tasks:
@@ -82,13 +86,13 @@ class EngineReplica:
 
     async def _register(self) -> None:
         listed: EngineGroup = await self._directory.call("register_group", self._group, self._workers.actors)
-        self._group = listed.with_draining(self._group.draining)  # which it may have begun to do meanwhile
+        self._group = listed.with_draining(self._group.draining)  # draining may have begun meanwhile
 
     async def _watch_workers(self) -> None:
-        await self._give_up(await self._workers.ended())
+        await self._end_group(await self._workers.wait_for_end())
 
     async def _watch_steps(self, timeout_s: float) -> None:
-        """Ends a group that lives but stands still: a deadlock, a device that never answers, a stopped process."""
+        """End a group that lives but stands still: a deadlock, a device that never answers, a stopped process."""
         stalled_s = 0.0
         while stalled_s < timeout_s:
             await asyncio.sleep(PULSE_S)
@@ -98,63 +102,65 @@ class EngineReplica:
             except TimeoutError:
                 stalled_s = timeout_s
             except ray.exceptions.RayActorError:
-                return  # `_watch_workers` says what happened
-        await self._give_up(f"has stood still for {stalled_s:.0f} s (step_timeout_s is {timeout_s:g})")
+                return  # `_watch_workers` reports what happened
+        await self._end_group(f"has stood still for {stalled_s:.0f} s (step_timeout_s is {timeout_s:g})")
 
     async def _report(self) -> None:
-        """Tells the autoscaler how the engines do."""
+        """Report the engines' pulses to the autoscaler."""
         while True:
             await asyncio.sleep(PULSE_S)
             try:
                 pulses = await asyncio.wait_for(self._workers.pulses(), ANSWER_S)
-            except TimeoutError:  # an answer may be lost with a link; `_watch_steps` looks whether they stand still
+            except TimeoutError:  # an answer may be lost with a link; `_watch_steps` notices engines that stand still
                 continue
             except ray.exceptions.RayActorError:
-                return  # `_watch_workers` says what happened
+                return  # `_watch_workers` reports what happened
             await self._tell("report_group", pulses)
 
-    async def _give_up(self, why: str) -> None:
-        """Nobody closes the connections of a process that hangs, and a rank alone is of no use: all end."""
-        if self._end:  # those that are killed are no news
+    async def _end_group(self, why: str) -> None:
+        """Kill all workers: a process that hangs keeps its connections open, and a rank alone is of no use."""
+        if self._end:  # its workers are being ended already
             return
         self._end = f"engine group {self._group.group_id}: {why}"
         logger.error(self._end)
-        if self._leaving is not None:  # it may wait for engines that never answer
+        if self._leaving is not None:  # draining may wait for engines that never answer
             self._leaving.cancel()
         self._heart.cancel()
         await self._leave(self._end)
-        self._workers.end()
+        self._workers.kill()
 
-    def _stand(self, standing: Standing) -> None:
-        """What the directory says: a group that is asked to leave drains, and may be asked to stay until it hands over:
-        engines that have are of no use any more.
+    def _follow_standing(self, standing: Standing) -> None:
+        """Drain when the directory asks the group to leave, and stop draining when it asks it to stay.
+
+        Once requests have been handed over the group cannot stay: its engines take nothing any more.
         """
         if self._is_ended_by_serve or self._end:
             return
         if standing is Standing.LEAVE and self._leaving is None:
             self._leaving = asyncio.create_task(self._leave_as_asked())
-        elif standing is Standing.LISTED and self._leaving is not None and not self._workers.has_handed_over:
+        elif standing is Standing.LISTED and self._leaving is not None and not self._workers.has_returned_requests:
             self._leaving.cancel()
             self._leaving = asyncio.create_task(self._stay())
 
     async def _leave_as_asked(self) -> None:
         await self._drain()
-        if self._end:  # one of them died meanwhile
+        if self._end:  # a worker died meanwhile
             return
         self._end = f"engine group {self._group.group_id}: drained, as it was asked to"
         logger.info(self._end)
         await self._workers.stop()
-        self._workers.end()
+        self._workers.kill()
 
     async def _stay(self) -> None:
-        while not (self._is_ended_by_serve or await self._say_draining(False)):  # nobody would ever choose it again
-            await asyncio.sleep(TELL_AGAIN_S)
+        # Until the directory has heard it: else gateways would never choose the group again.
+        while not (self._is_ended_by_serve or await self._say_draining(False)):
+            await asyncio.sleep(RETRY_S)
         self._leaving = None
 
     async def _drain(self) -> None:
-        """Returns when everything has ended or is in other hands, and the directory does not list the group."""
+        """Return when every request has ended or was handed over, and the directory does not list the group."""
         await self._say_draining(True)
-        last_word: tuple[Any, ...] = ("leave",)
+        last_message: tuple[Any, ...] = ("leave",)
         try:
             drained = await drain(self._workers, self._fleet.drain_timeout_s)
         except ray.exceptions.RayError as error:  # a worker has died: there is nothing to wait for
@@ -162,20 +168,21 @@ class EngineReplica:
         else:
             what = f"engine group {self._group.group_id} drained in {drained.seconds:.1f} s"
             logger.info("%s and handed %d requests over", what, drained.handed_over)
-            last_word = ("drained", drained)
-        self._heart.cancel()  # it would register the group again
-        await self._tell(*last_word)
+            last_message = ("drained", drained)
+        self._heart.cancel()  # a heartbeat would register the group again
+        await self._tell(*last_message)
 
     async def _say_draining(self, draining: bool) -> bool:
-        """Whether the directory heard it."""
-        self._group = self._group.with_draining(draining)  # a directory that restarts hears it when we register again
+        """Tell the directory whether the group drains; return whether that arrived."""
+        # A directory that restarts learns it when the group registers again.
+        self._group = self._group.with_draining(draining)
         return await self._tell("drain", draining)
 
     async def _leave(self, why: str = "") -> None:
         await self._tell("leave", why)
 
     async def _tell(self, method: str, *args: Any) -> bool:
-        """Whether that was heard. Of most things heartbeats, or their end, tell as well, only later."""
+        """Call the directory; return whether that arrived. Heartbeats, or their end, tell most things later."""
         try:
             await self._directory.call(method, self._group.group_id, self._group.epoch, *args)
         except ray.exceptions.RayError as error:
@@ -186,8 +193,8 @@ class EngineReplica:
         return True
 
     async def __del__(self) -> None:
-        """Serve ends the replica, and waits for this."""
-        if not hasattr(self, "_tasks"):  # it has not started: `WorkerGroup.start` clears away what there was
+        """Drain, leave and end the workers: Serve ends the replica, and waits for this."""
+        if not hasattr(self, "_tasks"):  # it has not started: `WorkerGroup.start` has killed what there was
             return
         self._is_ended_by_serve = True
         if self._leaving is not None:
@@ -200,11 +207,11 @@ class EngineReplica:
             task.cancel()
         await self._leave()
         await self._workers.stop()
-        self._workers.end()
+        self._workers.kill()
 
 
 def check_gpus(spec: FleetSpec, role: Role, bundle: Bundle) -> None:
-    """Raises `GroupCannotStart` where the engine would leave this machine's GPUs alone by mistake."""
+    """Refuse to run on CPUs by mistake. Raises `GroupCannotStart` where this machine has GPUs and none is reserved."""
     here = ray.get_runtime_context().get_node_id()
     gpus = next(node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["NodeID"] == here)
     if spec.gpus_of(role, gpus) > bundle.get("GPU", 0.0):

@@ -20,11 +20,10 @@ from baton.cluster.membership.contact import DirectoryWatch
 from baton.engine.core.engine import EngineCore
 from baton.engine.parallel.member import Member
 
-from .kv_parts import KVParts, follow_kv_parts
-from .launch import Doors, EngineLaunch, Opening, Place
-from .seats import Seat
+from .kv_resources import KVResources, follow_leader
+from .launch import EngineLaunch, GroupEndpoints, RankConfig, RankEndpoints
+from .rank_assignment import RankAssignment
 from .server import EngineServer
-from .threads import configure_threads
 
 if TYPE_CHECKING:
     from baton.engine.parallel.rendezvous import Rendezvous
@@ -33,18 +32,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
+# OpenMP threads that sleep between two ops of a step are late for each (half the speed, measured); ones that spin for
+# longer than that take cores from others. This many spins are some tens of microseconds.
+OPENMP_SPINS = "20000"
 
 
 class EngineWorker:
-    """Is one rank of a group until its process ends: it leads an engine and serves it, or follows.
+    """One rank of a group until its process ends: it leads an engine and serves it, or follows.
 
-    `open` comes first, then `lead` or `follow`. `run` returns only when the rank has ended: whoever watches it keeps a
-    reference to an unanswered `run`, which Ray fails the moment the process dies.
+    `open` comes first, then `lead` or `follow`. `run` returns only when the rank has ended: a watcher keeps a reference
+    to an unanswered `run`, which Ray fails the moment the process dies.
     """
 
-    def __init__(self, launch: EngineLaunch, seat: Seat) -> None:
-        self._launch, self._seat = launch, seat
-        configure(launch.spec.logging, "engine", f"{launch.group_id}/{seat.rank}")
+    def __init__(self, launch: EngineLaunch, assignment: RankAssignment) -> None:
+        self._launch, self._assignment = launch, assignment
+        configure(launch.spec.logging, "engine", f"{launch.group_id}/{assignment.rank}")
         self._config = launch.spec.engine_config(launch.role)
         self._host = ray.util.get_node_ip_address()
         self._epoch = secrets.randbits(63)
@@ -53,28 +55,28 @@ class EngineWorker:
         self._server: EngineServer | None = None
         self._following: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
-        dp_rank = seat.rank // launch.tensor_parallel_size
+        dp_rank = assignment.rank // launch.tensor_parallel_size
         self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
-        self._kv = KVParts(launch, self._engine_id, self._epoch, self._host, self._wake)
+        self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
 
-    async def open(self) -> Opening:
-        """Opens what this rank keeps for others."""
-        configure_threads(self._launch, num_nodes=sum(node["Alive"] for node in ray.nodes()))
+    async def open(self) -> RankEndpoints:
+        """Open the sockets of this rank to which others connect."""
+        _configure_threads(self._launch, num_nodes=sum(node["Alive"] for node in ray.nodes()))
         return await asyncio.to_thread(self._open)
 
-    async def follow(self, place: Place) -> int:
-        """Begins to follow, and returns this process's id. What goes wrong, `run` raises."""
-        self._following = asyncio.create_task(asyncio.to_thread(self._follow, self._member(place), place.doors))
+    async def follow(self, config: RankConfig) -> int:
+        """Begin to follow, and return this process's id. `run` raises what goes wrong."""
+        self._following = asyncio.create_task(asyncio.to_thread(self._follow, self._member(config), config.group))
         return os.getpid()
 
-    async def lead(self, place: Place) -> EngineRecord:
-        """The engine, once it is ready. Raises what building it raises."""
-        record = await asyncio.to_thread(self._build, self._member(place))
+    async def lead(self, config: RankConfig) -> EngineRecord:
+        """Build the engine, and return its record when it is ready. Raises what building it raises."""
+        record = await asyncio.to_thread(self._build, self._member(config))
         self._watcher = asyncio.create_task(self._watch())
         return record
 
     async def run(self) -> None:
-        """Waits for the end of this rank. Raises what ended it."""
+        """Wait for the end of this rank. Raises what ended it."""
         if self._following is not None:
             await asyncio.shield(self._following)
             return
@@ -82,22 +84,22 @@ class EngineWorker:
         assert self._watcher is not None, "leading comes first"
         ended = asyncio.shield(asyncio.wrap_future(self._server.ended))
         await asyncio.wait({ended, self._watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if self._watcher.done() and not self._watcher.cancelled():  # of no use: it would hear of no gateway or peer
+        if self._watcher.done() and not self._watcher.cancelled():  # the engine would hear of no gateway or peer
             self._watcher.result()
         await ended
 
     async def pulse(self) -> EnginePulse:
-        """How the engine does. Answered by another thread than the one that it tells about."""
+        """Return how the engine does. The step loop, which it describes, is another thread's."""
         assert self._server is not None, "leading comes first"
         return self._server.pulse()
 
-    async def hand_over(self) -> None:
-        """See `EngineServer.hand_over`."""
+    async def return_requests(self) -> None:
+        """Do as `EngineServer.return_requests` says."""
         assert self._server is not None, "leading comes first"
-        self._server.hand_over()
+        self._server.return_requests()
 
     async def stop(self) -> None:
-        """Ends a leader's engine, and with it those who follow; `run` returns."""
+        """End a leader's engine, and with it the ranks that follow; `run` returns."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._server is not None:
@@ -106,40 +108,39 @@ class EngineWorker:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
 
-    def _open(self) -> Opening:
-        # Here rather than at the top: torch and NIXL load with them, in this process only.
-        rendezvous, doors = "", Doors()
-        size, rank = self._launch.tensor_parallel_size, self._seat.rank
+    def _open(self) -> RankEndpoints:
+        rendezvous, group = "", GroupEndpoints()
+        size, rank = self._launch.tensor_parallel_size, self._assignment.rank
         if self._launch.world_size > 1 and rank == 0:
-            from baton.engine.parallel.rendezvous import Rendezvous
+            from baton.engine.parallel.rendezvous import Rendezvous  # loads torch, in this process only
 
             self._rendezvous = Rendezvous(self._host)
             rendezvous = self._rendezvous.address
         if size > 1 and rank % size == 0:
-            doors = self._kv.open_doors()
-        return Opening(rendezvous, doors, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
+            group = self._kv.open_sockets()
+        return RankEndpoints(rendezvous, group, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
 
-    def _member(self, place: Place) -> Member:
-        if place.gpus:  # before CUDA wakes up in this process
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    def _member(self, config: RankConfig) -> Member:
+        if config.gpus:  # before CUDA starts in this process
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(config.gpus)
         return Member(
-            rank=self._seat.rank,
+            rank=self._assignment.rank,
             tensor_parallel_size=self._config.tensor_parallel_size,
             data_parallel_size=self._config.data_parallel_size,
-            rendezvous=place.rendezvous,
+            rendezvous=config.rendezvous,
             host=self._host,
-            device_index=self._seat.local_rank if place.gpus else None,
-            num_local=self._seat.num_local,
-            local_rank=self._seat.local_rank,
+            device_index=self._assignment.local_rank if config.gpus else None,
+            num_local=self._assignment.num_local,
+            local_rank=self._assignment.local_rank,
             secure_server=self._launch.key.secure_server,
             secure_client=self._launch.key.secure_client,
         )
 
-    def _follow(self, member: Member, doors: Doors) -> None:
+    def _follow(self, member: Member, leader: GroupEndpoints) -> None:
         from baton.engine.startup.build import follow
 
         with contextlib.ExitStack() as ending:
-            follow(self._config, member, follow_kv_parts(self._launch, self._engine_id, member, doors, ending))
+            follow(self._config, member, follow_leader(self._launch, self._engine_id, member, leader, ending))
 
     def _build(self, member: Member) -> EngineRecord:
         from baton.engine.startup.build import build_engine
@@ -149,11 +150,11 @@ class EngineWorker:
         try:
             engine = build_engine(self._config, connect, member, open_tiers=open_tiers)
         except BaseException:
-            self._kv.give_up()
+            self._kv.abandon()
             raise
         self._engine = engine
         server = self._serve(engine.core)
-        if engine.grammars is not None and engine.region.device != "cpu":  # there their compiler is in the model's way
+        if engine.grammars is not None and engine.region.device != "cpu":  # else the compiler competes with the model
             engine.grammars.start()
         return self._record(engine, server)
 
@@ -174,7 +175,7 @@ class EngineWorker:
         return self._server
 
     def _record(self, engine: Engine, server: EngineServer) -> EngineRecord:
-        """What the directory is told."""
+        """Return the engine's entry for the directory."""
         launch = self._launch
         return EngineRecord(
             engine_id=self._engine_id,
@@ -199,7 +200,7 @@ class EngineWorker:
             self._server.wake()
 
     async def _watch(self) -> None:
-        """Follows the directory: gateways that left lose their requests, peers that left their connections."""
+        """Follow the directory: abort requests of gateways that left, close connections of peers that left."""
         directory, version = DirectoryWatch(self._launch.app), -1
         while True:
             try:
@@ -224,3 +225,19 @@ class EngineWorker:
                 if record.role is self._launch.role.complement
             ]
             self._kv.connector.peers_changed(peers)
+
+
+def _configure_threads(launch: EngineLaunch, num_nodes: int) -> None:
+    """Set this process's OpenMP threads. Must come before torch is loaded, which reads the variables once.
+
+    By default the cores are shared out among the application's workers, which are taken to be spread evenly over the
+    nodes: more threads than cores starve each other.
+    """
+    config = launch.spec.engine_config(launch.role)
+    workers_here = -(-launch.spec.num_workers // num_nodes)
+    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers_here)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["GOMP_SPINCOUNT"] = OPENMP_SPINS
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad
-from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineView, MailCounters
+from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineView, MessageCounters
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
@@ -31,7 +31,7 @@ STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # with which a stream can end be
 BODY_OUTCOMES = ("read", "refused", "too_slow", "broken")
 
 ENGINE_LABELS = ["model_name", "engine", "role"]
-StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, MailCounters)
+StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, MessageCounters)
 
 
 def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
@@ -84,7 +84,7 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "grammar_cache_hits_total": ("Grammars that were known already.", lambda stats: stats.num_grammar_hits),
     "grammar_compile_seconds_total": ("Time spent on compiling grammars.", lambda stats: stats.grammar_compile_s),
 }
-MAIL_COUNTERS: dict[str, tuple[str, Callable[[MailCounters], float]]] = {
+MAIL_COUNTERS: dict[str, tuple[str, Callable[[MessageCounters], float]]] = {
     "engine_messages_malformed_total": (
         "Of gateways, and none of ours: dropped.",
         lambda mail: mail.malformed_messages,

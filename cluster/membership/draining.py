@@ -28,7 +28,7 @@ class Engines(Protocol):
 
     async def pulses(self) -> list[EnginePulse]: ...
 
-    async def hand_over(self) -> None: ...
+    async def return_requests(self) -> None: ...
 
 
 async def drain(engines: Engines, timeout_s: float) -> Drained:
@@ -42,7 +42,7 @@ async def drain(engines: Engines, timeout_s: float) -> Drained:
     if not await _ends(engines, timeout_s):
         handed_over = await _num_requests(engines) or 0
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(engines.hand_over(), ANSWER_S)
+            await asyncio.wait_for(engines.return_requests(), ANSWER_S)
         await _answers(engines)
     return Drained(time.monotonic() - began_s, handed_over)
 

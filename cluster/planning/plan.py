@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.cluster.contracts import Role
 from baton.cluster.counted import counted
-from baton.cluster.engines.seats import seats_of
+from baton.cluster.engines.rank_assignment import assign_ranks
 from baton.cluster.spec import FleetSpec, InvalidSpec
 from baton.engine.config import DTYPES, EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
@@ -233,9 +233,9 @@ def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
         for group in range(fleet.bounds.max_replicas):
             nodes = _pack(free, config.world_size, each, machines.gpus_per_node)
             first = spec.first_rank(role) + group * config.data_parallel_size
-            for seat in seats_of([str(node) for node in nodes], config.tensor_parallel_size):
-                dp_rank, tp_rank = divmod(seat.rank, config.tensor_parallel_size)
-                yield RankPlan(role, group, dp_rank, tp_rank, first + dp_rank, nodes[seat.bundle])
+            for rank in assign_ranks([str(node) for node in nodes], config.tensor_parallel_size):
+                dp_rank, tp_rank = divmod(rank.rank, config.tensor_parallel_size)
+                yield RankPlan(role, group, dp_rank, tp_rank, first + dp_rank, nodes[rank.bundle])
 
 
 def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]:

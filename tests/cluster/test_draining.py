@@ -36,8 +36,8 @@ class Group:
     async def pulses(self) -> list[EnginePulse]:
         return [self._server.pulse()]
 
-    async def hand_over(self) -> None:
-        self._server.hand_over()
+    async def return_requests(self) -> None:
+        self._server.return_requests()
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +74,12 @@ async def connect(gateway: tuple[ZmqEngineClient, ListedSource], record: EngineR
 
 
 class Forgetful:
-    """Engines of which two pulses are lost with a link, and the answer to `hand_over`."""
+    """Engines of which two pulses are lost with a link, and the answer to `return_requests`."""
 
     def __init__(self, num_requests: int) -> None:
         self.num_requests = num_requests
         self.num_asked = 0
-        self.has_handed_over = False
+        self.has_returned_requests = False
 
     async def pulses(self) -> list[EnginePulse]:
         self.num_asked += 1
@@ -87,8 +87,8 @@ class Forgetful:
             await asyncio.Event().wait()
         return [EnginePulse(0.0, self.num_requests, 0, 0)]
 
-    async def hand_over(self) -> None:
-        self.has_handed_over, self.num_requests = True, 0
+    async def return_requests(self) -> None:
+        self.has_returned_requests, self.num_requests = True, 0
         await asyncio.Event().wait()
 
 
@@ -101,7 +101,7 @@ async def test_an_answer_that_is_lost_with_a_link_holds_no_drain_up(
     engines = Forgetful(num_requests)
     async with asyncio.timeout(20.0):
         await drain(engines, 0.2)
-    assert engines.has_handed_over == (num_requests > 0)
+    assert engines.has_returned_requests == (num_requests > 0)
 
 
 async def test_a_drain_waits_for_what_runs_to_its_last_token(

@@ -18,7 +18,7 @@ from silent_proxy import SilentProxy
 from baton.cluster.client import ZmqEngineClient
 from baton.cluster.connection import Connection, RequestStream
 from baton.cluster.contracts import EngineGone, EngineRecord
-from baton.cluster.engines import mailbox
+from baton.cluster.engines import engine_socket
 from baton.cluster.engines.server import EngineServer
 from baton.engine.core.messages import EngineOutput, EngineStats, ErrorKind
 from baton.engine.net.curve import ClusterKey
@@ -160,17 +160,17 @@ async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
     steps = engine.steps
     await until(lambda: engine.steps > steps)  # and there the loop is held
     stream = client.submit(record, make_request("a"))
-    await until(lambda: len(server._mail._inbox) == 1)
+    await until(lambda: len(server._socket._received) == 1)
     late = await connect("gateway-b")
-    await until(lambda: len(server._mail._inbox) == 2)
+    await until(lambda: len(server._socket._received) == 2)
     await stream.aclose()
-    await until(lambda: len(server._mail._inbox) == 3)
+    await until(lambda: len(server._socket._received) == 3)
     engine.hang.set()
     await until(lambda: num_running(late) is not None)
     await until(lambda: num_running(late) == 0)
 
 
-async def test_a_request_counts_while_it_goes_from_the_mailbox_into_the_engine(
+async def test_a_request_counts_while_it_goes_from_the_socket_into_the_engine(
     client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
     """A drain that finds nothing ends the process."""
@@ -219,7 +219,7 @@ async def test_the_last_words_of_an_engine_are_heard_however_late_the_gateway_lo
     engine.hold.clear()
     streams = [client.submit(record, make_request(str(number))) for number in range(50)]
     await until(lambda: len(engine.running) == 50)
-    server.hand_over()
+    server.return_requests()
     deadline = time.monotonic() + PATIENCE_S
     while engine.running:  # nobody else gets to run on this loop
         assert time.monotonic() < deadline
@@ -264,7 +264,7 @@ async def test_an_engine_that_waits_for_a_requests_blocks_says_nothing_until_the
     connect: Callable[..., ZmqEngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To say so would take the moment in which the blocks are asked for."""
-    monkeypatch.setattr(mailbox, "IDLE_POLL_S", PATIENCE_S)  # then it may say so
+    monkeypatch.setattr(engine_socket, "IDLE_POLL_S", PATIENCE_S)  # then it may say so
     engine = FetchingEngine()
     server, record = serve_engine(engine, KEY)
     try:

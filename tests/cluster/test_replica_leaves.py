@@ -31,7 +31,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.num_requests = 1
-        self.has_handed_over = False
+        self.has_returned_requests = False
         self.failure: ray.exceptions.RayError | None = None
         self.answers = asyncio.Event()
         self.answers.set()
@@ -43,13 +43,13 @@ class Workers:
             raise self.failure
         return [EnginePulse(0.0, self.num_requests, 0, 0)]
 
-    async def hand_over(self) -> None:
-        self.has_handed_over = True
+    async def return_requests(self) -> None:
+        self.has_returned_requests = True
 
     async def stop(self) -> None:
         self.has_stopped = True
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.has_ended = True
 
 
@@ -103,24 +103,24 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_group_that_still_waits_for_its_requests_stays_when_it_is_asked_to() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._stand(Standing.LEAVE)
+    replica._follow_standing(Standing.LEAVE)
     await until(lambda: ("drain", True) in replica._directory.told)
-    replica._stand(Standing.LISTED)
+    replica._follow_standing(Standing.LISTED)
     await until(lambda: replica._leaving is None)
     assert replica._directory.told == [("drain", True), ("drain", False)]
-    assert not replica._workers.has_handed_over
+    assert not replica._workers.has_returned_requests
     assert not replica._group.draining
     assert not replica._end
 
 
 async def test_a_group_that_stays_says_so_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would choose it any more, though it is there and has heartbeats."""
-    monkeypatch.setattr(replicas, "TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr(replicas, "RETRY_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._stand(Standing.LEAVE)
+    replica._follow_standing(Standing.LEAVE)
     await until(lambda: ("drain", True) in replica._directory.told)
     replica._directory.num_lost = 2
-    replica._stand(Standing.LISTED)
+    replica._follow_standing(Standing.LISTED)
     await until(lambda: replica._leaving is None)
     assert replica._directory.told == [("drain", True), ("drain", False)]
 
@@ -157,9 +157,9 @@ async def test_a_pulse_that_is_lost_with_a_link_does_not_end_the_reports(monkeyp
 async def test_a_group_that_hands_its_requests_over_leaves_though_it_is_asked_to_stay() -> None:
     """Its engines take nothing any more: it would be listed for good, and refuse everyone."""
     replica = Replica(drain_timeout_s=0.01)
-    replica._stand(Standing.LEAVE)
-    await until(lambda: replica._workers.has_handed_over)
-    replica._stand(Standing.LISTED)
+    replica._follow_standing(Standing.LEAVE)
+    await until(lambda: replica._workers.has_returned_requests)
+    replica._follow_standing(Standing.LISTED)
     replica._workers.num_requests = 0
     await until(lambda: replica._workers.has_stopped)
     assert replica._directory.told == [("drain", True), ("drained", None)]
@@ -168,7 +168,7 @@ async def test_a_group_that_hands_its_requests_over_leaves_though_it_is_asked_to
 
 async def test_a_group_that_dies_while_it_drains_does_not_register_again() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._stand(Standing.LEAVE)
+    replica._follow_standing(Standing.LEAVE)
     await until(lambda: ("drain", True) in replica._directory.told)
     replica._workers.failure = ray.exceptions.RayActorError()
     await until(replica._heart.done)
@@ -180,7 +180,7 @@ async def test_a_drain_that_begins_while_the_group_registers_is_not_forgotten() 
     replica = Replica(drain_timeout_s=PATIENCE_S)
     registering = asyncio.create_task(replica._register())
     await asyncio.sleep(0)
-    replica._stand(Standing.LEAVE)
+    replica._follow_standing(Standing.LEAVE)
     await until(lambda: ("drain", True) in replica._directory.told)
     replica._directory.may_answer.set()
     await registering
@@ -204,9 +204,9 @@ async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directo
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica._directory = DirectoryWatch("app")
     await replica._directory.call("heartbeat", "g", 1)
-    giving_up = asyncio.create_task(replica._give_up("has stood still"))
+    ending = asyncio.create_task(replica._end_group("has stood still"))
     await until(lambda: replica._workers.has_ended)
-    await giving_up
+    await ending
 
 
 @pytest.mark.parametrize("asked_by", ["the directory", "Serve"])
@@ -215,14 +215,14 @@ async def test_a_group_that_stands_still_while_it_drains_holds_nobody_up(asked_b
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica._workers.answers.clear()
     if asked_by == "the directory":
-        replica._stand(Standing.LEAVE)
+        replica._follow_standing(Standing.LEAVE)
         await until(lambda: ("drain", True) in replica._directory.told)
-        await replica._give_up("has stood still")
+        await replica._end_group("has stood still")
         await asyncio.wait_for(EngineReplica.__del__(replica), PATIENCE_S / 2)
     else:
         ending = asyncio.create_task(EngineReplica.__del__(replica))
         await until(lambda: ("drain", True) in replica._directory.told)
-        await replica._give_up("has stood still")
+        await replica._end_group("has stood still")
         await asyncio.wait_for(ending, PATIENCE_S / 2)
     assert replica._workers.has_ended
     assert replica._end.endswith("has stood still")

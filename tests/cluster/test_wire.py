@@ -12,8 +12,8 @@ import zmq
 from fakes import CountingEngine, ListedSource, make_request, serve_engine
 
 from baton.cluster.client import ZmqEngineClient
-from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, MailCounters, Reach
-from baton.cluster.engines.mailbox import GatewayLost
+from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, MessageCounters, Reach
+from baton.cluster.engines.engine_socket import GatewayLost
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.wire import Begin, Codec, Hello, Outputs, Submit
 from baton.engine.core.block_log import pack_names, unpack_names
@@ -332,7 +332,7 @@ async def test_who_sends_what_no_engine_can_read_is_told_and_nobody_else_notices
     answer = await answer_to(stranger)
     assert (answer.lost_a_message, answer.outputs) == (True, [])
     assert server.counters.malformed_messages == 1
-    await until(lambda: client.engines()[0].mail == MailCounters(malformed_messages=1))
+    await until(lambda: client.engines()[0].mail == MessageCounters(malformed_messages=1))
     assert await tokens_of(client.submit(record, make_request("a"))) == [1, 2, 3, 4, 5]
     assert client.counters().engines_lost == 0
 
@@ -535,9 +535,9 @@ async def test_news_of_blocks_that_a_gateway_missed_are_asked_for(
     engine.store(HASHES[0])
     server.wake()
     await until(lambda: cached_by(client, HASHES) == 1)
-    server._mail.post(GatewayLost(), b"gateway-a")  # something could not be sent: it hears nothing until it asks
+    server._socket.post(GatewayLost(), b"gateway-a")  # something could not be sent: it hears nothing until it asks
     server.wake()
-    await until(lambda: not server._news._gateways)
+    await until(lambda: not server._publisher._gateways)
     other = ZmqEngineClient(ListedSource(), KEY, "gateway-b")
     await other.start()
     other.apply(DirectorySnapshot(9, [record], []))

@@ -13,7 +13,7 @@ import yaml
 from charts import example
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView, MailCounters, Role
+from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView, MessageCounters, Role
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
@@ -48,7 +48,7 @@ def gateway_metrics(tiers: TierStats, transfers: TransferStats) -> GatewayMetric
     """Of a gateway that reaches one engine."""
     absent = ("num_late_compilations", "experts", "tiers")
     counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
-    stats, mail = EngineStats(**counts, tiers=tiers), MailCounters()
+    stats, mail = EngineStats(**counts, tiers=tiers), MessageCounters()
     view = EngineView(ENGINE, stats, outstanding=0, transfers=transfers, mail=mail)
     return GatewayMetrics("m", lambda: [view], lambda: DirectorySnapshot(1, [], []))
 

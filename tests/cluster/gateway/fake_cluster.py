@@ -21,7 +21,7 @@ from baton.cluster.contracts import (
     EngineRecord,
     EngineView,
     GatewayRecord,
-    MailCounters,
+    MessageCounters,
     Reach,
     Role,
 )
@@ -267,7 +267,7 @@ class FakeEngine:
         self.on_death: Callable[[], None] = lambda: None
         self.refuse: EngineError | None = None
         self.transfers: TransferStats | None = None
-        self.mail: MailCounters | None = None
+        self.mail: MessageCounters | None = None
         self._log = self.core.block_log()
         self._cached = CachedBlocks(config.num_blocks)
         self._cached.apply(self._log.snapshot())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from gateway_service import Service
 
-from baton.cluster.contracts import ClientCounters, MailCounters, Role
+from baton.cluster.contracts import ClientCounters, MessageCounters, Role
 from baton.engine.text import Tokenizer
 from baton.kv_transfer.protocol.stats import TransferStats
 
@@ -150,7 +150,7 @@ async def test_metrics_show_messages_that_were_lost_between_gateway_and_engines(
     disaggregated.cluster.client_counters = ClientCounters(
         malformed_messages=1, stale_messages=2, engines_lost=3, block_gaps=4
     )
-    disaggregated.cluster.members[0].mail = MailCounters(
+    disaggregated.cluster.members[0].mail = MessageCounters(
         malformed_messages=5, stale_messages=6, undeliverable_messages=7
     )
     samples = await disaggregated.metrics()

@@ -1,7 +1,7 @@
-"""What one rank opens for its KV blocks: hand-offs to peers and tiers, with the doors of those that join it there.
+"""KV transfers and tiers of one rank, and the sockets at which the other ranks of its tensor-parallel group join them.
 
-    rank 0 of a tensor-parallel group   open_doors ── connect, open_tiers ── close, or give_up
-    the others                          follow: joins them at those doors
+    rank 0 of a tensor-parallel group   open_sockets ── connect, open_tiers ── close, or abandon
+    the others                          follow_leader: connects to those sockets
 
 Imports of torch and NIXL are late: only an engine's own process loads them.
 """
@@ -17,7 +17,7 @@ from baton.engine.core.layout import KVRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
 
-from .launch import Doors, EngineLaunch
+from .launch import EngineLaunch, GroupEndpoints
 
 if TYPE_CHECKING:
     from baton.kv_transfer.connector import TransferConnector
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from baton.kv_transfer.tiers.store import TierStore
 
 
-class KVParts:
-    """Of an engine's rank 0. `wake`: transfers or tiers have news for the step loop; any thread calls it."""
+class KVResources:
+    """Transfers and tiers of an engine's rank 0. They call `wake`, from any thread, when the step loop should look."""
 
     def __init__(self, launch: EngineLaunch, engine_id: str, epoch: int, host: str, wake: Callable[[], None]) -> None:
         self._launch = launch
@@ -39,8 +39,8 @@ class KVParts:
         self.connector: TransferConnector | HostBufferConnector | None = None
         self.tiers: TierStore | None = None
 
-    def open_doors(self) -> Doors:
-        """For the other ranks of its tensor-parallel group."""
+    def open_sockets(self) -> GroupEndpoints:
+        """Open the sockets that the other ranks of the tensor-parallel group connect to."""
         from baton.kv_transfer.group.rpc import GroupSocket
 
         launch, size = self._launch, self._launch.tensor_parallel_size
@@ -51,10 +51,10 @@ class KVParts:
         if launch.tiers is not None:
             self._tier_socket = GroupSocket(size, self._host, launch.key)
         sockets = (self._read_socket, self._copy_socket, self._tier_socket)
-        return Doors(*("" if socket is None else socket.address for socket in sockets))
+        return GroupEndpoints(*("" if socket is None else socket.address for socket in sockets))
 
-    def give_up(self) -> None:
-        """Where the engine could not be built: what was opened has threads at its doors, and comes first."""
+    def abandon(self) -> None:
+        """Close everything when the engine could not be built. Threads use the sockets, so these are closed last."""
         self.close()
         for socket in (self._read_socket, self._copy_socket, self._tier_socket):
             if socket is not None:
@@ -79,7 +79,7 @@ class KVParts:
     def open_tiers(self, region: KVRegion) -> KVTiers:
         from baton.kv_transfer.tiers.store import TierStore
 
-        assert self._launch.tiers is not None, "asked for only where there are some"
+        assert self._launch.tiers is not None, "called only where the fleet has tiers"
         self.tiers = TierStore(
             region,
             self._launch.tiers,
@@ -91,46 +91,46 @@ class KVParts:
         return self.tiers
 
     def close(self) -> None:
-        """Hand-offs, which peers may wait for, then tiers, which may save what they have."""
+        """Close transfers, which peers may wait for, then tiers, which may save their blocks."""
         if self.connector is not None:
             self.connector.close()
         if self.tiers is not None:
             self.tiers.close()
 
 
-def follow_kv_parts(
-    launch: EngineLaunch, engine_id: str, member: Member, doors: Doors, ending: contextlib.ExitStack
+def follow_leader(
+    launch: EngineLaunch, engine_id: str, member: Member, leader: GroupEndpoints, ending: contextlib.ExitStack
 ) -> Callable[[KVRegion], None]:
-    """What another rank does with its share of the blocks once it has them, until `ending`."""
+    """Return a function with which another rank joins its leader once it has its KV region, until `ending`."""
     from baton.kv_transfer.staging.group_copies import follow_connector
     from baton.kv_transfer.tiers.group import follow_tiers
 
     settings = launch.spec.transfer_settings()
 
     def connect(region: KVRegion) -> None:
-        if doors.reads:
+        if leader.reads:
             reader = follow_connector(
                 region,
                 settings=settings,
                 rank=member.tp_rank,
-                leader=doors.reads,
-                copies=doors.copies,
+                leader=leader.reads,
+                copies=leader.copies,
                 engine_id=engine_id,
                 key=launch.key,
             )
             ending.callback(reader.close)
-        if doors.tiers:
-            assert launch.tiers is not None, "a leader opens it for tiers"
-            keeper = follow_tiers(
+        if leader.tiers:
+            assert launch.tiers is not None, "a leader opens a socket only where the fleet has tiers"
+            tiers = follow_tiers(
                 region,
                 launch.tiers,
                 rank=member.tp_rank,
                 num_ranks=member.tensor_parallel_size,
-                leader=doors.tiers,
+                leader=leader.tiers,
                 key=launch.key,
                 name=f"{engine_id}:tiers:{member.tp_rank}",
                 cpu_affinity=settings.cpu_affinity,
             )
-            ending.callback(keeper.close)
+            ending.callback(tiers.close)
 
     return connect

@@ -1,4 +1,4 @@
-"""What a rank opens for its KV blocks ends in order, also where the engine could not be built."""
+"""A rank's KV transfers and tiers end in order, also where the engine could not be built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.engines.kv_parts import KVParts
+from baton.cluster.engines.kv_resources import KVResources
 from baton.cluster.engines.launch import EngineLaunch
 from baton.cluster.spec import load_spec
 from baton.engine.core.layout import KVLayout, KVRegion
@@ -29,7 +29,7 @@ def share(rank: int) -> tuple[KVRegion, np.ndarray]:
 
 
 def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_path: Path) -> None:
-    """Their thread waits at the door where the other rank joined, which nobody else may close."""
+    """Their thread uses the socket to which the other rank connected, and must end before it is closed."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "a file").touch()
     tiers = {"disk_path": str(tmp_path / "a file"), "disk_bytes": 1 << 20}
@@ -41,15 +41,15 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
         }
     )
     launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
-    parts = KVParts(launch, "prefill-0", 1, "127.0.0.1", lambda: None)
-    doors = parts.open_doors()
+    resources = KVResources(launch, "prefill-0", 1, "127.0.0.1", lambda: None)
+    endpoints = resources.open_sockets()
     (own, _own_memory), (other, _other_memory) = share(0), share(1)
-    member = join_tp_read_group(other, rank=1, leader=doors.reads, engine_id="prefill-0", key=launch.key)
+    member = join_tp_read_group(other, rank=1, leader=endpoints.reads, engine_id="prefill-0", key=launch.key)
     try:
-        parts.connect(own)
+        resources.connect(own)
         with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):
-            parts.open_tiers(own)
-        parts.give_up()
+            resources.open_tiers(own)
+        resources.abandon()
     finally:
         member.close()
     assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
