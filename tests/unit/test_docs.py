@@ -9,10 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from pydantic import BaseModel
-from ray.scripts import scripts as ray_scripts
-from ray.serve import scripts as serve_scripts
 
-from baton.cluster.cli.main import app as baton_app
 from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
 from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
@@ -162,30 +159,3 @@ def test_arguments_that_have_one_value_are_named_beside_the_table() -> None:
     paragraphs = (ROOT / "docs/reference/settings.md").read_text().split("\n\n")
     (paragraph,) = (each for each in paragraphs if each.startswith("Taken, since"))
     assert set(re.findall(r"`(\w+)`", paragraph)) == ONE_VALUE
-
-
-@pytest.mark.parametrize("program", ["ray", "serve", "baton", "make"])
-def test_commands_that_are_named_exist(program: str) -> None:
-    """In whatever stands between backticks, or begins a line of a block of code."""
-    named: dict[str, str] = {}
-    for page in PAGES:
-        blocks = re.findall(r"^```.*?^```", text := page.read_text(), re.MULTILINE | re.DOTALL)
-        lines = [line for block in blocks for line in block.splitlines()]
-        spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
-        for words in chain(lines, spans):
-            if found := re.match(rf"(?:\w+=\S+ )*{program} ([a-z][a-z-]+)(?= |$)", words):
-                named[found[1]] = page.name
-    assert named
-    assert {name: page for name, page in named.items() if name not in commands_of(program)} == {}
-
-
-def commands_of(program: str) -> set[str]:
-    match program:
-        case "ray":
-            return set(ray_scripts.cli.commands)
-        case "serve":
-            return set(serve_scripts.cli.commands)
-        case "baton":
-            own = {each.name or each.callback.__name__ for each in baton_app.registered_commands if each.callback}
-            return own | {str(each.name) for each in baton_app.registered_groups} | {"eval"}  # which `main` adds
-    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
