@@ -13,9 +13,6 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.layout import DTYPE_BYTES
 from baton.engine.hf_config.model_config import ModelConfig
 
-BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale of 4 bytes
-BYTES_IN_8_BITS = 1 + 4 / BLOCK**2
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -27,8 +24,8 @@ class Weights:
     def num_bytes(self, model: ModelConfig, device: str) -> int:
         """On a "cuda" or "cpu" device; a CPU has no kernels for 8 bits, and multiplies them out."""
         wide = DTYPE_BYTES[model.dtype]
-        in_8_bits = model.quantization is not None and device == "cuda"
-        return int(self.plain * wide + self.narrow * (BYTES_IN_8_BITS if in_8_bits else wide))
+        narrow = wide if model.quantization is None or device != "cuda" else model.quantization.weight_bytes
+        return int(self.plain * wide + self.narrow * narrow)
 
 
 def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
@@ -81,13 +78,12 @@ def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float, fl
 
 
 def _experts_stay_narrow(model: ModelConfig, config: EngineConfig) -> bool:
-    """Those with scales of blocks, where a rank has whole blocks (`engine.layers.experts`)."""
+    """Return whether a rank's experts stay in 8 bits on a GPU."""
     assert model.moe is not None, "only mixtures have experts"
     width = model.moe.intermediate_size
     if not config.enable_expert_parallel:
         width //= config.tensor_parallel_size
-    in_blocks = model.quantization is not None and model.quantization.in_blocks
-    return in_blocks and model.hidden_size % BLOCK == 0 and width % BLOCK == 0
+    return model.quantization is not None and model.quantization.keeps_experts(model.hidden_size, width)
 
 
 def block_bytes(model: ModelConfig, tensor_parallel_size: int) -> Iterator[int]:

@@ -30,8 +30,18 @@ class Quantization:
     scale_name: str  # of the tensor with a layer's scales, beside its `weight`
     ignored: tuple[str, ...]  # names of layers, or of what they are part of, that are as ever; "re:..." a pattern
 
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of memory for each value of a weight that stays in 8 bits, with its part of a scale of 4 bytes."""
+        rows, columns = BLOCK
+        return 1 + 4 / (rows * columns)
+
+    def keeps_experts(self, hidden_size: int, *borders: int) -> bool:
+        """Return whether experts can stay in 8 bits whose widths are cut at these `borders`: only between blocks."""
+        return self.in_blocks and all(border % BLOCK[0] == 0 for border in (hidden_size, *borders))
+
     def scale_of(self, weight: str) -> str:
-        """The name of the tensor with the scales of the tensor `weight`."""
+        """Return the name of the tensor with the scales of the tensor `weight`."""
         return f"{weight.removesuffix('weight')}{self.scale_name}"
 
     @property

@@ -68,6 +68,13 @@ class Parameter:
         self.dtype = dtype  # None: the model's
         self._data: Tensor | None = None
 
+    @staticmethod
+    def part(*shares: Share, typical: float = 0.0, dtype: torch.dtype | None = None) -> Parameter:
+        """Declare a parameter by a rank's share of each dimension."""
+        parameter = Parameter(*(share.whole for share in shares), typical=typical, dtype=dtype)
+        parameter.shares = shares
+        return parameter
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the rank's share."""

@@ -1,29 +1,20 @@
-"""The experts of a mixture, and the router that chooses among them.
-
-How a checkpoint stores experts (`ExpertsConfig.stored`), below the name of this layer:
-
-    each         0.gate_proj.weight [F, H], 0.up_proj.weight [F, H], 0.down_proj.weight [H, F], 1.gate_proj.weight, ...
-    stacked      gate_up_proj [E, 2 F, H], gates before ups; down_proj [E, H, F]
-    transposed   gate_up_proj [E, H, 2 F], gates and ups next to each other; down_proj [E, F, H]
-    mxfp4        gate_up_proj_blocks, gate_up_proj_scales, down_proj_blocks, down_proj_scales: see `layers.mxfp4`
-
-Experts one by one that come in 8 bits with a scale for each 128 x 128 values can stay so (`take_format`).
-"""
+"""The experts of a mixture, and the router that chooses among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.kernels.fp8 import BLOCK
-from baton.kernels.moe import ExpertWeights, GatedActivation, RoutingRule, fused_experts, route, router_logits
+from baton.kernels.moe import GatedActivation, RoutingRule, route, router_logits
 
 from .base import Layer, Parameter, Share, Slot, join
-from .fp8 import Fp8Format
-from .mxfp4 import packed_slots
+from .method import ExpertsMethod, ExpertsShape, PackedExperts
+from .mxfp4 import Mxfp4Experts
+from .plain_experts import PlainExperts
 from .stack import Held, StackSlot
 
 
@@ -57,156 +48,74 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """Gated MLPs of one shape, stacked; gates and ups row by row next to each other, as `fused_experts` reads them."""
+    """Gated MLPs of one shape. Their matrices are stored, held and multiplied by a method (`layers.method`)."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         num_experts, width = config.num_experts, config.intermediate_size
-        self.gate_up = Parameter(num_experts, 2 * width, hidden_size)
-        self.down = Parameter(num_experts, hidden_size, width)
+        self.shape = ExpertsShape(
+            Held(range(num_experts), num_experts), Share.all(width), hidden_size, config.projections
+        )
         self.gate_up_bias = Parameter(num_experts, 2 * width) if config.expert_biases else None
         self.down_bias = Parameter(num_experts, hidden_size) if config.expert_biases else None
         self.activation = GatedActivation(config.gate_slope, config.gate_limit, config.up_shift)
-        self.gate_up_scale: Parameter | None = None  # of weights in 8 bits, as `ExpertWeights` has them
-        self.down_scale: Parameter | None = None
-        self.width = Share.all(width)  # of every expert, what is computed here
-        self.held = Held(range(num_experts), num_experts)
         self.stored = config.stored
-        self._names = config.projections
-        self._scale_name = ""  # in the checkpoint, of a weight's scales
-        self._weights: ExpertWeights | None = None
+        self._packed: PackedExperts | None = None
+        self.use(Mxfp4Experts() if config.stored == "mxfp4" else PlainExperts(config.stored))
+
+    def use(self, method: ExpertsMethod) -> None:
+        """Store, hold and multiply the matrices by this method. Comes before `allocate`."""
+        self.method = method
+        self.weights = method.declare(self.shape)
+
+    @property
+    def held(self) -> Held:
+        return self.shape.held
 
     def keep_width(self, share: Share) -> None:
         """Compute only this stretch of every expert's width; the caller sums the outputs over the ranks."""
-        self.gate_up.keep(1, share.times(2))
-        self.down.keep(2, share)
+        self.shape = replace(self.shape, width=share)
+        self.use(self.method)
         if self.gate_up_bias is not None:
             self.gate_up_bias.keep(1, share.times(2))
-        self.width = share
 
     def keep_experts(self, held: Sequence[int]) -> None:
         """Only these experts are here, each once, in this order; what `expert_ids` name are their places in it."""
-        self.held = Held(held, self.held.whole)
-        for _, parameter in self.parameters():
-            parameter.keep(0, Share(0, len(held), self.held.whole))
+        self.shape = replace(self.shape, held=Held(held, self.held.whole))
+        self.use(self.method)
+        for bias in (self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                bias.keep(0, self.held.places)
 
     def parts_at(self, path: str) -> list[str]:
         """The linear layers of the checkpoint that this one at `path` is made of, where they are stored one by one."""
         if self.stored != "each":
             return []
-        return [join(path, f"{expert}.{name}") for expert in range(self.held.whole) for name in self._names]
+        names = self.shape.projections
+        return [join(path, f"{expert}.{name}") for expert in range(self.held.whole) for name in names]
 
-    def can_take(self, form: Fp8Format) -> bool:
-        """Return whether there are kernels for it, and no block belongs to two ranks."""
-        borders = (self.width.start, self.width.end, self.width.whole, self.down.shape[1])
-        return self.stored == "each" and form.in_blocks and all(border % BLOCK == 0 for border in borders)
-
-    def take_format(self, form: Fp8Format) -> None:
-        """Keep the weights in 8 bits, from before `allocate` on."""
-        self.gate_up.dtype = self.down.dtype = torch.float8_e4m3fn
-        num_experts, deep, wide = self.held.whole, self.down.shape[1] // BLOCK, self.width.whole // BLOCK
-        self.gate_up_scale = Parameter(num_experts, 2 * wide, deep, typical=1.0, dtype=torch.float32)
-        self.down_scale = Parameter(num_experts, deep, wide, typical=1.0, dtype=torch.float32)
-        blocks = Share(self.width.start // BLOCK, self.width.size // BLOCK, wide)
-        self.gate_up_scale.keep(1, blocks.times(2))
-        self.down_scale.keep(2, blocks)
-        for scale in (self.gate_up_scale, self.down_scale):
-            scale.keep(0, self.down.shares[0])
-        self._scale_name = form.scale_name
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from self.weights.items()
+        yield from super().parameters()
 
     def __call__(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None) -> Tensor:
-        """Return the output of each token's experts, added to `add_to` in place where there is one.
-
-        hidden [T, hidden_size], expert_ids and weights [T, top_k] -> [T, hidden_size].
-        """
-        assert self._weights is not None, "finish() comes before the first call"
-        return fused_experts(hidden, self._weights, expert_ids, weights, add_to=add_to)
+        """See `PackedExperts.multiply`."""
+        assert self._packed is not None, "finish() comes before the first call"
+        return self._packed.multiply(hidden, expert_ids, weights, add_to)
 
     def finish(self) -> None:
-        last_bias = self.down_bias if self.width.start == 0 else None  # added once, whoever has the rest of the width
-        self._weights = ExpertWeights(
-            self.gate_up.data,
-            self.down.data,
-            _data(self.gate_up_bias),
-            _data(last_bias),
-            self.activation,
-            _data(self.gate_up_scale),
-            _data(self.down_scale),
+        adds_bias = self.shape.width.start == 0  # added once, whoever has the rest of the width
+        self._packed = self.method.pack(
+            {name: parameter.data for name, parameter in self.weights.items()},
+            gate_up_bias=_data(self.gate_up_bias),
+            down_bias=_data(self.down_bias) if adds_bias else None,
+            activation=self.activation,
         )
 
     def slots(self, path: str = "") -> Iterator[Slot]:
-        gate_up, down = join(path, "gate_up_proj"), join(path, "down_proj")
-        match self.stored:
-            case "each":
-                yield from self._slots_of_each(path)
-            case "stacked":
-                yield HalvesSlot(gate_up, self.gate_up, self.held)
-                yield StackSlot(down, self.down, self.held)
-            case "transposed":
-                yield TransposedSlot(gate_up, self.gate_up, self.held)
-                yield TransposedSlot(down, self.down, self.held)
-            case "mxfp4":
-                yield from packed_slots(gate_up, self.gate_up, self.held)
-                yield from packed_slots(down, self.down, self.held)
-        for name, bias in ((gate_up, self.gate_up_bias), (down, self.down_bias)):
+        yield from self.method.slots(self.shape, self.weights, path)
+        for name, bias in (("gate_up_proj_bias", self.gate_up_bias), ("down_proj_bias", self.down_bias)):
             if bias is not None:
-                yield StackSlot(f"{name}_bias", bias, self.held)
-
-    def _slots_of_each(self, path: str) -> Iterator[Slot]:
-        yield from self._slots_of_matrices(path, "weight", self.gate_up, self.down, self.width)
-        if self.gate_up_scale is not None and self.down_scale is not None:
-            blocks = self.down_scale.shares[2]
-            yield from self._slots_of_matrices(path, self._scale_name, self.gate_up_scale, self.down_scale, blocks)
-
-    def _slots_of_matrices(
-        self, path: str, suffix: str, gate_up: Parameter, down: Parameter, width: Share
-    ) -> Iterator[Slot]:
-        """Return the slots of every expert's matrices, or of their scales. `width`: the share of a gate's rows."""
-        places = {expert: place for place, expert in enumerate(self.held.items)}
-        gate_name, up_name, down_name = self._names
-        depth = gate_up.shape[2]
-        for expert in range(self.held.whole):
-            own, place = join(path, str(expert)), places.get(expert)
-            for start, name in enumerate((gate_name, up_name)):
-                full_name = f"{own}.{name}.{suffix}"
-                if place is None:
-                    yield Slot.elsewhere(full_name, (width.whole, depth), gate_up)
-                else:
-                    yield Slot(full_name, gate_up, start, width, step=2, item=place)
-            full_name = f"{own}.{down_name}.{suffix}"
-            if place is None:
-                yield Slot.elsewhere(full_name, (depth, width.whole), down)
-            else:
-                yield Slot(full_name, down, item=place)
-
-
-class HalvesSlot(StackSlot):
-    """Experts' gates before their ups, [E, 2 F, H], to where gates and ups are next to each other."""
-
-    __slots__ = ()
-
-    def __init__(self, name: str, parameter: Parameter, held: Held) -> None:
-        super().__init__(name, parameter, held)
-        items, rows, columns = self.shares
-        self.shares = (items, Share.all(rows.whole), columns)
-
-    def _place_item(self, target: Tensor, item: Tensor) -> None:
-        rows = self.parameter.shares[1]
-        for first, half in enumerate(item.chunk(2)):
-            target[first::2].copy_(half[rows.start // 2 : rows.end // 2])
-
-
-class TransposedSlot(StackSlot):
-    """Matrices whose rows are the parameter's columns."""
-
-    __slots__ = ()
-
-    def __init__(self, name: str, parameter: Parameter, held: Held) -> None:
-        super().__init__(name, parameter, held)
-        items, rows, columns = self.shares
-        self.shares = (items, columns, rows)
-
-    def _place_item(self, target: Tensor, item: Tensor) -> None:
-        target.copy_(item.T)
+                yield StackSlot(join(path, name), bias, self.held)
 
 
 def _data(parameter: Parameter | None) -> Tensor | None:

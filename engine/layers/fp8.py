@@ -1,4 +1,4 @@
-"""Weights of linear layers that stay in 8 bits, and those that come in 8 bits to a layer that computes otherwise.
+"""FP8: weights that stay in 8 bits, and those that come in 8 bits to a layer that computes otherwise.
 
 checkpoint                         parameter                        kernels
 weight            [N, K] E4M3      weight [N, K] E4M3         ─┐
@@ -9,6 +9,7 @@ weight_scale(_inv) one a block     scales [N / 128, K / 128]  ─┼──> Fp8W
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +17,19 @@ from torch import Tensor
 
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.quantization import Quantization
-from baton.kernels.fp8 import BLOCK, dequantize
+from baton.kernels import fp8
+from baton.kernels.fp8 import BLOCK
+from baton.kernels.linear import RowNorm
 
 from .base import Parameter, Share, Slot
+from .method import Activation, ExpertsShape, LinearMethod, LinearWeight
+from .plain_experts import FusedMethod, slots_of_each
 
 E4M3 = torch.float8_e4m3fn
 
 
 class BlockScales(Parameter):
-    """One of each block of 128 x 128 of a weight [N, K]."""
+    """Scales, one of each block of 128 x 128 of a weight [N, K]."""
 
     def __init__(self, rows: Share, columns: Share) -> None:
         kept = _blocks_of(rows), _blocks_of(columns)
@@ -37,13 +42,13 @@ class BlockScales(Parameter):
 
 
 def _blocks_of(share: Share) -> Share:
-    """The blocks of 128 that a share of values is made of."""
+    """Return the blocks of 128 that a share of values is made of."""
     first = share.start // BLOCK
     return Share(first, -(-share.end // BLOCK) - first, -(-share.whole // BLOCK))
 
 
 class RowScales(Parameter):
-    """One of each row of a weight."""
+    """Scales, one of each row of a weight."""
 
     def __init__(self, rows: Share) -> None:
         super().__init__(rows.whole, typical=1.0, dtype=torch.float32)
@@ -54,14 +59,14 @@ class RowScales(Parameter):
 
 
 class ScalarScale(RowScales):
-    """One of everything."""
+    """One scale of everything."""
 
     def __init__(self) -> None:
         super().__init__(Share.all(1))
 
 
 class _RowScalesSlot(Slot):
-    """In a checkpoint a column of them, or one for all rows."""
+    """The place of scales that a checkpoint stores as a row, as a column, or as one for all rows."""
 
     __slots__ = ()
 
@@ -81,45 +86,85 @@ class _RowScalesSlot(Slot):
 
 
 @dataclass(frozen=True)
-class Fp8Format:
-    """The format of a weight of a linear layer or of experts that is 8-bit codes and scales, not a plain matrix."""
+class Fp8Linear(LinearMethod):
+    """E4M3 codes, and scales of blocks or rows."""
 
     quantization: Quantization
 
-    @property
-    def scale_name(self) -> str:
-        return self.quantization.scale_name
+    def fits(self, columns: Share, parts: Sequence[Share]) -> bool:
+        """Return true where no block belongs to two of the merged layers."""
+        sizes = (columns.whole, *(part.whole for part in parts[:-1]))
+        return not self.quantization.in_blocks or all(size % BLOCK == 0 for size in sizes)
 
-    @property
-    def in_blocks(self) -> bool:
-        return self.quantization.in_blocks
-
-    def parameters(self, rows: Share, columns: Share) -> tuple[Parameter, Parameter]:
-        """Return the parameters for a share of a weight [N, K] and its scales."""
-        scales = BlockScales(rows, columns) if self.quantization.in_blocks else RowScales(rows)
-        weight = Parameter(rows.whole, columns.whole, dtype=E4M3)
-        weight.keep(0, rows)
-        weight.keep(1, columns)
-        return weight, scales
-
-    def fits(self, depth: int, parts: list[int]) -> bool:
-        """Return whether layers of these numbers of rows can share a weight: no block belongs to two of them."""
-        return not self.quantization.in_blocks or all(size % BLOCK == 0 for size in (depth, *parts[:-1]))
-
-    def divides(self, columns: Share, parts: list[Share]) -> bool:
-        """Return whether no block belongs to two ranks."""
+    def divides(self, columns: Share, parts: Sequence[Share]) -> bool:
+        """Return true where no block belongs to two ranks."""
         borders = [border for share in (columns, *parts) for border in (share.start, share.end) if border < share.whole]
         return not self.quantization.in_blocks or all(border % BLOCK == 0 for border in borders)
 
+    def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
+        scales = BlockScales(rows, columns) if self.quantization.in_blocks else RowScales(rows)
+        return {"weight": Parameter.part(rows, columns, dtype=E4M3), self.quantization.scale_name: scales}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
+        return Fp8LinearWeight(fp8.Fp8Weight(tensors["weight"], tensors[self.quantization.scale_name]))
+
+
+@dataclass(frozen=True)
+class Fp8LinearWeight(LinearWeight):
+    """A weight for the kernels of `kernels.fp8`, which bring their inputs to 8 bits."""
+
+    weight: fp8.Fp8Weight
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation = Activation.NONE,
+        norm: RowNorm | None = None,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if activation is Activation.SILU_AND_MUL:
+            return fp8.gated_linear(x, self.weight, bias, norm=norm)
+        return fp8.linear(x, self.weight, bias, norm=norm, add_to=add_to, out=out)
+
+
+@dataclass(frozen=True)
+class Fp8Experts(FusedMethod):
+    """E4M3 codes, and a scale for each 128 x 128 values of a gate, an up or a down matrix; stored one by one."""
+
+    quantization: Quantization
+
+    dtype = E4M3
+
+    def fits(self, shape: ExpertsShape) -> bool:
+        """Return whether there are kernels for it, and no block belongs to two ranks."""
+        width = shape.width
+        return self.quantization.keeps_experts(shape.hidden_size, width.start, width.end, width.whole)
+
+    def declare(self, shape: ExpertsShape) -> dict[str, Parameter]:
+        places, deep, wide = shape.held.places, Share.all(shape.hidden_size // BLOCK), _blocks_of(shape.width)
+        return {
+            **super().declare(shape),
+            "gate_up_scale": Parameter.part(places, wide.times(2), deep, typical=1.0, dtype=torch.float32),
+            "down_scale": Parameter.part(places, deep, wide, typical=1.0, dtype=torch.float32),
+        }
+
+    def slots(self, shape: ExpertsShape, parameters: Mapping[str, Parameter], path: str) -> Iterator[Slot]:
+        yield from slots_of_each(shape, parameters["gate_up"], parameters["down"], path, "weight")
+        gate_up, down = parameters["gate_up_scale"], parameters["down_scale"]
+        yield from slots_of_each(shape, gate_up, down, path, self.quantization.scale_name)
+
 
 def plain_weight(data: Tensor, scale: Tensor, in_blocks: bool, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] that E4M3 `data` and the checkpoint's `scale` stand for, for a layer that takes no 8 bits.
+    """Return the weight [N, K] that E4M3 `data` and its `scale` stand for, for a layer that takes no 8 bits.
 
     Raises `WeightsError` where they do not belong together.
     """
     if not in_blocks and scale.numel() in (1, len(data)):
         scale = scale.reshape(-1).expand(len(data))
     try:
-        return dequantize(data, scale.float(), dtype)
+        return fp8.dequantize(data, scale.float(), dtype)
     except ValueError as error:
         raise WeightsError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Linear layers over the packed weights of `baton.kernels.linear`, or over weights in 8 bits (`layers.fp8`).
+"""Linear layers. Their weights are stored, held and multiplied by a method (`layers.method`).
 
 Divided over ranks, a layer computes some of its outputs from everything, or everything from some of its inputs:
 
@@ -13,41 +13,47 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from baton.engine.parallel.groups import ALONE, Group
-from baton.kernels import fp8
-from baton.kernels.linear import PackedWeight, RowNorm, gated_linear, linear, pack
+from baton.kernels.linear import RowNorm
 
 from .base import Layer, Parameter, Share, Slot, join
-from .fp8 import Fp8Format
+from .method import PLAIN, Activation, LinearMethod, LinearWeight
 
 
 class Linear(Layer):
     """y [T, N] = x [T, K] @ weight [N, K].T + bias [N]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        self.weight = Parameter(out_features, in_features)
+        self.rows, self.columns = Share.all(out_features), Share.all(in_features)  # of the weight, on this rank
         self.bias = Parameter(out_features) if bias else None
-        self._scale: tuple[str, Parameter] | None = None  # of a weight in 8 bits, with its name in the checkpoint
-        self._packed: PackedWeight | fp8.Fp8Weight | None = None
+        self._weight: LinearWeight | None = None
         self._sum: Group = ALONE  # whose products are summed
         self._adds = True  # whether the bias, and what the result is added to, are this rank's to add
+        self.use(PLAIN)
+
+    def use(self, method: LinearMethod) -> None:
+        """Store, hold and multiply the weight by this method. Comes before `allocate`."""
+        self.method = method
+        self.weights = method.declare(self.rows, self.columns)
 
     @property
     def out_features(self) -> int:
         """The number on this rank."""
-        return self.weight.shape[0]
+        return self.rows.size
 
     @property
     def in_features(self) -> int:
         """The number on this rank."""
-        return self.weight.shape[1]
+        return self.columns.size
 
     def parts_at(self, path: str) -> dict[str, Share]:
         """The layers of the checkpoint that this one at `path` is made of, and which of their outputs are here."""
-        return {path: self.weight.shares[0]}
+        return {path: self.rows}
 
     def keep_rows(self, share: Share) -> None:
         """Only these outputs are computed here."""
-        self.weight.keep(0, share)
+        assert share.whole == self.rows.size, f"a share of {share.whole} outputs, where there are {self.rows.size}"
+        self.rows = share
+        self.use(self.method)
         if self.bias is not None:
             self.bias.keep(0, share)
 
@@ -56,19 +62,15 @@ class Linear(Layer):
 
         Results are sums over the group, unless the caller wants to sum them: `summed=False`.
         """
-        self.weight.keep(1, share)
+        assert share.whole == self.columns.size, f"a share of {share.whole} inputs, where there are {self.columns.size}"
+        self.columns = share
+        self.use(self.method)
         self._adds = group.rank == 0
         self._sum = group if summed else ALONE
 
-    def take_format(self, form: Fp8Format) -> None:
-        """Keep the weight in 8 bits, from before `allocate` on."""
-        self.weight, scale = form.parameters(*self.weight.shares)
-        self._scale = (form.scale_name, scale)
-
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from self.weights.items()
         yield from super().parameters()
-        if self._scale is not None:
-            yield self._scale
 
     def slots(self, path: str = "") -> Iterator[Slot]:
         for name, parameter in self.parameters():
@@ -78,34 +80,30 @@ class Linear(Layer):
                 start += rows.size
 
     def finish(self) -> None:
-        weight = self.weight.data
-        self._packed = pack(weight) if self._scale is None else fp8.Fp8Weight(weight, self._scale[1].data)
-        self.weight.release()
+        self._weight = self.method.pack({name: parameter.data for name, parameter in self.weights.items()})
+        for parameter in self.weights.values():
+            parameter.release()
 
     def __call__(
-        self, x: Tensor, *, norm: RowNorm | None = None, add_to: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        activation: Activation = Activation.NONE,
+        norm: RowNorm | None = None,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """With what stands right before and behind the product: see `baton.kernels.linear.linear`.
+        """With what stands right before and behind the product: see `LinearWeight.multiply`.
 
-        A layer whose columns are divided adds the first rank's `add_to` only, which need not be what is returned.
+        A layer whose columns are divided adds the first rank's `add_to` only, which need not be what is returned. Its
+        results are sums, so it takes no activation.
         """
-        assert self._packed is not None, "finish() comes before the first call"
+        assert self._weight is not None, "finish() comes before the first call"
         bias = None if self.bias is None or not self._adds else self.bias.data
         if not self._adds:
             add_to = None
-        if isinstance(self._packed, fp8.Fp8Weight):
-            product = fp8.linear(x, self._packed, bias, norm=norm, add_to=add_to, out=out)
-        else:
-            product = linear(x, self._packed, bias, norm=norm, add_to=add_to, out=out)
+        product = self._weight.multiply(x, bias, activation=activation, norm=norm, add_to=add_to, out=out)
         return self._sum.all_reduce(product)
-
-    def gated(self, x: Tensor, *, norm: RowNorm | None = None) -> Tensor:
-        """silu(first half) * second half of the result, [T, N / 2]: see `baton.kernels.linear.gated_linear`."""
-        assert self._packed is not None, "finish() comes before the first call"
-        bias = None if self.bias is None else self.bias.data
-        if isinstance(self._packed, fp8.Fp8Weight):
-            return fp8.gated_linear(x, self._packed, bias, norm=norm)
-        return gated_linear(x, self._packed, bias, norm=norm)
 
 
 class MergedLinear(Linear):
@@ -122,7 +120,7 @@ class MergedLinear(Linear):
         """Compute only these outputs of the named parts here; of the others all."""
         self.parts.update(shares)
         size = sum(share.size for share in self.parts.values())
-        self.keep_rows(Share(0, size, self.weight.shape[0]))
+        self.keep_rows(Share(0, size, self.rows.size))
 
     def parts_at(self, path: str) -> dict[str, Share]:
         parent = path.rpartition(".")[0]

@@ -12,6 +12,7 @@ from baton.kernels.linear import RowNorm
 
 from .base import Layer, Share
 from .linear import Linear, MergedLinear
+from .method import Activation
 from .rows import TokenRows
 
 CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level cache between the two products
@@ -62,4 +63,4 @@ class GatedMLP(FeedForward):
         return self._all_at_once(hidden, norm, add_to)
 
     def _all_at_once(self, hidden: Tensor, norm: RowNorm | None, add_to: Tensor | None) -> Tensor:
-        return self.down_proj(self.gate_up_proj.gated(hidden, norm=norm), add_to=add_to)
+        return self.down_proj(self.gate_up_proj(hidden, activation=Activation.SILU_AND_MUL, norm=norm), add_to=add_to)

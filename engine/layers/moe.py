@@ -42,7 +42,7 @@ class MoE(FeedForward):
         if groups.spread is not None and groups.ep.size > 1:
             self.spread = SpreadExperts(self.experts, groups, groups.spread, self.gate.rule.top_k)
         else:
-            self.experts.keep_width(Share.part(self.experts.width.size, groups.tp))
+            self.experts.keep_width(Share.part(self.experts.shape.width.size, groups.tp))
         if self.shared_experts is not None:
             self.shared_experts.divide_over(groups.tp, summed=False)
 
@@ -96,7 +96,7 @@ class SpreadExperts:
         """Sends a token without experts the eager way, and back: captured steps may go another. All ranks call it."""
         device, shape = self.table.places.device, (1, self._top_k)
         token = RoutedTokens(
-            torch.zeros(1, self.experts.down.shape[1], dtype=dtype, device=device),
+            torch.zeros(1, self.experts.shape.hidden_size, dtype=dtype, device=device),
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.float32, device=device),
         )

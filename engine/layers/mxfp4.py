@@ -1,4 +1,4 @@
-"""Weights in 4 bits (MXFP4), multiplied out while they are loaded.
+"""Experts in 4 bits (MXFP4), multiplied out while they are loaded.
 
     <name>_blocks  [items, rows, groups, 16] bytes: 32 neighbours of a row, two a byte, the first in the low half
     <name>_scales  [items, rows, groups] bytes: a power of two for 32 values
@@ -10,13 +10,15 @@ Microscaling Formats 1.0, section 5.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .base import Parameter, Share
+from .base import Parameter, Share, Slot, join
+from .method import ExpertsShape
+from .plain_experts import FusedMethod
 from .stack import Held, StackSlot
 
 GROUP = 32  # values of a row that share a scale
@@ -24,8 +26,16 @@ SCALE_BIAS = 127
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its three bits below the sign
 
 
+class Mxfp4Experts(FusedMethod):
+    """Matrices in the model's dtype, stored as blocks and scales: gates and ups next to each other."""
+
+    def slots(self, shape: ExpertsShape, parameters: Mapping[str, Parameter], path: str) -> Iterator[Slot]:
+        for name, parameter in (("gate_up_proj", parameters["gate_up"]), ("down_proj", parameters["down"])):
+            yield from packed_slots(join(path, name), parameter, shape.held)
+
+
 def packed_slots(name: str, parameter: Parameter, held: Held) -> Iterator[PackedSlot]:
-    """The slots of a parameter [items, rows, columns] that a checkpoint stores as blocks and scales."""
+    """Yield the slots of a parameter [items, rows, columns] that a checkpoint stores as blocks and scales."""
     halves: dict[str, Tensor] = {}
     for which in ("blocks", "scales"):
         yield PackedSlot(name, which, parameter, held, halves)

@@ -10,13 +10,14 @@ from .base import Parameter, Share, Slot
 
 
 class Held:
-    """The items of a stack of `whole` that are here, in the order of their places."""
+    """The items of a stack of `whole` that a rank holds, in the order of their places."""
 
     def __init__(self, items: Sequence[int], whole: int) -> None:
         assert len(set(items)) == len(items), "an item lies in one place of a rank"
         self.items = tuple(items)
         self.whole = whole
         first = min(items, default=0)
+        self.places = Share(0, len(self.items), whole)  # of a parameter with a row each item
         self.share = Share(first, max(items, default=-1) + 1 - first, whole)  # the smallest that has all of them
 
 

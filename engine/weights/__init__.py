@@ -2,7 +2,7 @@
 
 checkpoint   what lies in a folder's safetensors files, from their headers
 dummy        random weights instead, the same for the same seed
-in_8_bits    which layers keep the 8 bits that a checkpoint has them in
+quantized    the weight method of each layer of a quantized checkpoint
 loader       the account, then the stream
 progress     a bar for loads that take long
 """

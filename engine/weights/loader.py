@@ -24,8 +24,8 @@ from baton.kernels import fp8
 
 from .checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
 from .dummy import DummyWeights
-from .in_8_bits import keep_in_8_bits
 from .progress import Progress
+from .quantized import use_quantized_methods
 
 if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
@@ -82,7 +82,7 @@ def _choose_formats(model: CausalLM, device: torch.device) -> Checkpoint | None:
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
     if config.quantization is not None and fp8.has_gpu_kernels(device):
         covered = config.quantization.covers if checkpoint is None else checkpoint.has_8_bit_weight
-        keep_in_8_bits(model, config.quantization, covered)
+        use_quantized_methods(model, config.quantization, covered)
     return checkpoint
 
 

@@ -19,6 +19,7 @@ from baton.engine.hf_config.model_config import ModelConfig, WeightsError
 from baton.engine.hf_config.quantization import read_quantization
 from baton.engine.layers.base import layers_of
 from baton.engine.layers.experts import Experts
+from baton.engine.layers.fp8 import Fp8Linear, Fp8LinearWeight
 from baton.engine.layers.linear import Linear
 from baton.engine.models import load_model
 from baton.kernels import fp8
@@ -103,7 +104,7 @@ def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Pa
 def test_kept_in_8_bits_a_model_differs_by_what_its_inputs_lose(tmp_path: Path, form: str) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form, attention_bias=True)
     model = load_model(ModelConfig.from_folder(folder, dtype="float32"))
-    kept = {path for path, layer in layers_of(Linear, model) if isinstance(layer._packed, fp8.Fp8Weight)}
+    kept = {path for path, layer in layers_of(Linear, model) if isinstance(layer.method, Fp8Linear)}
     projections = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert kept == {f"model.layers.{layer}.{name}" for layer in range(2) for name in projections}
 
@@ -121,18 +122,18 @@ def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: 
     attention = load_model(ModelConfig.from_folder(folder)).model.layers[1].self_attn
     tensors = load_file(plain_folder / "model.safetensors")
     parts = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
-    packed = attention.qkv_proj._packed
-    assert isinstance(packed, fp8.Fp8Weight)
-    assert torch.equal(packed.dequantize(torch.float32), torch.cat(parts))
+    weight = attention.qkv_proj._weight
+    assert isinstance(weight, Fp8LinearWeight)
+    assert torch.equal(weight.weight.dequantize(torch.float32), torch.cat(parts))
 
 
 @pytest.mark.usefixtures("as_if_kernels")
 def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, "blocks", num_key_value_heads=1)
     model = load_model(ModelConfig.from_folder(folder, dtype="float32"))
-    packed = {path: layer._packed for path, layer in layers_of(Linear, model)}
-    assert not isinstance(packed["model.layers.0.self_attn.qkv_proj"], fp8.Fp8Weight)
-    assert isinstance(packed["model.layers.0.self_attn.o_proj"], fp8.Fp8Weight)
+    methods = {path: layer.method for path, layer in layers_of(Linear, model)}
+    assert not isinstance(methods["model.layers.0.self_attn.qkv_proj"], Fp8Linear)
+    assert isinstance(methods["model.layers.0.self_attn.o_proj"], Fp8Linear)
     plain = load_model(ModelConfig.from_folder(plain_folder, dtype="float32"))
     tokens = random_tokens(20)
     logprobs, expected = (chunked_logprobs(which, tokens, 20) for which in (model, plain))
@@ -190,8 +191,8 @@ def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
     hidden = torch.randn(6, SHAPE["hidden_size"])
     expert_ids, weights = torch.arange(6, dtype=torch.int32)[:, None], torch.rand(6, 1)
     for narrow, wide in zip(kept, plain, strict=True):
-        assert narrow.gate_up.data.dtype == narrow.down.data.dtype == torch.float8_e4m3fn
-        assert wide.gate_up.data.dtype == torch.float32
+        assert {narrow.weights[name].data.dtype for name in ("gate_up", "down")} == {torch.float8_e4m3fn}
+        assert wide.weights["gate_up"].data.dtype == torch.float32
         result, expected = (experts(hidden, expert_ids, weights, None) for experts in (narrow, wide))
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
@@ -200,7 +201,7 @@ def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
 def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(tmp_path: Path) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, "rows", "qwen3_moe", **QWEN3_MOE)
     for _, experts in layers_of(Experts, load_model(ModelConfig.from_folder(folder, dtype="float32"))):
-        assert experts.gate_up.data.dtype == torch.float32
+        assert experts.weights["gate_up"].data.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("as_if_kernels")
@@ -208,7 +209,7 @@ def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(tmp_path: P
 def test_dummy_weights_have_the_format_that_the_config_names(tmp_path: Path, form: str) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, form)
     model = load_model(ModelConfig.from_folder(folder, load_format="dummy", dtype="float32"))
-    kinds = {path.rpartition(".")[2]: type(layer._packed) is fp8.Fp8Weight for path, layer in layers_of(Linear, model)}
+    kinds = {path.rpartition(".")[2]: isinstance(layer.method, Fp8Linear) for path, layer in layers_of(Linear, model)}
     expected = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "lm_head": False}
     assert kinds == expected
     assert not chunked_logprobs(model, random_tokens(5), 5).isnan().any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.linear import Linear, MergedLinear
+from baton.engine.layers.method import PLAIN, Activation, LinearMethod, LinearWeight
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
 from baton.engine.layers.moe import MoE
 from baton.engine.layers.norm import RMSNorm
@@ -52,6 +55,54 @@ def test_parts_of_a_merged_layer_are_siblings_of_it_in_the_checkpoint() -> None:
         "model.layers.3.self_attn.q_proj.bias": (0, (4,)),
         "model.layers.3.self_attn.k_proj.bias": (4, (2,)),
     }
+
+
+@dataclass(frozen=True)
+class HalvesMethod(LinearMethod):
+    """Stores a weight as two parts that are added, as a low-rank adapter does."""
+
+    def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
+        return {"first": Parameter.part(rows, columns), "second": Parameter.part(rows, columns)}
+
+    def pack(self, tensors: Mapping[str, torch.Tensor]) -> LinearWeight:
+        return HalvesWeight(*(PLAIN.pack({"weight": tensors[name]}) for name in ("first", "second")))
+
+
+@dataclass(frozen=True)
+class HalvesWeight(LinearWeight):
+    first: LinearWeight
+    second: LinearWeight
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: Activation = Activation.NONE,
+        **around: Any,
+    ) -> torch.Tensor:
+        total = self.second.multiply(x, bias, add_to=self.first.multiply(x))
+        return (
+            total if activation is Activation.NONE else functional.silu(total.chunk(2, -1)[0]) * total.chunk(2, -1)[1]
+        )
+
+
+def test_a_layer_is_stored_and_multiplied_as_its_method_says() -> None:
+    layer, share = MergedLinear(32, {"gate": 16, "up": 16}, bias=True), Share(8, 8, 16)
+    layer.keep_parts({"gate": share, "up": share})
+    layer.use(HalvesMethod())
+    weights = filled(layer, "mlp.gate_up")
+    parts = ("first", "second", "bias")
+    assert {(name, tuple(tensor.shape)) for name, tensor in weights.items()} == {
+        (f"mlp.{layer}.{part}", (16,) if part == "bias" else (16, 32)) for layer in ("gate", "up") for part in parts
+    }
+    x = torch.randn(5, 32)
+    gate, up = (
+        functional.linear(x, weights[f"mlp.{name}.first"] + weights[f"mlp.{name}.second"], weights[f"mlp.{name}.bias"])
+        for name in ("gate", "up")
+    )
+    expected = (functional.silu(gate) * up)[:, share.slice]
+    torch.testing.assert_close(layer(x, activation=Activation.SILU_AND_MUL), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_slot_takes_its_own_shape_only_also_where_another_would_broadcast() -> None:

@@ -18,7 +18,7 @@ from baton.engine.hf_config.model_config import ModelConfig, WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Share
 from baton.engine.layers.experts import Experts
-from baton.engine.layers.fp8 import Fp8Format
+from baton.engine.layers.fp8 import Fp8Experts
 from baton.engine.layers.mxfp4 import dequantize
 from baton.engine.models import load_model
 
@@ -44,7 +44,7 @@ def experts_of(form: str) -> Experts:
     return Experts(HIDDEN_SIZE, config)
 
 
-IN_BLOCKS = Fp8Format(Quantization(True, "weight_scale_inv", ()))
+IN_BLOCKS = Fp8Experts(Quantization(True, "weight_scale_inv", ()))
 
 
 def in_8_bits(hidden_size: int = 256, width: int = 512) -> Experts:
@@ -108,8 +108,8 @@ def test_stretches_of_the_width_of_all_experts_make_up_the_whole(form: str, star
     part.keep_width(Share(start, size, WIDTH))
     fill(part, tensors)
     rows = slice(2 * start, 2 * (start + size))
-    assert torch.equal(part.gate_up.data, whole.gate_up.data[:, rows])
-    assert torch.equal(part.down.data, whole.down.data[:, :, start : start + size])
+    assert torch.equal(part.weights["gate_up"].data, whole.weights["gate_up"].data[:, rows])
+    assert torch.equal(part.weights["down"].data, whole.weights["down"].data[:, :, start : start + size])
     if whole.gate_up_bias is not None:
         assert part.gate_up_bias is not None
         assert torch.equal(part.gate_up_bias.data, whole.gate_up_bias.data[:, rows])
@@ -133,7 +133,7 @@ def test_what_the_stretches_give_adds_up(form: str) -> None:
 @pytest.mark.parametrize("held", [(0, 1, 2, 3), (3, 1)], ids=str)
 def test_ranks_hold_scales_with_what_they_scale(held: tuple[int, ...]) -> None:
     whole = in_8_bits()
-    whole.take_format(IN_BLOCKS)
+    whole.use(IN_BLOCKS)
     tensors = stored_tensors(whole)
     fill(whole, tensors)
     hidden, weights = torch.randn(5, 256), torch.rand(5, 1)
@@ -144,8 +144,8 @@ def test_ranks_hold_scales_with_what_they_scale(held: tuple[int, ...]) -> None:
         part = in_8_bits()
         part.keep_experts(held)
         part.keep_width(Share(rank * 256, 256, 512))
-        assert part.can_take(IN_BLOCKS)
-        part.take_format(IN_BLOCKS)
+        assert IN_BLOCKS.fits(part.shape)
+        part.use(IN_BLOCKS)
         assert {slot.name: slot.shape for slot in part.slots("experts")} == {n: t.shape for n, t in tensors.items()}
         fill(part, tensors)
         part(hidden, places.int(), weights, total)
@@ -155,8 +155,8 @@ def test_ranks_hold_scales_with_what_they_scale(held: tuple[int, ...]) -> None:
 def test_a_stretch_that_cuts_blocks_takes_no_8_bits() -> None:
     part = in_8_bits()
     part.keep_width(Share(64, 64, 512))
-    assert not part.can_take(IN_BLOCKS)
-    assert not in_8_bits(hidden_size=192).can_take(IN_BLOCKS)
+    assert not IN_BLOCKS.fits(part.shape)
+    assert not IN_BLOCKS.fits(in_8_bits(hidden_size=192).shape)
 
 
 def test_gates_and_ups_of_a_stack_come_next_to_each_other() -> None:
@@ -164,8 +164,8 @@ def test_gates_and_ups_of_a_stack_come_next_to_each_other() -> None:
     tensors = stored_tensors(experts)
     fill(experts, tensors)
     gates, ups = tensors["experts.gate_up_proj"].chunk(2, dim=1)
-    assert torch.equal(experts.gate_up.data[:, 0::2], gates)
-    assert torch.equal(experts.gate_up.data[:, 1::2], ups)
+    assert torch.equal(experts.weights["gate_up"].data[:, 0::2], gates)
+    assert torch.equal(experts.weights["gate_up"].data[:, 1::2], ups)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])

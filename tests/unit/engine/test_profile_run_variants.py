@@ -27,7 +27,7 @@ from inline_stream import InlineStream
 
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
-from baton.engine.layers import linear
+from baton.engine.layers import method
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model, stub_model
 from baton.engine.worker import outputs
@@ -45,7 +45,7 @@ TILES = {
 }
 
 fp8.has_gpu_kernels = lambda device: True
-linear.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
+method.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
 config = ModelConfig.from_folder(sys.argv[1], dtype="bfloat16", load_format="dummy")
 layout = config.layout

@@ -23,7 +23,7 @@ from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
 from baton.engine.models import load_model
 from baton.engine.parallel.groups import ParallelGroups
-from baton.engine.weights.in_8_bits import keep_in_8_bits
+from baton.engine.weights.quantized import use_quantized_methods
 from baton.kernels import fp8
 
 DTYPE = torch.float32
@@ -137,7 +137,7 @@ def test_weights_in_8_bits_are_divided_with_their_scales(in_blocks: bool) -> Non
     def run(groups: ParallelGroups = ParallelGroups()) -> torch.Tensor:
         pair = Pair()
         pair.divide(groups)
-        keep_in_8_bits(pair, quantization, lambda name: True)
+        use_quantized_methods(pair, quantization, lambda name: True)
         ready(pair, tensors)
         return pair(x)
 
@@ -153,7 +153,7 @@ def test_blocks_that_ranks_would_cut_are_refused_by_the_layers_name() -> None:
     def run(groups: ParallelGroups) -> None:
         pair = Pair()
         pair.divide(groups)
-        keep_in_8_bits(pair, quantization, lambda name: True)
+        use_quantized_methods(pair, quantization, lambda name: True)
 
     with pytest.raises(WeightsError, match=r"tensor_parallel_size: up .* 128 x 128"):
         run_ranks(run, tp=4)
