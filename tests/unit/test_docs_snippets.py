@@ -113,7 +113,7 @@ def test_python_parses(page: str, text: str) -> None:
 def test_files_in_commands_exist(page: str, text: str) -> None:
     named = [
         word
-        for line in text.splitlines()
+        for line in text.replace("\\\n", " ").splitlines()
         for word in shlex.split(line, comments=True)
         if re.match(r"(configs|helm|tests|docs|tools|kernels|engine)/", word)
     ]
