@@ -4,7 +4,7 @@ gateway ──┬── unified
           ├── prefill     one deployment a fleet, one replica a group of engines
           └── decode
 
-The root is the gateways (`internal` load balancing), or who keeps one where each node or each rank is.
+The root is the gateways (`internal` load balancing), or the controller that keeps one on each node or beside each rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from .autoscaling.serve_policy import FollowDirectory
 from .contracts import LoadBalancing, Role
 from .engines.replica import EngineReplica
-from .ingress.keeper import GatewayKeeper
+from .ingress.gateway_controller import GatewayController
 from .ingress.replica import GatewayReplica
 from .logs import LogFormat
 from .membership.draining import LONGEST_S
@@ -42,7 +42,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     plain = spec.model_dump(mode="json", exclude_unset=True)
     gpus = ray.cluster_resources().get("GPU", 0.0)
     engines = [_engines(spec, role, plain, gpus) for role in spec.fleets.present]
-    root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _keeper(spec)
+    root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _controller(spec)
     return root.bind(plain, engines)
 
 
@@ -102,7 +102,7 @@ def _gateways(spec: FleetSpec) -> serve.Deployment:
     )(GatewayReplica)
 
 
-def _keeper(spec: FleetSpec) -> serve.Deployment:
+def _controller(spec: FleetSpec) -> serve.Deployment:
     gateway = spec.gateway
     return serve.deployment(
         name=ROOT,
@@ -112,4 +112,4 @@ def _keeper(spec: FleetSpec) -> serve.Deployment:
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=gateway.drain_s + gateway.drain_timeout_s + SHUTDOWN_S,
         graceful_shutdown_wait_loop_s=0.1,
-    )(GatewayKeeper)
+    )(GatewayController)

@@ -17,6 +17,6 @@ FORKING.set_forkserver_preload(
         "baton.engine.startup.build",
         "baton.kv_transfer.connector",
         "baton.cluster.gateway",
-        "baton.cluster.ingress.server",
+        "baton.cluster.ingress.gateway_server",
     ]
 )

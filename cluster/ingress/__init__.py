@@ -1,4 +1,4 @@
-"""The processes around a gateway: its port, its Serve replica, or the keeper beside its ranks.
+"""The processes around a gateway: its port, its Serve replica, or the controller of gateways beside ranks.
 
-What a gateway answers is in `cluster/gateway`, which knows no Ray.
+The answers of a gateway are made in `cluster/gateway`, which knows no Ray.
 """

@@ -1,26 +1,46 @@
 """Accepts the connections of a listener, as long as the process has file descriptors for them.
 
-Event loops do that, too, but close a connection without a word, or never look at it, where descriptors have run out,
+Event loops do that, too, but close a connection without an answer, or never accept it, when descriptors have run out,
 and lose one that they have just accepted when its listener is closed.
+
+One of several listeners on a port (SO_REUSEPORT) leaves it without breaking a connection that is being made. The kernel
+has chosen a listener for a connection before that is accepted, and resets it where the listener is closed. (Other
+listeners of the port take it over where `net.ipv4.tcp_migrate_req` is 1, also from a process that was killed.) So a
+listener that leaves first attaches a filter that drops the packets which begin a connection: clients' kernels send them
+again after a second, when the other listeners have the port alone. Meanwhile it accepts the connections begun before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import socket
+import struct
 from collections.abc import Callable
-
-from .shared_port import SETTLE_S, is_shared, take_no_more
 
 logger = logging.getLogger(__name__)
 
-MOST_AT_ONCE = 32  # then the loop's others have their turn
+MOST_AT_ONCE = 32  # then other tasks of the loop have their turn
 PAUSE_S = 0.05
+SETTLE_S = 0.5  # for handshakes under way; less than the second after which a client's kernel tries again
+
+SO_ATTACH_FILTER = 26  # linux/asm-generic/socket.h
+TCP_FLAGS_BYTE, SYN, ACK = 13, 0x02, 0x10
+LOAD_BYTE, AND, JUMP_IF_EQUAL, RETURN = 0x30, 0x54, 0x15, 0x06  # linux/bpf_common.h
+DROP, PASS = 0, 0xFFFF_FFFF  # bytes of the packet that are kept
+
+_DROP_SYN = (
+    (LOAD_BYTE, 0, 0, TCP_FLAGS_BYTE),
+    (AND, 0, 0, SYN | ACK),
+    (JUMP_IF_EQUAL, 0, 1, SYN),
+    (RETURN, 0, 0, DROP),
+    (RETURN, 0, 0, PASS),
+)
 
 
 class Acceptor:
-    """Gives each connection a protocol; those for which there is no descriptor wait in the kernel."""
+    """Gives each connection a protocol; connections for which there is no descriptor wait in the kernel."""
 
     def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol], max_descriptor: int) -> None:
         """Connections are accepted one at a time where their descriptors are above `max_descriptor`."""
@@ -34,10 +54,10 @@ class Acceptor:
         self._resume()
 
     async def close(self) -> None:
-        """Returns when the port is closed and whoever had connected has a protocol."""
-        if is_shared(self._listener):
+        """Close the port; return when each connection that had been made has a protocol."""
+        if self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT):
             try:
-                take_no_more(self._listener)
+                _drop_new_connections(self._listener)
             except OSError as error:
                 logger.warning("the kernel takes no filter (%s): connections that are being made may break", error)
             await asyncio.sleep(SETTLE_S)
@@ -59,7 +79,7 @@ class Acceptor:
                 return
 
     def _accept_one(self) -> bool:
-        """Return whether another one may follow at once."""
+        """Accept a connection; return whether another one may follow at once."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -89,3 +109,14 @@ class Acceptor:
     def _wait(self) -> None:
         self._loop.remove_reader(self._listener)
         self._pause = self._loop.call_later(PAUSE_S, self._resume)
+
+
+def _drop_new_connections(listener: socket.socket) -> None:
+    """Drop packets that begin a connection from now on. Needs no privilege for a socket of one's own.
+
+    Raises `OSError` where the kernel knows no such filters.
+    """
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_SYN))
+    listener.setsockopt(
+        socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HxxxxxxP", len(_DROP_SYN), ctypes.addressof(program))
+    )

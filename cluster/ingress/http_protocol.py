@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol, with limits on what a client may send before it has sent a request.
 
-uvicorn waits for ever for a request to be complete and keeps whatever comes until then: connections that trickle
+uvicorn waits for ever for a request to be complete and keeps everything that comes until then: connections that trickle
 (slowloris), or headers that never end, would take the gateway's memory and file descriptors.
 
     connection ── no descriptor to spare ──────────────────────> 503
@@ -15,24 +15,23 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.cluster.gateway.errors import ApiError, too_many_connections
 from baton.cluster.gateway.middleware import REFUSED
 
-from .http_1_0 import answer_without_chunks
-from .one_protocol import OneProtocolParser
+from .http1_parser import Http1Parser
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, up to the end of the empty line behind them
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last
-LAST_ARRIVAL_S = 1.0  # of one that is on its way when the server closes
-LAST_READ_S = 0.5  # what comes on a refused connection is read for so long: with unread bytes it would be reset
+LAST_ARRIVAL_S = 1.0  # for a request that is arriving when the server closes
+LAST_READ_S = 0.5  # for which a refused connection is still read: closing one with unread bytes resets it
 
 Refused = Callable[[ApiError, str], None]
 
 
 def uncounted(error: ApiError, client: str) -> None:
-    """Do nothing: the default where nobody counts refusals."""
+    """Do nothing: the default, which counts no refusals."""
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
@@ -46,12 +45,12 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         Connections whose file descriptors are above `max_descriptor` are refused: the rest is for the process itself.
         """
         super().__init__(*args, **kwargs)
-        self.parser = OneProtocolParser(self)  # type: ignore[assignment]  # it has what uvicorn calls of httptools' own
+        self.parser = Http1Parser(self)  # type: ignore[assignment]  # it has the methods of httptools' own that uvicorn calls
         self._refused, self._max_descriptor = refused, max_descriptor
         self._in_body = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        self._refusal: ApiError | None = None  # nothing that comes behind it is read
+        self._refusal: ApiError | None = None  # once there is one, nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,14 +58,14 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if descriptor > self._max_descriptor:  # the kernel gives out the lowest number that is free
             self._refuse(too_many_connections())
             return
-        self._expect_the_rest()
+        self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._expect_the_rest()
+        self._set_deadline()
         rest = memoryview(data)
         while rest and self._refusal is None and not self.transport.is_closing():
             piece = rest
@@ -79,19 +78,21 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             super().data_received(cast(bytes, piece))
             rest = rest[len(piece) :]
         if self._arriving:
-            self._expect_the_rest()
+            self._set_deadline()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = max(1, self._head_bytes)  # one behind another's end in the same piece: nobody says how long
+        self._head_bytes = max(
+            1, self._head_bytes
+        )  # a head that begins in the piece in which another request ended: its length so far is unknown
 
     def on_headers_complete(self) -> None:
-        if self._offers_upgrade:  # it comes again, without the offer
+        if self._offers_upgrade:  # the parser reads the head again, without the offer
             return
         super().on_headers_complete()
         self._in_body, self._head_bytes = True, 0
         if self.parser.get_http_version() < "1.1":
-            answer_without_chunks(self.cycle)
+            _answer_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -110,8 +111,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(400, f"This is no HTTP/1.1 request. {msg}"))
 
     def shutdown(self) -> None:
-        """The server closes. What is on its way may still arrive: on a connection that has brought nothing yet, and a
-        request that has begun. Answers say that they are the last ones.
+        """Close with the server. A request that has begun may still arrive, as may one on a connection that has brought
+        nothing yet. Answers say that they are the last ones.
         """
         if self._answering or (self.cycle is not None and not self._arriving):
             super().shutdown()
@@ -121,7 +122,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _offers_upgrade(self) -> bool:
-        return cast(OneProtocolParser, self.parser).offers_upgrade
+        return cast(Http1Parser, self.parser).offers_upgrade
 
     @property
     def _arriving(self) -> bool:
@@ -129,10 +130,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether some request has come whose answer is not complete: while requests wait, one is being answered."""
+        """Tell whether a request has come whose answer is not complete: while requests wait, one is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _expect_the_rest(self) -> None:
+    def _set_deadline(self) -> None:
         if self._deadline is None and self._refusal is None:
             self._deadline = self.loop.call_later(ARRIVAL_S, self._too_late)
 
@@ -143,13 +144,15 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._deadline = None
-        if self.pipeline or (self._answering and not self._in_body):  # it came too early: its turn is after the answer
-            self._expect_the_rest()
+        if self.pipeline or (
+            self._answering and not self._in_body
+        ):  # a request behind others: its deadline counts from their answers
+            self._set_deadline()
             return
         self._refuse(ApiError(408, f"The request did not arrive within {ARRIVAL_S:g} s.", type="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what is no whole request, after the requests before it, and closes."""
+        """Answer an incomplete or malformed request, after the requests before it, and close."""
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error
@@ -157,7 +160,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if not self._in_body:
             if not self._answering:
                 self._send_refusal(error)
-        elif self.pipeline:  # its turn has not come: the application never sees it
+        elif self.pipeline:  # requests before it are being answered: the application never sees it
             self.pipeline.popleft()
         elif self.cycle.response_started:  # the client has another answer, or a part of it
             self.transport.close()
@@ -174,9 +177,36 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def _write(self, error: ApiError) -> None:
         body = error.body()
-        told = {"content-type": "application/json", "connection": "close", "content-length": len(body), **error.headers}
-        head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": len(body),
+            **error.headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
         self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.call_later(LAST_READ_S, self.transport.close)  # or when the client closes
+
+
+def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Make an exchange whose request is in HTTP/1.0 end its body with the connection, where no length is known.
+
+    HTTP/1.0 knows no chunks, yet uvicorn sends them, against RFC 9112 (6.1), and their lengths would be taken for text.
+    Old health checks ask in HTTP/1.0, as do `ab` and nginx by default. To be called before the application is.
+    """
+    send, has_length = cycle.send, False
+    cycle.keep_alive = False
+    cycle.waiting_for_100_continue = False  # HTTP/1.0 does not know it (RFC 9110, 10.1.1)
+
+    async def send_plain(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts down to none for each piece
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]

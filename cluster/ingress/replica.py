@@ -1,7 +1,7 @@
-"""One gateway of several that all reach every engine: a Serve deployment's replica with a port of its own.
+"""A gateway as a replica of a Serve deployment, with `internal` load balancing: each reaches every engine.
 
-Several of them on a machine share the port: the kernel spreads connections over them (SO_REUSEPORT). They also answer
-behind Serve's proxy where one runs.
+It listens at a port of its own, which several on one machine share: the kernel spreads connections over them
+(SO_REUSEPORT). It also answers behind Serve's proxy where one runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray import serve
 from baton.cluster.contracts import Reach
 from baton.cluster.spec import load_spec
 
-from .server import GatewayLaunch, GatewayServer
+from .gateway_server import GatewayLaunch, GatewayServer
 
 _app: FastAPI | None = None  # of this process; Serve asks for it after the constructor
 
@@ -27,9 +27,10 @@ def _app_of_this_process() -> FastAPI:
 
 @serve.ingress(_app_of_this_process)
 class GatewayReplica:
-    """`engines` are the handles of the fleets' deployments: Serve deploys what an application's root is given."""
+    """Serve's replica of one gateway."""
 
     async def __init__(self, args: dict[str, Any], engines: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        """`engines`: handles of the fleets' deployments, which Serve deploys because they are arguments here."""
         global _app
         launch = GatewayLaunch(
             app=serve.get_replica_context().app_name,
@@ -44,7 +45,7 @@ class GatewayReplica:
         self._started = True
 
     async def check_health(self) -> None:
-        """Serve asks. Raises where the gateway's own port is not served any more, or it is not kept listed."""
+        """Answer Serve. Raises where the gateway's own port is served no more, or its heartbeats have ended."""
         self._server.check()
 
     async def __del__(self) -> None:

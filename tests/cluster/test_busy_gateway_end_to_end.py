@@ -32,8 +32,8 @@ def main(port: int) -> None:
     import ray
 
     from baton.cluster.contracts import Reach
-    from baton.cluster.ingress.keeper import GatewayActor
-    from baton.cluster.ingress.server import GatewayLaunch
+    from baton.cluster.ingress.gateway_controller import GatewayActor
+    from baton.cluster.ingress.gateway_server import GatewayLaunch
     from baton.cluster.membership.directory import get_directory
 
     class Held(GatewayActor):

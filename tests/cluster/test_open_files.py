@@ -21,13 +21,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES} // 2, {FILES}))
 from baton.cluster.contracts import DirectorySnapshot
 from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.ingress.open_files import raise_limit
-from baton.cluster.ingress.refusals import Refusals
-from baton.cluster.ingress.server import HttpServer, listen
+from baton.cluster.ingress.http_server import HttpServer, RefusalCounter, listen, raise_descriptor_limit
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 metrics = GatewayMetrics("tiny", list, lambda: DirectorySnapshot(0, [], []))
-refusals, count, all_came = Refusals(metrics), 0, asyncio.Event()
+refusals, count, all_came = RefusalCounter(metrics), 0, asyncio.Event()
 
 def came():
     global count
@@ -51,7 +49,7 @@ async def app(scope, receive, send):
 
 async def main():
     server = HttpServer(
-        app, Drain(), drain_s=0, drain_timeout_s=1, refused=refused, descriptors=raise_limit({MAX_INFLIGHT})
+        app, Drain(), drain_s=0, drain_timeout_s=1, refused=refused, descriptors=raise_descriptor_limit({MAX_INFLIGHT})
     )
     server.start(listen("127.0.0.1", int(sys.argv[1]), share=False))
     await server.ended()

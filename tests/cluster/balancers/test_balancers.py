@@ -34,7 +34,7 @@ from free_ports import free_port
 from gateway_process import gateway_process
 
 from baton.cluster.gateway.settings import GatewaySettings
-from baton.cluster.ingress.server import KEEP_ALIVE_S
+from baton.cluster.ingress.http_server import KEEP_ALIVE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

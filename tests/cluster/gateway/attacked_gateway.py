@@ -25,7 +25,7 @@ from tiny_model import tiny_model, tiny_tokenizer
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, create_app
 from baton.cluster.gateway.middleware import Drain
-from baton.cluster.ingress.server import HttpServer, listen
+from baton.cluster.ingress.http_server import HttpServer, listen
 
 STEP_S = 0.01  # of the engine
 MAX_MODEL_LEN = 40_000  # of a model with room for large prompts

@@ -13,7 +13,7 @@ from gateway_service import Service, events
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
 from baton.cluster.gateway.middleware import Drain
-from baton.cluster.ingress.server import HttpServer, listen
+from baton.cluster.ingress.http_server import HttpServer, listen
 
 BODY = {"model": "tiny", "prompt": [5] * 20, "max_tokens": 60, "ignore_eos": True}
 

@@ -13,7 +13,7 @@ from fake_cluster import FakeEngine
 from gateway_service import Service, until
 
 from baton.cluster.contracts import Role
-from baton.cluster.ingress.server import listen
+from baton.cluster.ingress.http_server import listen
 
 PROMPT = "the quick brown fox"
 ANSWER = "a relay team passes the baton"

@@ -14,7 +14,7 @@ from gateway_service import Service
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
 from baton.cluster.gateway.middleware import Drain
-from baton.cluster.ingress.server import HttpServer, listen
+from baton.cluster.ingress.http_server import HttpServer, listen
 
 pytestmark = pytest.mark.timeout(60)
 

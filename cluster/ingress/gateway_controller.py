@@ -1,9 +1,10 @@
-"""Gateways where the ranks are: one a node (hybrid) or one a rank (external).
+"""The controller of gateways beside engines: one a node (hybrid) or one a rank (external).
 
-    directory ── snapshots ──> GatewayKeeper (Serve, one replica) ── starts, replaces, ends ──> GatewayActor, one a post
+    directory ── snapshots ──> GatewayController ── starts, replaces, ends ──> GatewayActor, one a placement
+                               (Serve, one replica)
 
-Gateways outlive their keeper: when it dies they go on, and its successor finds them by their names. They end with the
-application, or when their post has long been empty.
+Gateways outlive their controller: when it dies they go on, and its successor finds them by their names. They end with
+the application, or when their placement has not been needed for `UNNEEDED_S`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from baton.cluster.membership.contact import DirectoryWatch, presence
 from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.spec import load_spec
 
-from .posts import Ports, Post, posts_for
-from .server import GatewayLaunch, GatewayServer, digest
+from .gateway_placement import GatewayPlacement, PortAllocator, gateway_placements
+from .gateway_server import GatewayLaunch, GatewayServer, digest
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to start a gateway
-START_S = 60.0  # for a gateway to start: a machine that has no room for it must not hold up the others
+START_S = 60.0  # for a gateway to start: a machine without capacity for it must not hold up the others
 KILLED_S = 5.0  # for Ray to end a process that does not answer
-SILENT_S = 10.0  # a gateway that is not listed for so long hangs, since one that dies is known at once
-EMPTY_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
+SILENT_S = 10.0  # a gateway that is not listed for so long hangs; Ray reports one that dies at once
+UNNEEDED_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
 
 
 class GatewayActor:
@@ -51,7 +52,7 @@ class GatewayActor:
         self._draining = asyncio.Lock()
 
     async def start(self) -> GatewayRecord:
-        """Returns when it serves; starting twice changes nothing. Raises `OSError` where the port is taken."""
+        """Serve; starting twice changes nothing. Raises `OSError` where the port is taken."""
         async with self._starting:
             if self._server is None:
                 actor = ray.get_runtime_context().current_actor
@@ -61,14 +62,15 @@ class GatewayActor:
         return self._server.record
 
     async def run(self) -> None:
-        async with self._starting:  # the directory hears of a gateway, and asks, before it serves
+        """Return when the gateway has ended."""
+        async with self._starting:  # the directory lists a gateway, and calls this, before it serves
             server = self._running
         await server.ended()
-        async with self._draining:  # a drain under way still has to tell the directory, and whoever asked for it
+        async with self._draining:  # a drain under way still has to tell the directory, and to answer its caller
             return
 
     async def drain(self) -> None:
-        """See `GatewayServer.drain`."""
+        """Do as `GatewayServer.drain` says."""
         async with self._draining:
             await self._running.drain()
 
@@ -80,50 +82,51 @@ class GatewayActor:
 
 
 @dataclass
-class Gateway:
-    """A gateway at its post."""
+class RunningGateway:
+    """A gateway that has been started, as the controller knows it."""
 
     actor: ActorHandle
     record: GatewayRecord
     run: asyncio.Future[None]
     needed_at_s: float = field(default_factory=time.monotonic)
-    missed_at_s: float = math.inf  # since when the directory does not list it
+    unlisted_at_s: float = math.inf  # when the directory ceased to list it
 
-    def look_up(self, listed: Container[str], now_s: float) -> None:
-        """In a newer list of the directory."""
-        self.missed_at_s = math.inf if self.record.identity in listed else min(self.missed_at_s, now_s)
+    def update_listing(self, listed: Container[str], now_s: float) -> None:
+        """Note whether a newer snapshot of the directory lists it."""
+        self.unlisted_at_s = math.inf if self.record.identity in listed else min(self.unlisted_at_s, now_s)
 
     def has_ended(self, now_s: float) -> bool:
-        """Or lives, but does not get to say so."""
-        return self.run.done() or now_s - self.missed_at_s > SILENT_S
+        """Tell whether it has ended, or hangs: it lives and sends no heartbeats."""
+        return self.run.done() or now_s - self.unlisted_at_s > SILENT_S
 
 
 class Action(enum.Enum):
-    """What a post wants of its keeper."""
+    """The next step at one placement."""
 
     NOTHING = enum.auto()
     START = enum.auto()
     REPLACE = enum.auto()
     END = enum.auto()
-    GIVE_UP = enum.auto()
+    FORGET = enum.auto()
 
 
-def what_to_do(gateway: Gateway | None, *, needed: bool, application: str, now_s: float) -> Action:
-    """Of a post that is `needed` or not, with the gateway that is there; `application`: the digest of its arguments."""
+def decide_action(gateway: RunningGateway | None, *, needed: bool, application: str, now_s: float) -> Action:
+    """Decide the next step at a placement that is `needed` or not; `application`: the digest of its arguments."""
     if gateway is None:
-        return Action.START if needed else Action.GIVE_UP
+        return Action.START if needed else Action.FORGET
     if gateway.record.application != application:
         return Action.REPLACE if needed else Action.END
-    return Action.END if now_s - gateway.needed_at_s > EMPTY_S else Action.NOTHING
+    return Action.END if now_s - gateway.needed_at_s > UNNEEDED_S else Action.NOTHING
 
 
-class GatewayKeeper:
-    """`engines` are the handles of the fleets' deployments: Serve deploys what an application's root is given.
+class GatewayController:
+    """Serve's deployment that keeps a gateway at each placement.
 
-    A port that is another program's fails nothing but its gateway: it is tried again, and the log says so.
+    A port that another program has fails nothing but its gateway: the start is tried again, and logged.
     """
 
     async def __init__(self, args: dict[str, Any], engines: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        """`engines`: handles of the fleets' deployments, which Serve deploys because they are arguments here."""
         spec = load_spec(args)
         self._args, self._gateway = args, spec.gateway
         self._version = digest(args)
@@ -131,16 +134,16 @@ class GatewayKeeper:
         self._app = serve.get_replica_context().app_name
         configure(spec.logging, "keeper", f"keeper-{self._app}")
         self._directory = DirectoryWatch(self._app)
-        self._ports = Ports(spec.gateway.port)
-        self._gateways: dict[str, Gateway] = {}
-        self._posts: dict[str, Post] = {}
+        self._ports = PortAllocator(spec.gateway.port)
+        self._gateways: dict[str, RunningGateway] = {}
+        self._placements: dict[str, GatewayPlacement] = {}
         self._snapshot = await self._directory.watch(-1)
         self._adopt(self._snapshot)
-        self._news = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._watch())]
+        self._changed = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._reconcile_all()), asyncio.create_task(self._watch())]
 
     async def check_health(self) -> None:
-        """Serve asks. Raises what ended the keeper's work; a gateway's trouble is no reason to replace the keeper."""
+        """Answer Serve. Raises what ended the controller's tasks; a gateway that fails is no reason to replace it."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -152,74 +155,74 @@ class GatewayKeeper:
                     self._snapshot = await self._directory.watch(self._snapshot.version)
                     listed = {record.identity for record in self._snapshot.gateways}
                     for gateway in self._gateways.values():
-                        gateway.look_up(listed, time.monotonic())
-                    self._news.set()
+                        gateway.update_listing(listed, time.monotonic())
+                    self._changed.set()
                 except ray.exceptions.RayError as error:
                     logger.warning("the directory does not answer, asking again: %s", type(error).__name__)
                     await asyncio.sleep(RETRY_S)
 
-    async def _keep(self) -> None:
+    async def _reconcile_all(self) -> None:
         while True:
-            await self._forget_the_dead()
-            needed = posts_for(self._mode, self._snapshot.engines)
-            self._posts |= needed
-            for post in list(self._posts.values()):  # one after the other: a new version must not end all at once
-                await self._look_after(post, needed=post.name in needed)
+            await self._remove_ended()
+            needed = gateway_placements(self._mode, self._snapshot.engines)
+            self._placements |= needed
+            for each in list(self._placements.values()):  # one after the other: a new version must not end all at once
+                await self._reconcile(each, needed=each.name in needed)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), RETRY_S)
-            self._news.clear()
+                await asyncio.wait_for(self._changed.wait(), RETRY_S)
+            self._changed.clear()
 
     def _adopt(self, snapshot: DirectorySnapshot) -> None:
-        """Takes over the gateways of an earlier keeper."""
+        """Take over the gateways of an earlier controller."""
         for record in snapshot.gateways:
-            post = Post(record.reach, record.node_id, record.node_ip)
+            placement = GatewayPlacement(record.reach, record.node_id, record.node_ip)
             try:
-                actor = ray.get_actor(self._actor_name(post), namespace=NAMESPACE)
+                actor = ray.get_actor(self._actor_name(placement), namespace=NAMESPACE)
             except ValueError:
                 continue  # it has ended meanwhile
-            self._posts[post.name] = post
-            self._ports.hold(post, record.port)
-            self._gateways[post.name] = Gateway(actor, record, asyncio.ensure_future(actor.run.remote()))
+            self._placements[placement.name] = placement
+            self._ports.reserve(placement, record.port)
+            self._gateways[placement.name] = RunningGateway(actor, record, asyncio.ensure_future(actor.run.remote()))
 
-    async def _forget_the_dead(self) -> None:
+    async def _remove_ended(self) -> None:
         for name, gateway in list(self._gateways.items()):
             if gateway.has_ended(time.monotonic()):
                 how = "has ended" if gateway.run.done() else "hangs"
                 logger.warning("gateway %s (pid %d) %s", gateway.record.identity, gateway.record.pid, how)
                 ray.kill(gateway.actor)  # it may have ended in order, and its name is still taken
                 await asyncio.wait([gateway.run], timeout=KILLED_S)
-                if gateway.run.done():  # else once more: who asks for its name now would be given the one that hangs
+                if gateway.run.done():  # else again next time: a new actor of its name would be the one that hangs
                     del self._gateways[name]
 
-    async def _look_after(self, post: Post, *, needed: bool) -> None:
-        gateway, now_s = self._gateways.get(post.name), time.monotonic()
+    async def _reconcile(self, placement: GatewayPlacement, *, needed: bool) -> None:
+        gateway, now_s = self._gateways.get(placement.name), time.monotonic()
         if gateway is not None and needed:
             gateway.needed_at_s = now_s
-        match what_to_do(gateway, needed=needed, application=self._version, now_s=now_s):
-            case Action.GIVE_UP:
-                self._ports.free(post)
-                del self._posts[post.name]
+        match decide_action(gateway, needed=needed, application=self._version, now_s=now_s):
+            case Action.FORGET:
+                self._ports.release(placement)
+                del self._placements[placement.name]
             case Action.START:
-                await self._start(post)
+                await self._start(placement)
             case Action.REPLACE if gateway is not None:
                 await self._end(gateway)
-                await self._start(post)
+                await self._start(placement)
             case Action.END if gateway is not None:
                 await self._end(gateway)
 
-    def _actor_name(self, post: Post) -> str:
-        return f"baton-gateway:{self._app}:{post.name}"
+    def _actor_name(self, placement: GatewayPlacement) -> str:
+        return f"baton-gateway:{self._app}:{placement.name}"
 
-    async def _start(self, post: Post) -> None:
-        port = self._ports.of(post)
-        launch = GatewayLaunch(self._app, self._args, post.reach, post.node_id, post.node_ip, port)
+    async def _start(self, placement: GatewayPlacement) -> None:
+        port = self._ports.port_of(placement)
+        launch = GatewayLaunch(self._app, self._args, placement.reach, placement.node_id, placement.node_ip, port)
         actor_class: Any = ray.remote(GatewayActor)
         actor = actor_class.options(
-            name=self._actor_name(post),
+            name=self._actor_name(placement),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(post.node_id, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(placement.node_id, soft=False),
             num_cpus=self._gateway.num_cpus,
             resources=self._gateway.resources or None,
             max_concurrency=1000,
@@ -228,15 +231,17 @@ class GatewayKeeper:
             record = await asyncio.wait_for(actor.start.remote(), START_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
             why = str(error) or f"it has not started within {START_S:g} s"
-            logger.error("no gateway at port %d of %s: %s", port, post.node_ip, why)
+            logger.error("no gateway at port %d of %s: %s", port, placement.node_ip, why)
             ray.kill(actor)
             return
-        logger.info("gateway %s at port %d of %s: %s", record.identity, record.port, record.node_ip, post.name)
-        self._gateways[post.name] = Gateway(actor, record, asyncio.ensure_future(actor.run.remote()))
+        logger.info("gateway %s at port %d of %s: %s", record.identity, record.port, record.node_ip, placement.name)
+        self._gateways[placement.name] = RunningGateway(actor, record, asyncio.ensure_future(actor.run.remote()))
 
-    async def _end(self, gateway: Gateway) -> None:
+    async def _end(self, gateway: RunningGateway) -> None:
         longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + SILENT_S
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):  # it hangs or has died: that is an end, too
+        with contextlib.suppress(
+            TimeoutError, ray.exceptions.RayError
+        ):  # it hangs or has died: it is killed all the same
             await asyncio.wait_for(gateway.actor.drain.remote(), longest_s)
         ray.kill(gateway.actor)
         self._gateways = {name: other for name, other in self._gateways.items() if other is not gateway}
@@ -249,6 +254,6 @@ class GatewayKeeper:
 
 
 def _is_being_deleted(app: str) -> bool:
-    """Otherwise this keeper makes room for another one, which takes its gateways over."""
+    """Tell whether Serve deletes the application; else another controller takes over the gateways of this one."""
     status = serve.status().applications.get(app)
     return status is None or status.status == "DELETING"

@@ -1,4 +1,4 @@
-"""Where gateways belong and at which ports they listen, without Ray."""
+"""The placement of gateways and their ports, without Ray."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ import ray
 from fakes import make_gateway, make_record
 
 from baton.cluster.contracts import EngineRecord, LoadBalancing, Reach, Role
-from baton.cluster.ingress import keeper
-from baton.cluster.ingress.keeper import EMPTY_S, SILENT_S, Action, Gateway, what_to_do
-from baton.cluster.ingress.posts import Ports, Post, posts_for
+from baton.cluster.ingress import gateway_controller
+from baton.cluster.ingress.gateway_controller import (
+    SILENT_S,
+    UNNEEDED_S,
+    Action,
+    RunningGateway,
+    decide_action,
+)
+from baton.cluster.ingress.gateway_placement import GatewayPlacement, PortAllocator, gateway_placements
 
 ENGINES = [
     make_record(rank=0, role=Role.PREFILL, node="a"),
@@ -25,7 +31,7 @@ ENGINES = [
 
 
 def reaches(mode: LoadBalancing, engines: list[EngineRecord]) -> list[tuple[str, Reach]]:
-    return [(post.node_id, post.reach) for post in posts_for(mode, engines).values()]
+    return [(each.node_id, each.reach) for each in gateway_placements(mode, engines).values()]
 
 
 def test_there_is_a_gateway_on_each_node_that_writes_answers() -> None:
@@ -44,76 +50,76 @@ def test_there_is_a_gateway_beside_each_rank_that_writes_answers() -> None:
 
 
 def test_a_rank_that_moved_to_another_node_has_its_gateway_there() -> None:
-    before = posts_for(LoadBalancing.EXTERNAL, [make_record(rank=1, node="b")])
-    after = posts_for(LoadBalancing.EXTERNAL, [make_record(rank=1, node="c")])
+    before = gateway_placements(LoadBalancing.EXTERNAL, [make_record(rank=1, node="b")])
+    after = gateway_placements(LoadBalancing.EXTERNAL, [make_record(rank=1, node="c")])
     assert before.keys().isdisjoint(after)
 
 
-def post(rank: int, machine: str) -> Post:
-    return Post(Reach(mode=LoadBalancing.EXTERNAL, rank=rank), f"node of {machine}", machine)
+def placement(rank: int, machine: str) -> GatewayPlacement:
+    return GatewayPlacement(Reach(mode=LoadBalancing.EXTERNAL, rank=rank), f"node of {machine}", machine)
 
 
 def test_gateways_of_one_machine_take_the_next_port_and_keep_it() -> None:
-    ports = Ports(8000)
-    posts = [post(0, "x"), post(1, "x"), post(2, "y")]
-    assert [ports.of(each) for each in posts] == [8000, 8001, 8000]
-    assert [ports.of(each) for each in reversed(posts)] == [8000, 8001, 8000]
+    ports = PortAllocator(8000)
+    placements = [placement(0, "x"), placement(1, "x"), placement(2, "y")]
+    assert [ports.port_of(each) for each in placements] == [8000, 8001, 8000]
+    assert [ports.port_of(each) for each in reversed(placements)] == [8000, 8001, 8000]
 
 
-def test_a_port_that_is_given_up_is_the_next_ones() -> None:
-    ports = Ports(8000)
+def test_a_port_that_is_released_goes_to_the_next_gateway() -> None:
+    ports = PortAllocator(8000)
     for rank in range(3):
-        ports.of(post(rank, "x"))
-    ports.free(post(1, "x"))
-    assert ports.of(post(7, "x")) == 8001
-    assert ports.of(post(1, "x")) == 8003
+        ports.port_of(placement(rank, "x"))
+    ports.release(placement(1, "x"))
+    assert ports.port_of(placement(7, "x")) == 8001
+    assert ports.port_of(placement(1, "x")) == 8003
 
 
 def test_gateways_that_are_there_already_keep_their_ports() -> None:
-    ports = Ports(8000)
-    ports.hold(post(1, "x"), 8000)
-    assert ports.of(post(0, "x")) == 8001
-    assert ports.of(post(1, "x")) == 8000
+    ports = PortAllocator(8000)
+    ports.reserve(placement(1, "x"), 8000)
+    assert ports.port_of(placement(0, "x")) == 8001
+    assert ports.port_of(placement(1, "x")) == 8000
 
 
-def gateway(application: str = "now", needed_at_s: float = 0.0) -> Gateway:
+def gateway(application: str = "now", needed_at_s: float = 0.0) -> RunningGateway:
     nobody: Any = None
     record = msgspec.structs.replace(make_gateway("g"), application=application)
-    return Gateway(nobody, record, nobody, needed_at_s)
+    return RunningGateway(nobody, record, nobody, needed_at_s)
 
 
 @pytest.mark.parametrize(
     ("there", "needed", "now_s", "action"),
     [
         (None, True, 0.0, Action.START),
-        (None, False, 0.0, Action.GIVE_UP),
+        (None, False, 0.0, Action.FORGET),
         (gateway(), True, 0.0, Action.NOTHING),
-        (gateway(), False, EMPTY_S - 1, Action.NOTHING),
-        (gateway(), False, EMPTY_S + 1, Action.END),
+        (gateway(), False, UNNEEDED_S - 1, Action.NOTHING),
+        (gateway(), False, UNNEEDED_S + 1, Action.END),
         (gateway("before"), True, 0.0, Action.REPLACE),
         (gateway("before"), False, 0.0, Action.END),
     ],
 )
-def test_a_post_is_kept_while_it_is_needed_and_for_a_while(
-    there: Gateway | None, needed: bool, now_s: float, action: Action
+def test_a_placement_is_kept_while_it_is_needed_and_for_a_while(
+    there: RunningGateway | None, needed: bool, now_s: float, action: Action
 ) -> None:
-    assert what_to_do(there, needed=needed, application="now", now_s=now_s) is action
+    assert decide_action(there, needed=needed, application="now", now_s=now_s) is action
 
 
 def test_a_gateway_that_lives_but_is_not_listed_for_long_hangs() -> None:
-    hanging = Gateway(Any, make_gateway("g"), asyncio.Future(loop=asyncio.new_event_loop()))
-    hanging.look_up({"g"}, now_s=0.0)
+    hanging = RunningGateway(Any, make_gateway("g"), asyncio.Future(loop=asyncio.new_event_loop()))
+    hanging.update_listing({"g"}, now_s=0.0)
     assert not hanging.has_ended(SILENT_S + 1), "nothing is known against it"
-    hanging.look_up(set(), now_s=100.0)
-    hanging.look_up(set(), now_s=105.0)
+    hanging.update_listing(set(), now_s=100.0)
+    hanging.update_listing(set(), now_s=105.0)
     assert not hanging.has_ended(100.0 + SILENT_S)
     assert hanging.has_ended(101.0 + SILENT_S)
-    hanging.look_up({"g"}, now_s=120.0)
+    hanging.update_listing({"g"}, now_s=120.0)
     assert not hanging.has_ended(200.0), "it has registered again"
 
 
 class SlowServer:
-    """A gateway's that is asked about before it serves."""
+    """A gateway server that is asked about before it serves."""
 
     opened: asyncio.Event
 
@@ -132,9 +138,9 @@ async def test_a_gateway_that_is_listed_before_it_serves_is_not_taken_for_ended(
 ) -> None:
     """The directory asks it to `run` as soon as it registers."""
     SlowServer.opened = asyncio.Event()
-    monkeypatch.setattr(keeper, "GatewayServer", SlowServer)
+    monkeypatch.setattr(gateway_controller, "GatewayServer", SlowServer)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
-    actor = keeper.GatewayActor(None)
+    actor = gateway_controller.GatewayActor(None)
     starting = asyncio.create_task(actor.start())
     await asyncio.sleep(0)
     running = asyncio.create_task(actor.run())

@@ -1,7 +1,7 @@
-"""HTTP/1.1 and nothing else: who offers another protocol is answered in this one, as RFC 9110 (7.8) lets a server do.
+"""A parser for HTTP/1.1 that ignores offers of other protocols (`Upgrade`), as RFC 9110 (7.8) lets a server do.
 
 Java's own client offers HTTP/2 (`Upgrade: h2c`) with each request in the clear. httptools takes every offer for
-accepted: it ends the request behind its head, and leaves the body to whoever speaks the other protocol.
+accepted: it ends the request behind its head, and leaves the body to a parser of the other protocol.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import httptools
 
 
 class Receiver(Protocol):
-    """What the parser tells what it reads; it acts on no end of a head, and of no message, while `offers_upgrade`."""
+    """The object whose callbacks the parser calls. It ignores the end of a head or message while `offers_upgrade`."""
 
     url: bytes
     headers: list[tuple[bytes, bytes]]  # with lower-case names
 
 
-class OneProtocolParser:
-    """httptools' parser of requests, which reads one with an offer once more, without it."""
+class Http1Parser:
+    """httptools' parser of requests, which reads a head with an offer a second time, without it."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -27,11 +27,11 @@ class OneProtocolParser:
 
     @property
     def offers_upgrade(self) -> bool:
-        """Of the request whose head was just read. CONNECT is none: nobody here is asked to speak otherwise."""
+        """Tell whether the head just read offers an upgrade. CONNECT asks for none: it opens a tunnel."""
         return self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
-        """Raises `httptools.HttpParserError` for what is no request."""
+        """Parse more bytes. Raises `httptools.HttpParserError` for what is no request."""
         rest = memoryview(data)
         while rest:
             try:

@@ -1,0 +1,195 @@
+"""The HTTP server of one gateway: its socket, the connections that it may have open, and its refusals.
+
+Requests that it refuses before the application sees them are counted and logged here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+
+from baton.cluster.gateway.errors import ApiError
+from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.middleware import Drain
+from baton.engine.net.endpoints import socket_family
+
+from .acceptor import Acceptor
+from .http_protocol import GuardedHttpProtocol, Refused, uncounted
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 65  # longer than load balancers keep idle connections, so that these close them first
+MOST_RESERVED = 256  # descriptors for engines, Ray, the log, and connections that are accepted only to be refused
+ROUTE = "other"  # under which the application counts paths that are none of its routes
+REFUSALS_LOG_S = 10.0  # between lines about refused connections
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """The highest file descriptors that connections may have."""
+
+    served: int = sys.maxsize
+    accepted: int = sys.maxsize  # connections above `served` are accepted to be refused
+
+
+class HttpServer:
+    """Serves an ASGI application on a listening socket until it is drained."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        drain: Drain,
+        *,
+        drain_s: float,
+        drain_timeout_s: float,
+        refused: Refused = uncounted,
+        descriptors: Descriptors = Descriptors(),
+    ) -> None:
+        """`refused` is called as `GuardedHttpProtocol` says."""
+        self._drain, self._drain_s = drain, drain_s
+        protocol = functools.partial(GuardedHttpProtocol, refused=refused, max_descriptor=descriptors.served)
+        config = uvicorn.Config(
+            app,
+            http=cast(type[asyncio.Protocol], protocol),
+            ws="none",
+            lifespan="off",
+            log_config=None,  # uvicorn's own would close every handler of this process, Serve's among them
+            log_level="error",  # malformed requests are logged by `RefusalCounter`
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        )
+        self._server = _Server(config, descriptors)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._serving is not None and self._serving.done()
+
+    async def ended(self) -> None:
+        """Wait until it serves no more. Raises the error that ended it."""
+        assert self._serving is not None, "start comes first"
+        await asyncio.shield(self._serving)
+
+    async def drain(self) -> None:
+        """Close the port, and return when the last answer has ended, at most `drain_timeout_s` later."""
+        if not self._drain.has_begun:
+            self._drain.begin()
+            await asyncio.sleep(self._drain_s)
+            self._server.should_exit = True
+        await self.ended()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, with acceptors in the place of its own listeners."""
+
+    def __init__(self, config: uvicorn.Config, descriptors: Descriptors) -> None:
+        super().__init__(config)
+        self._descriptors = descriptors
+        self._acceptors: list[Acceptor] = []
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signal handlers alone: they belong to the process, not to its server."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._acceptors = [Acceptor(each, self._protocol, self._descriptors.accepted) for each in sockets or []]
+        for acceptor in self._acceptors:
+            acceptor.start()
+
+    def _protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        return cast(
+            asyncio.Protocol,
+            make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state),
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.gather(*(acceptor.close() for acceptor in self._acceptors))
+        await super().shutdown([])
+
+
+class RefusalCounter:
+    """Counts and logs requests that the HTTP server refuses before the application sees them."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._unlogged = 0  # connections that were refused since the last line about them
+        self._log_s = 0.0
+
+    def __call__(self, error: ApiError, client: str) -> None:
+        self._metrics.responses.labels(ROUTE, error.status).inc()
+        if error.status != 503:
+            logger.info("a request of %s was refused with %d: %s", client, error.status, error.message)
+            return
+        self._unlogged += 1
+        if time.monotonic() >= self._log_s:
+            logger.warning(
+                "connections refused with 503, the last one of %s: %d. As many are open as this process may have files "
+                "(ulimit -n)",
+                client,
+                self._unlogged,
+            )
+            self._unlogged, self._log_s = 0, time.monotonic() + REFUSALS_LOG_S
+
+
+def raise_descriptor_limit(max_inflight_requests: int) -> Descriptors:
+    """Raise the process's limit of open files as far as it may be; return the descriptors that connections may have.
+
+    Logs a warning where that is too low for `max_inflight_requests`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    reserved = min(MOST_RESERVED, hard // 4)
+    served = hard - 1 - reserved
+    connections = served + 1 - len(os.listdir("/proc/self/fd"))
+    if connections < max_inflight_requests:
+        logger.warning(
+            "this process may have %d files open (ulimit -n), so about %d connections, and max_inflight_requests is "
+            "%d: further connections are answered with 503. Raise the limit where Ray is started",
+            hard,
+            max(0, connections),
+            max_inflight_requests,
+        )
+    return Descriptors(served, served + reserved // 2)
+
+
+def listen(host: str, port: int, *, share: bool) -> socket.socket:
+    """Bind a socket to a port; with `share` several gateways of a machine may have it. `::` is also every IPv4 address.
+
+    Raises `OSError` where another program has the port.
+    """
+    family = socket_family(host)
+    # With the protocol given, asyncio sets TCP_NODELAY: else each token would wait for the ACK of the one before.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if share:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # whatever net.ipv6.bindv6only says
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"port {port} on {host} is taken by another program: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
