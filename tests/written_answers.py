@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, Words
+from baton.engine.text import ContentPart, OutputPart, ReasoningPart, ToolCallArguments, ToolCallStart
 
 Call = tuple[str, dict[str, Any]]
 TYPES = ("null", "boolean", "integer", "string", "array", "object")
@@ -179,27 +179,27 @@ WRITERS = {
 }
 
 
-def told(words: str, calls: Sequence[Call], thought: str = "") -> list[AnswerPart]:
+def told(words: str, calls: Sequence[Call], thought: str = "") -> list[OutputPart]:
     """What a reader must say of such an answer."""
-    parts: list[AnswerPart] = [Thought(thought)] if thought else []
-    parts += [Words(words)] if words else []
+    parts: list[OutputPart] = [ReasoningPart(thought)] if thought else []
+    parts += [ContentPart(words)] if words else []
     for index, (name, arguments) in enumerate(calls):
-        parts += [CallBegins(index, name), CallArguments(index, dumped(arguments))]
+        parts += [ToolCallStart(index, name), ToolCallArguments(index, dumped(arguments))]
     return parts
 
 
-def joined(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
+def joined(parts: Sequence[OutputPart]) -> list[OutputPart]:
     """Pieces of one kind put together."""
-    whole: list[AnswerPart] = []
+    whole: list[OutputPart] = []
     for part in parts:
         last = whole[-1] if whole else None
         match part, last:
-            case (Thought(text), Thought(before)):
-                whole[-1] = Thought(before + text)
-            case (Words(text), Words(before)):
-                whole[-1] = Words(before + text)
-            case (CallArguments(index, text), CallArguments(_, before)):
-                whole[-1] = CallArguments(index, before + text)
+            case (ReasoningPart(text), ReasoningPart(before)):
+                whole[-1] = ReasoningPart(before + text)
+            case (ContentPart(text), ContentPart(before)):
+                whole[-1] = ContentPart(before + text)
+            case (ToolCallArguments(index, text), ToolCallArguments(_, before)):
+                whole[-1] = ToolCallArguments(index, before + text)
             case _:
                 whole.append(part)
     return whole

@@ -18,7 +18,7 @@ from .member import loaded_member
 from .phases import Phases
 
 if TYPE_CHECKING:
-    from ..structured import Grammars
+    from ..structured import XGrammarBackend
     from .load import LoadedMember
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Engine:
     max_model_len: int  # tokens, prompt and output together
     num_blocks: int
     startup_s: dict[str, float]  # seconds by phase, in order
-    grammars: Grammars | None  # None: the engine has no tokenizer
+    grammars: XGrammarBackend | None  # None: the engine has no tokenizer
     close: Callable[[], None]  # leaves the group and ends the grammar compiler
 
 
@@ -108,14 +108,14 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[KVRegion], o
     del connected
 
 
-def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> Grammars | None:
+def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> XGrammarBackend | None:
     """The compiler of structured outputs; None without a tokenizer, since grammars are about text."""
     if config.skip_tokenizer_init:
         return None
     folder = config.tokenizer or config.model
-    from ..structured import Grammars, Vocabulary  # loads numpy
+    from ..structured import GrammarVocabulary, XGrammarBackend  # loads numpy
 
-    return Grammars(Vocabulary(folder, core_config.vocab_size, core_config.eos_token_ids))
+    return XGrammarBackend(GrammarVocabulary(folder, core_config.vocab_size, core_config.eos_token_ids))
 
 
 def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
@@ -131,7 +131,7 @@ def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
     )
 
 
-def _close(loaded: LoadedMember, grammars: Grammars | None) -> None:
+def _close(loaded: LoadedMember, grammars: XGrammarBackend | None) -> None:
     loaded.close()
     if grammars is not None:
         grammars.close()

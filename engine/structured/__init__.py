@@ -2,18 +2,17 @@
 
 docs/reference/structured_outputs.md says which parts of each are taken.
 
-grammars.py      what the scheduler asks: grammars and their masks
-cache.py         the compiled ones, those that cannot be, and those that take long
-compiler.py      a process that compiles them, from outside
-turns.py         threads that use it one after the other
-compiling.py     the same from inside: limits, xgrammar's compiler, and what it would not keep
-schemas.py       parts of JSON Schema that would be ignored, and are refused
-frames.py        messages between the processes
+xgrammar_backend.py    grammars and their masks, as the scheduler asks for them
+grammar_cache.py       compiled grammars, refused ones, and those that compile slowly
+compiler.py            the client of a compiler process, with a FIFO lock for its threads
+compiler_process.py    the compiler process: its limits, and xgrammar's compiler
+schema_checks.py       keywords of JSON Schema that xgrammar ignores, and Baton refuses
+compiler_messages.py   messages between the two processes
 """
 
 from __future__ import annotations
 
-from .frames import Limits, Vocabulary
-from .grammars import Grammars
+from .compiler_messages import CompileLimits, GrammarVocabulary
+from .xgrammar_backend import XGrammarBackend
 
-__all__ = ["Grammars", "Limits", "Vocabulary"]
+__all__ = ["CompileLimits", "GrammarVocabulary", "XGrammarBackend"]

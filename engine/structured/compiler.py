@@ -6,17 +6,27 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import IO, NoReturn
 
 import msgspec
 
 from ..core.grammar import GrammarRefused
 from ..core.sampling import StructuredOutputsParams
-from .frames import Compiled, Limits, Ready, Refused, Setup, Vocabulary, read_frame, write_frame
-from .turns import Turns
+from .compiler_messages import (
+    CompiledReply,
+    CompileLimits,
+    CompilerReady,
+    CompilerSetup,
+    GrammarVocabulary,
+    RefusedReply,
+    read_frame,
+    write_frame,
+)
 
 LOOK_MS = 200  # between looks whether anybody still waits for what is compiled
 
@@ -50,10 +60,10 @@ def always() -> bool:
 class GrammarCompiler:
     """One process. Threads use it in their `turn`. Ends with this process, or with `close`."""
 
-    def __init__(self, vocabulary: Vocabulary, limits: Limits = Limits()) -> None:
-        self._setup = Setup(vocabulary, limits)
+    def __init__(self, vocabulary: GrammarVocabulary, limits: CompileLimits = CompileLimits()) -> None:
+        self._setup = CompilerSetup(vocabulary, limits)
         self.compile_s = 0.0  # spent on it by who had a turn
-        self._turns = Turns()
+        self._turns = FifoLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._tokenizer_info = ""
         self._closed = False
@@ -80,9 +90,9 @@ class GrammarCompiler:
                 self._raise_why(is_wanted)
         finally:
             self.compile_s += time.monotonic() - began_s
-        if isinstance(reply, Refused):
+        if isinstance(reply, RefusedReply):
             raise GrammarRefused(reply.reason, reply.place)
-        assert isinstance(reply, Compiled)
+        assert isinstance(reply, CompiledReply)
         return reply.grammar
 
     def rest(self) -> None:
@@ -103,14 +113,14 @@ class GrammarCompiler:
         if self._closed:
             raise CompilerClosed
         # A session of its own: an interrupt from the keyboard is this process's business.
-        command = [sys.executable, "-m", "baton.engine.structured.compiling"]
+        command = [sys.executable, "-m", "baton.engine.structured.compiler_process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._process = process  # before the next look at `_closed`: either `close` finds it, or it is ended here
         reply = None if self._closed else _ask(process, self._setup)
-        if not isinstance(reply, Ready):
+        if not isinstance(reply, CompilerReady):
             process.kill()
             status = process.wait()
-            if isinstance(reply, Refused):
+            if isinstance(reply, RefusedReply):
                 raise GrammarRefused(reply.reason)
             if self._closed:
                 raise CompilerClosed
@@ -133,7 +143,7 @@ class GrammarCompiler:
 
 def _ask(
     process: subprocess.Popen[bytes], message: msgspec.Struct, is_wanted: Callable[[], bool] = always
-) -> Ready | Compiled | Refused | None:
+) -> CompilerReady | CompiledReply | RefusedReply | None:
     """None: the process has ended. It is ended where nobody wants the reply."""
     try:
         write_frame(_pipe(process.stdin), message)
@@ -146,9 +156,36 @@ def _ask(
         if not is_wanted():
             process.kill()
     reply = read_frame(replies)
-    return None if reply is None else msgspec.msgpack.decode(reply, type=Ready | Compiled | Refused)
+    return None if reply is None else msgspec.msgpack.decode(reply, type=CompilerReady | CompiledReply | RefusedReply)
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
     assert stream is not None
     return stream
+
+
+class FifoLock:
+    """Any thread may ask for one. None may within its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._line: deque[threading.Event] = deque()  # the first has its turn
+
+    @property
+    def num_in_line(self) -> int:
+        return len(self._line)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        mine = threading.Event()
+        with self._lock:
+            self._line.append(mine)
+            self._line[0].set()
+        mine.wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._line.popleft()
+                if self._line:
+                    self._line[0].set()

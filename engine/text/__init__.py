@@ -1,43 +1,49 @@
 """Text and token ids. Imports no torch: a gateway stays light."""
 
-from .answers.calls import CallFormat, Grammar, GrammaticalFormat, Signature
-from .answers.parts import AnswerPart, AnswerReader, CallArguments, CallBegins, Thought, Words
-from .answers.reading import Reading
-from .answers.thoughts import Thoughts, behind_thoughts
 from .chat import ChatTemplate
 from .control_tokens import ChatPrompt
 from .detokenizer import IncrementalDetokenizer
 from .errors import ChatTemplateError, InvalidMessages, TextError, TokenizerError
+from .parsers.output_parser import (
+    ContentPart,
+    OutputParser,
+    OutputPart,
+    ReasoningPart,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from .parsers.parser_config import ParserConfig
+from .parsers.reasoning import ReasoningStart, after_reasoning
+from .parsers.tool_call_format import FunctionSignature, GrammarSpec, GrammarToolCallFormat, ToolCallFormat
 from .stop import StopResult, StopStrings
 from .stream import TextDelta, TextStream
-from .tokenizer import Tokenizer
-from .words import bad_word_token_ids
+from .tokenizer import Tokenizer, bad_word_token_ids
 
 __all__ = [
-    "AnswerPart",
-    "AnswerReader",
-    "CallArguments",
-    "CallBegins",
-    "CallFormat",
     "ChatPrompt",
     "ChatTemplate",
     "ChatTemplateError",
-    "Grammar",
-    "GrammaticalFormat",
+    "ContentPart",
+    "FunctionSignature",
+    "GrammarSpec",
+    "GrammarToolCallFormat",
     "IncrementalDetokenizer",
     "InvalidMessages",
-    "Reading",
-    "Signature",
+    "OutputParser",
+    "OutputPart",
+    "ParserConfig",
+    "ReasoningPart",
+    "ReasoningStart",
     "StopResult",
     "StopStrings",
     "TextDelta",
     "TextError",
     "TextStream",
-    "Thought",
-    "Thoughts",
     "Tokenizer",
     "TokenizerError",
-    "Words",
+    "ToolCallArguments",
+    "ToolCallFormat",
+    "ToolCallStart",
+    "after_reasoning",
     "bad_word_token_ids",
-    "behind_thoughts",
 ]

@@ -22,12 +22,11 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..absent import FETCH_AGAIN, absent_file
-from .answers import thoughts
-from .answers.forms import call_format
-from .answers.turns import with_readable_arguments
 from .client_text import concatenated
 from .control_tokens import ControlTokens
 from .errors import ChatTemplateError, InvalidMessages
+from .parsers import reasoning, tool_call_format
+from .parsers.earlier_calls import with_readable_arguments
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"  # the template that some models have for chats with tools
@@ -49,8 +48,8 @@ class ChatTemplate:
         self._tell_none: set[str] = set()  # those that ask whether a message has content
         self.sources = dict(sources)
         self.source = sources.get(DEFAULT)
-        self.call_format = call_format(sources.get(TOOL_USE) or sources.get(DEFAULT, ""))
-        self.knows_thoughts = any(thoughts.BEGIN in source for source in sources.values())
+        self.tool_call_format = tool_call_format(sources.get(TOOL_USE) or sources.get(DEFAULT, ""))
+        self.has_reasoning = any(reasoning.BEGIN in source for source in sources.values())
         self.variables: frozenset[str] = frozenset()  # what it reads beside its own
         self.literals: frozenset[str] = frozenset()  # texts that it writes or looks for
         self.rewrites_texts = False  # so that a text may come out as another
@@ -128,21 +127,23 @@ class ChatTemplate:
     @property
     def tells_of_tools(self) -> bool:
         """Whether `tools` come to be known to the model."""
-        return "tools" in self.variables or bool(self.call_format is not None and self.call_format.introduction)
+        return "tools" in self.variables or bool(
+            self.tool_call_format is not None and self.tool_call_format.introduction
+        )
 
     def _introduced(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """With the functions told of in the system's message, since the template leaves them out."""
-        if self.call_format is None or not self.call_format.introduction:
+        if self.tool_call_format is None or not self.tool_call_format.introduction:
             return chat
         has_system = chat[0]["role"] == "system"
-        words = [chat[0]["content"] if has_system else None, self.call_format.introduce(tools)]
+        words = [chat[0]["content"] if has_system else None, self.tool_call_format.describe_tools(tools)]
         return [{"role": "system", "content": "\n\n".join(filter(None, words))}, *chat[has_system:]]
 
     def _turn(self, message: Mapping[str, Any], name: str) -> dict[str, Any]:
         turn = with_readable_arguments(message)
         if turn["content"] is None and name not in self._tell_none:
             turn["content"] = ""  # Jinja would write "None"
-        return turn if self.call_format is None else self.call_format.turn(turn)
+        return turn if self.tool_call_format is None else self.tool_call_format.adapt_message(turn)
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         """Of the template for such a chat."""

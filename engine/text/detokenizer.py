@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from .pieces import PieceRule
+from .byte_decoder import ByteDecoder
 from .tokenizer import Tokenizer
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8
@@ -33,7 +33,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset[int]()
         context = _last(prompt_token_ids, self._skipped, CONTEXT_TOKENS)
-        rule = tokenizer.piece_rule
+        rule = tokenizer.byte_decoder
         self._stream: _Stream = (
             _WindowStream(tokenizer, context) if rule is None else _ByteStream(tokenizer, rule, context)
         )
@@ -66,7 +66,7 @@ class _Stream(Protocol):
 class _ByteStream:
     """For decoders that concatenate: bytes go through an incremental UTF-8 decoder."""
 
-    def __init__(self, tokenizer: Tokenizer, rule: PieceRule, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, rule: ByteDecoder, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._rule = rule
         self._begins = not context

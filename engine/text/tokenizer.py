@@ -18,14 +18,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.normalizers import NFC
 
 from ..absent import FETCH_AGAIN, absent_file
-from .answers import thoughts
-from .answers.calls import CallFormat
-from .answers.thoughts import Thoughts
+from .byte_decoder import ByteDecoder, byte_decoder_of
 from .chat import ChatTemplate
 from .client_text import with_tags
 from .control_tokens import ChatPrompt, ControlTokens
 from .errors import ChatTemplateError, InvalidMessages, TokenizerError
-from .pieces import PieceRule, rule_of
+from .parsers import reasoning
+from .parsers.reasoning import ReasoningStart
+from .parsers.tool_call_format import ToolCallFormat
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 COMPOSED = 4  # characters at most that Unicode's composition makes one of
@@ -51,7 +51,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._pieces: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
-        self.piece_rule: PieceRule | None = rule_of(backend)
+        self.byte_decoder: ByteDecoder | None = byte_decoder_of(backend)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         literals = () if chat_template is None else chat_template.literals
@@ -101,9 +101,9 @@ class Tokenizer:
         return self._special_id("eos_token")
 
     @property
-    def call_format(self) -> CallFormat | None:
+    def tool_call_format(self) -> ToolCallFormat | None:
         """How the model writes calls of functions; None where its chat template teaches no form that we read."""
-        return None if self._chat_template is None else self._chat_template.call_format
+        return None if self._chat_template is None else self._chat_template.tool_call_format
 
     @property
     def chat_template_source(self) -> str | None:
@@ -120,18 +120,18 @@ class Tokenizer:
         """What the chat template reads beside what it is always given."""
         return frozenset() if self._chat_template is None else self._chat_template.variables
 
-    def thoughts_after(self, prompt: str) -> Thoughts:
+    def reasoning_after(self, prompt: str) -> ReasoningStart:
         """Whether the answer to a chat's prompt begins with what the model thinks, by its template's words."""
-        if self._chat_template is None or not self._chat_template.knows_thoughts:
-            return Thoughts.NONE
-        return Thoughts.BEGUN if prompt.rstrip().endswith(thoughts.BEGIN) else Thoughts.POSSIBLE
+        if self._chat_template is None or not self._chat_template.has_reasoning:
+            return ReasoningStart.NONE
+        return ReasoningStart.BEGUN if prompt.rstrip().endswith(reasoning.BEGIN) else ReasoningStart.POSSIBLE
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What the model puts around the parts of its answers, by its template's words."""
         template = self._chat_template
-        calls = () if template is None or template.call_format is None else template.call_format.marks
-        return (*calls, thoughts.BEGIN, thoughts.END) if template is not None and template.knows_thoughts else calls
+        calls = () if template is None or template.tool_call_format is None else template.tool_call_format.marks
+        return (*calls, reasoning.BEGIN, reasoning.END) if template is not None and template.has_reasoning else calls
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """Of those that are special tokens."""
@@ -146,7 +146,7 @@ class Tokenizer:
     @cached_property
     def _most_characters(self) -> int:
         """Of a text, that may become one token; 0 where there is no limit."""
-        if self.piece_rule is None or not self.piece_rule.byte_level:
+        if self.byte_decoder is None or not self.byte_decoder.byte_level:
             return 0
         if not isinstance(self._backend.normalizer, NFC | None):
             return 0
@@ -242,8 +242,8 @@ class Tokenizer:
         token = self.token(token_id)
         if token is None:
             return b""
-        if self.piece_rule is not None:
-            return self.piece_rule.to_bytes(token)
+        if self.byte_decoder is not None:
+            return self.byte_decoder.to_bytes(token)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def _special_id(self, name: str) -> int | None:
@@ -312,3 +312,18 @@ def _add_missing(backend: Backend, tokens: Iterable[str]) -> None:
         token for token in dict.fromkeys(tokens) if token not in known and backend.token_to_id(token) is not None
     ]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """Token sequences for `SamplingParams.bad_words_token_ids`: each word at a text's start and after a space.
+
+    A sequence that ends with another one is left out: the shorter bans it already.
+    """
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = word.lstrip()
+        for text in (bare, f" {bare}") if bare else (word,):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            if tokens and not any(tokens[-len(known) :] == known for known in sequences):
+                sequences.append(tokens)
+    return sequences

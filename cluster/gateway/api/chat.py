@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, Tokenizer, Words
+from baton.engine.text import ContentPart, OutputPart, ReasoningPart, Tokenizer, ToolCallArguments, ToolCallStart
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
@@ -100,7 +100,7 @@ class ChatRenderer:
         self._usage = usage
         self._tally = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
-        self._readers = [job.reading.reader() for _ in job.sequences]
+        self._readers = [job.parser_config.new_parser() for _ in job.sequences]
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
         self._tally.add(index, delta)
@@ -153,31 +153,31 @@ class ChatRenderer:
         """By one choice, in order."""
         return [self._as_delta(index, part) for part in self._read(index, delta)]
 
-    def _read(self, index: int, delta: ChoiceDelta) -> list[AnswerPart]:
+    def _read(self, index: int, delta: ChoiceDelta) -> list[OutputPart]:
         return self._readers[index].push(delta.text, finished=delta.says_all)
 
-    def _as_delta(self, index: int, part: AnswerPart) -> ChatDelta:
+    def _as_delta(self, index: int, part: OutputPart) -> ChatDelta:
         match part:
-            case Thought(text):
+            case ReasoningPart(text):
                 return ChatDelta(reasoning_content=text)
-            case Words(text):
+            case ContentPart(text):
                 return ChatDelta(content=text)
-            case CallBegins(number, name):
+            case ToolCallStart(number, name):
                 call = CallDelta(number, FunctionDelta("", name), self._call_id(index, number), "function")
-            case CallArguments(number, text):
+            case ToolCallArguments(number, text):
                 call = CallDelta(number, FunctionDelta(text))
         return ChatDelta(tool_calls=[call])
 
     def _message(self, index: int, delta: ChoiceDelta) -> AnsweredMessage:
         parts = self._read(index, delta)
-        message = AnsweredMessage("".join(part.text for part in parts if isinstance(part, Words)))
-        if thought := "".join(part.text for part in parts if isinstance(part, Thought)):
+        message = AnsweredMessage("".join(part.text for part in parts if isinstance(part, ContentPart)))
+        if thought := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
             message.reasoning_content = thought
         calls: list[AnsweredToolCall] = []
         for part in parts:
-            if isinstance(part, CallBegins):
+            if isinstance(part, ToolCallStart):
                 calls.append(AnsweredToolCall(self._call_id(index, part.index), AnsweredFunctionCall(part.name)))
-            elif isinstance(part, CallArguments):
+            elif isinstance(part, ToolCallArguments):
                 calls[part.index].function.arguments += part.text
         if calls:
             message.tool_calls = calls

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from baton.engine.core.sampling import StructuredOutputsParams
-from baton.engine.structured.schemas import parts_of
+from baton.engine.structured.schema_checks import parts_of
 
 from .protocol import ChatRequest, GenerationRequest
 

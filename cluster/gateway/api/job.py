@@ -18,7 +18,7 @@ import msgspec
 from baton.engine.core.block_log import unpack_names
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SEED_BITS, SamplingParams
-from baton.engine.text import CallFormat, Reading, Thoughts, Tokenizer
+from baton.engine.text import ParserConfig, ReasoningStart, Tokenizer, ToolCallFormat
 
 
 class UsageOptions(msgspec.Struct, frozen=True):
@@ -47,20 +47,20 @@ class ResponseEcho(msgspec.Struct, frozen=True):
 
 
 class ParserOptions(msgspec.Struct, frozen=True):
-    """How answers are read: `Reading` without the model's form of calls, which every process knows."""
+    """How answers are read: `ParserConfig` without the model's form of calls, which every process knows."""
 
     has_form: bool = False
     functions: dict[str, Any] = {}
     at_most_one: bool = False
-    thoughts: Thoughts = Thoughts.NONE
+    reasoning: ReasoningStart = ReasoningStart.NONE
 
     @classmethod
-    def of(cls, reading: Reading) -> ParserOptions:
-        functions = dict(reading.functions)
-        return cls(reading.form is not None, functions, reading.at_most_one, reading.thoughts)
+    def of(cls, config: ParserConfig) -> ParserOptions:
+        functions = dict(config.functions)
+        return cls(config.form is not None, functions, config.at_most_one, config.reasoning)
 
-    def reading(self, form: CallFormat | None) -> Reading:
-        return Reading(form if self.has_form else None, self.functions, self.at_most_one, self.thoughts)
+    def config(self, form: ToolCallFormat | None) -> ParserConfig:
+        return ParserConfig(form if self.has_form else None, self.functions, self.at_most_one, self.reasoning)
 
 
 class PreparedRequest(msgspec.Struct, kw_only=True):
@@ -79,7 +79,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     echoes: list[str] | None = None  # with `echo`: each prompt's text
     shows_prompt_logprobs: bool = False  # as the extra field `prompt_logprobs`; `echo` may need them, too
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
-    form: ParserOptions = ParserOptions()
+    parser_options: ParserOptions = ParserOptions()
     asked: ResponseEcho | None = None  # of `/v1/responses`
     names: dict[str, str] = {}  # an engine's field -> what the client calls it
 
@@ -102,14 +102,14 @@ class GenerationJob:
     echoes: list[str] | None = None
     shows_prompt_logprobs: bool = False
     scores_only: bool = False
-    reading: Reading = field(default_factory=Reading)  # of the answers
+    parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens that are text, since the reading needs them
     asked: ResponseEcho | None = None
 
     @classmethod
     def of(cls, prepared: PreparedRequest, request_id: str, tokenizer: Tokenizer) -> GenerationJob:
         now = time.time()
-        reading = prepared.form.reading(tokenizer.call_format)
+        config = prepared.parser_options.config(tokenizer.tool_call_format)
         return cls(
             request_id,
             int(now),
@@ -120,8 +120,8 @@ class GenerationJob:
             prepared.echoes,
             prepared.shows_prompt_logprobs,
             prepared.scores_only,
-            reading,
-            tokenizer.special_ids_of(reading.marks),
+            config,
+            tokenizer.special_ids_of(config.marks),
             prepared.asked,
         )
 

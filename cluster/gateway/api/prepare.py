@@ -21,7 +21,7 @@ from .job import ParserOptions, PreparedRequest, UsageOptions
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt, StreamOptions
 from .reasoning import effort_variables
 from .structured_output import answer_constraint, reasoning_before, requested_constraint
-from .tools import reading, tool_call_rules
+from .tools import parser_config, tool_call_rules
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -92,15 +92,15 @@ class Preparer:
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         asked = getattr(request, field)
         tokenizer = self._model.tokenizer
-        form = tokenizer.call_format
+        form = tokenizer.tool_call_format
         calls = tool_call_rules(request, form, is_told=tokenizer.tells_of_tools)
         prompt = await self._chat_prompt(request)
         constraint = requested_constraint(request)
-        thoughts = reasoning_before(constraint, tokenizer.thoughts_after(prompt.of_template))
+        reasoning = reasoning_before(constraint, tokenizer.reasoning_after(prompt.of_template))
         names = {"logprobs": "top_logprobs", "max_tokens": field, "prompt": "messages"}
         sampling = self._sampling(
             request,
-            answer_constraint(request, constraint, form, calls, thoughts),
+            answer_constraint(request, constraint, form, calls, reasoning),
             names,
             max_tokens=asked,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -110,7 +110,7 @@ class Preparer:
         tokens = await self._encode_chat(prompt, request.add_special_tokens)
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
         prepared = self._prepared(request, key_salt, [tokens], [limit], sampling)
-        prepared.form = ParserOptions.of(reading(form, calls, thoughts))
+        prepared.parser_options = ParserOptions.of(parser_config(form, calls, reasoning))
         prepared.names = client_names(request, sampling.structured_outputs, names)
         return prepared
 

@@ -3,7 +3,7 @@
 Who reads an answer tells parts of its text, later than their tokens came and without the marks around them:
 
     tokens   <think>  a  fox  </think>  \\n\\n  the  dog  <tool_call>  ...
-    parts             Thought                 Words      CallBegins
+    parts             ReasoningPart                 ContentPart      ToolCallStart
     whose    ────────── thoughts ───────────  words ───  nobody's ─────
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from baton.engine.text import AnswerPart, Thought, Words
+from baton.engine.text import ContentPart, OutputPart, ReasoningPart
 
 from ..errors import bad_request
 from .detokenize import ChoiceDelta, LocatedToken
@@ -83,12 +83,12 @@ class TokenAttribution:
         self._runs.append((self._begin + len(self._text), run))
         self._text += run.text
 
-    def take(self, parts: Sequence[AnswerPart]) -> list[list[LocatedToken]]:
+    def take(self, parts: Sequence[OutputPart]) -> list[list[LocatedToken]]:
         """What each of the parts that are told now has of the known tokens: only words have any."""
         return [self._take(part, is_last=number == len(parts)) for number, part in enumerate(parts, 1)]
 
-    def _take(self, part: AnswerPart, *, is_last: bool) -> list[LocatedToken]:
-        if not isinstance(part, Thought | Words):
+    def _take(self, part: OutputPart, *, is_last: bool) -> list[LocatedToken]:
+        if not isinstance(part, ReasoningPart | ContentPart):
             self._thinks = False
             if is_last:  # it is not known how the model wrote a call
                 self._advance(len(self._text))
@@ -100,7 +100,7 @@ class TokenAttribution:
         before = self._pop(self._begin, whole=True)
         self._advance(len(part.text) if at >= 0 else 0)
         own = self._pop(self._begin)
-        is_thought = isinstance(part, Thought)
+        is_thought = isinstance(part, ReasoningPart)
         if is_thought or self._thinks:
             self.num_reasoning_tokens += sum(run.num_tokens for run in before)
         if is_thought:

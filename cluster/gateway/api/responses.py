@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton.engine.text import AnswerPart, CallArguments, CallBegins, Thought, Tokenizer, Words
+from baton.engine.text import ContentPart, OutputPart, ReasoningPart, Tokenizer, ToolCallArguments, ToolCallStart
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
@@ -145,7 +145,7 @@ class ResponsesRenderer:
         self._tokenizer = tokenizer
         self._response = ResponseObject.begun(job, model_id)
         self._tally = UsageCounter(job)
-        self._reader = job.reading.reader()
+        self._reader = job.parser_config.new_parser()
         self._attribution = TokenAttribution()
         self._output = Output(self._response.id)
         self._length = 0  # of the text so far
@@ -182,17 +182,17 @@ class ResponsesRenderer:
             events += self._finish("incomplete" if delta.finish_reason == "length" else "completed")
         return events
 
-    def _write(self, parts: list[AnswerPart]) -> list[Event]:
+    def _write(self, parts: list[OutputPart]) -> list[Event]:
         events: list[Event] = []
         for part, tokens in zip(parts, self._attribution.take(parts), strict=True):
             match part:
-                case Thought(text):
+                case ReasoningPart(text):
                     events += self._output.think(text)
-                case Words(text):
+                case ContentPart(text):
                     events += self._output.say(text, chat_logprobs(self._tokenizer, tokens).content)
-                case CallBegins(number, name):
+                case ToolCallStart(number, name):
                     events += self._output.call(name, call_id(self._job.request_id, self._job.created, 0, number))
-                case CallArguments(_, text):
+                case ToolCallArguments(_, text):
                     events += self._output.argue(text)
         return events
 

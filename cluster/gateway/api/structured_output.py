@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.engine.core.sampling import InvalidSamplingParams, StructuredOutputsParams
-from baton.engine.text import CallFormat, Grammar, Thoughts, behind_thoughts
+from baton.engine.text import GrammarSpec, ReasoningStart, ToolCallFormat, after_reasoning
 
 from ..errors import bad_request
 from .protocol import ChatRequest, GenerationRequest
@@ -30,24 +30,24 @@ def requested_constraint(request: GenerationRequest) -> StructuredOutputsParams 
         return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
-def reasoning_before(asked: StructuredOutputsParams | None, thoughts: Thoughts) -> Thoughts:
+def reasoning_before(asked: StructuredOutputsParams | None, reasoning: ReasoningStart) -> ReasoningStart:
     """Whether the model may think before such an answer, where it would if it were free."""
     says_all = asked is not None and (asked.structural_tag is not None or asked.disable_any_whitespace)
-    return Thoughts.NONE if says_all else thoughts
+    return ReasoningStart.NONE if says_all else reasoning
 
 
 def answer_constraint(
     request: ChatRequest,
     asked: StructuredOutputsParams | None,
-    form: CallFormat | None,
+    form: ToolCallFormat | None,
     calls: ToolCallRules | None,
-    thoughts: Thoughts,
+    reasoning: ReasoningStart,
 ) -> StructuredOutputsParams | None:
     """Of a whole answer whose words must be what was `asked`: with calls that may or must come, in the model's form,
     and behind its thoughts. Raises `ApiError` (400).
     """
     frame = form if form is not None and form.frames_answers else None
-    if calls is None and (asked is None or (frame is None and thoughts is Thoughts.NONE)):
+    if calls is None and (asked is None or (frame is None and reasoning is ReasoningStart.NONE)):
         return asked
     with _said_by(request):
         words = None if asked is None else _as_grammar(asked)
@@ -55,9 +55,9 @@ def answer_constraint(
         if grammar is None:
             return None
         if calls is None and frame is not None:
-            grammar = frame.answer(grammar)
+            grammar = frame.answer_grammar(grammar)
         if calls is None or calls.must_call or words is not None:  # otherwise the grammar allows thoughts, as any text
-            grammar = behind_thoughts(grammar, thoughts)
+            grammar = after_reasoning(grammar, reasoning)
         return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": grammar}))
 
 
@@ -77,7 +77,7 @@ def _said_by(request: GenerationRequest) -> Iterator[None]:
         raise bad_request(param, f"{param!r} {error.message}.") from None
 
 
-def _as_grammar(asked: StructuredOutputsParams) -> Grammar:
+def _as_grammar(asked: StructuredOutputsParams) -> GrammarSpec:
     """The same, as a part of another."""
     if asked.disable_any_whitespace:
         message = "cannot be kept beside 'tools', or by models that put marks around every answer; leave it out"

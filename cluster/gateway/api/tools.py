@@ -5,7 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from baton.engine.text import CallFormat, Grammar, GrammaticalFormat, Reading, Signature, Thoughts
+from baton.engine.text import (
+    FunctionSignature,
+    GrammarSpec,
+    GrammarToolCallFormat,
+    ParserConfig,
+    ReasoningStart,
+    ToolCallFormat,
+)
 
 from ..errors import bad_request, excerpt
 from .messages import AllowedTools, Function, ThisTool, ToolChoice
@@ -19,45 +26,45 @@ ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 class ToolCallRules:
     """Of one request whose answer may hold calls."""
 
-    form: CallFormat
+    form: ToolCallFormat
     functions: tuple[Function, ...]  # that may be called
     must_call: bool
     at_most_one: bool
     tells_of_others: bool = False  # the model knows functions that it may not call
 
-    def grammar(self, words: Grammar | None) -> Grammar | None:
+    def grammar(self, words: GrammarSpec | None) -> GrammarSpec | None:
         """What the answer must fit: calls alone where one must come; where its words must fit something, calls or such
         words; any text with calls where some function is strict, or may not be called.
 
         None where the model is free.
         """
         form = self.form
-        if not isinstance(form, GrammaticalFormat):
+        if not isinstance(form, GrammarToolCallFormat):
             return None  # `tool_call_rules` lets nothing be asked for
         functions = [self._signature(function) for function in self.functions]
         if self.must_call:
-            return form.calls(functions, at_most_one=self.at_most_one)
+            return form.calls_grammar(functions, at_most_one=self.at_most_one)
         if words is not None:
-            calls = form.calls(functions, at_most_one=self.at_most_one)
-            return {"type": "or", "elements": [calls, form.answer(words)]}
+            calls = form.calls_grammar(functions, at_most_one=self.at_most_one)
+            return {"type": "or", "elements": [calls, form.answer_grammar(words)]}
         if self.tells_of_others or any(function.strict for function in self.functions):
-            return form.words_and_calls(functions, at_most_one=self.at_most_one)
+            return form.text_and_calls_grammar(functions, at_most_one=self.at_most_one)
         return None
 
-    def _signature(self, function: Function) -> Signature:
+    def _signature(self, function: Function) -> FunctionSignature:
         fits = self.must_call or function.strict
-        return Signature(function.name, (function.parameters or NO_ARGUMENTS) if fits else ANY_ARGUMENTS)
+        return FunctionSignature(function.name, (function.parameters or NO_ARGUMENTS) if fits else ANY_ARGUMENTS)
 
 
-def reading(form: CallFormat | None, calls: ToolCallRules | None, thoughts: Thoughts) -> Reading:
+def parser_config(form: ToolCallFormat | None, calls: ToolCallRules | None, reasoning: ReasoningStart) -> ParserConfig:
     """Of the answers to one request; `form` is the model's."""
     if calls is not None:
         functions = {function.name: function.parameters or NO_ARGUMENTS for function in calls.functions}
-        return Reading(calls.form, functions, calls.at_most_one, thoughts)
-    return Reading(form if form is not None and form.frames_answers else None, thoughts=thoughts)
+        return ParserConfig(calls.form, functions, calls.at_most_one, reasoning)
+    return ParserConfig(form if form is not None and form.frames_answers else None, reasoning=reasoning)
 
 
-def tool_call_rules(request: ChatRequest, form: CallFormat | None, *, is_told: bool) -> ToolCallRules | None:
+def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None, *, is_told: bool) -> ToolCallRules | None:
     """None where there are no calls to look for; `form` is the one that the model is taught, and `is_told` says whether
     prompts tell it of functions. Raises `ApiError` (400).
     """
@@ -76,7 +83,7 @@ def tool_call_rules(request: ChatRequest, form: CallFormat | None, *, is_told: b
             "chat_template.jinja that does into the model's folder, or set 'tool_choice' to 'none'."
         )
         raise bad_request("tools", message, "unsupported_parameter")
-    if not isinstance(form, GrammaticalFormat):
+    if not isinstance(form, GrammarToolCallFormat):
         _check_free(request, form)
     chosen = request.tool_choice
     names = _chosen_names(chosen)
@@ -117,7 +124,7 @@ def _check_choice(request: ChatRequest) -> None:
             raise bad_request("tool_choice", f"'tool_choice' names {excerpt(name)}, which is none of 'tools'.")
 
 
-def _check_free(request: ChatRequest, form: CallFormat) -> None:
+def _check_free(request: ChatRequest, form: ToolCallFormat) -> None:
     """Nothing must fit a grammar where there is none."""
     wanted = request.response_format
     asked = {

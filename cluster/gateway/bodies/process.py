@@ -16,7 +16,7 @@ import sys
 
 import msgspec
 
-from baton.engine.structured.compiling import limit_memory
+from baton.engine.structured.compiler_process import limit_memory
 from baton.engine.text import Tokenizer
 
 from ..api.body_reader import BodyReader, RequestKind

@@ -19,7 +19,7 @@ from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.tracing import RequestSpans
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarSource
-from baton.engine.structured import Grammars, Vocabulary
+from baton.engine.structured import GrammarVocabulary, XGrammarBackend
 from baton.engine.text import Tokenizer
 
 
@@ -74,13 +74,13 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
 
 
 @pytest.fixture(scope="session")
-def grammars(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grammars]:
+def grammars(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[XGrammarBackend]:
     """What engines compile grammars with, started: that takes seconds."""
     folder = tmp_path_factory.mktemp("tokenizer")
     backend: Backend = tokenizer._backend
     backend.save(str(folder / "tokenizer.json"))
     assert tokenizer.eos_token_id is not None
-    source = Grammars(Vocabulary(str(folder), tokenizer.vocab_size, [tokenizer.eos_token_id]))
+    source = XGrammarBackend(GrammarVocabulary(str(folder), tokenizer.vocab_size, [tokenizer.eos_token_id]))
     source.open(StructuredOutputsParams(choice=["any"]))
     yield source
     source.close()
@@ -100,7 +100,7 @@ def thinker(model: ServedModel, tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
 async def responses(
-    start: Callable[..., Service], thinker: ServedModel, grammars: Grammars, request: pytest.FixtureRequest
+    start: Callable[..., Service], thinker: ServedModel, grammars: XGrammarBackend, request: pytest.FixtureRequest
 ) -> Service:
     """A model that thinks and calls, and can be held to a grammar."""
     return start(*request.param, served=thinker, grammars=grammars)

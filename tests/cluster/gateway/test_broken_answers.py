@@ -29,7 +29,7 @@ class Connection:
         self.bodies.append(message["body"])
 
 
-class Words:
+class ContentPart:
     def event(self, index: int, delta: ChoiceDelta) -> bytes:
         raise AssertionError("nothing came")
 
@@ -51,7 +51,7 @@ async def nothing() -> AsyncGenerator[list[tuple[int, ChoiceDelta]], None]:
 @pytest.mark.parametrize(("streams", "bodies"), [(True, [b"data: an error\n\n"]), (False, [])])
 async def test_only_a_stream_that_breaks_off_ends_with_an_event(streams: bool, bodies: list[bytes]) -> None:
     """A whole answer has said how long it is: its client sees that it ends early."""
-    connection, words = Connection(), cast(Renderer, Words())
+    connection, words = Connection(), cast(Renderer, ContentPart())
     answer = ResponseWriter(connection.send)
     with pytest.raises(InterruptedError):
         await (answer.write_events(words, nothing(), None) if streams else answer.write_whole(words, nothing()))

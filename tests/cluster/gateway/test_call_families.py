@@ -19,9 +19,9 @@ from written_answers import WRITERS, Call
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
 from baton.engine import StructuredOutputsParams
-from baton.engine.structured import Grammars, Vocabulary
+from baton.engine.structured import GrammarVocabulary, XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
-from baton.engine.text.answers.forms import FORMATS
+from baton.engine.text.parsers import FORMATS
 
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2, 3]}}, "required": ["size"]}
 COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}}, "required": ["color"]}
@@ -213,16 +213,18 @@ async def test_what_is_no_call_is_shown_with_its_marks(service: Service, family:
 @pytest.fixture(scope="session")
 def grammars_of(
     model: ServedModel, marked: Backend, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[ServedModel, str], Grammars]]:
+) -> Iterator[Callable[[ServedModel, str], XGrammarBackend]]:
     """What engines of a family compile grammars with: a process each."""
-    started: dict[str, Grammars] = {}
+    started: dict[str, XGrammarBackend] = {}
 
-    def start(served: ServedModel, family: str) -> Grammars:
+    def start(served: ServedModel, family: str) -> XGrammarBackend:
         if family not in started:
             folder: Path = tmp_path_factory.mktemp("tokenizer")
             marked.save(str(folder / "tokenizer.json"))
             (folder / "chat_template.jinja").write_text(FAMILIES[family])
-            started[family] = Grammars(Vocabulary(str(folder), served.vocab_size, list(served.eos_token_ids)))
+            started[family] = XGrammarBackend(
+                GrammarVocabulary(str(folder), served.vocab_size, list(served.eos_token_ids))
+            )
             started[family].open(StructuredOutputsParams(choice=["any"]))  # starting takes seconds
         return started[family]
 
@@ -236,7 +238,7 @@ async def bound(
     start: Callable[..., Service],
     served: ServedModel,
     family: str,
-    grammars_of: Callable[[ServedModel, str], Grammars],
+    grammars_of: Callable[[ServedModel, str], XGrammarBackend],
 ) -> Service:
     """With engines that keep grammars."""
     return start(Role.PREFILL, Role.DECODE, served=served, grammars=grammars_of(served, family))

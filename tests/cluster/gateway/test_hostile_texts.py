@@ -14,7 +14,7 @@ from thinking_model import TEMPLATE
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.api.json_body import MAX_DEPTH, MAX_DIGITS, first_json_fault
-from baton.engine.structured import Grammars
+from baton.engine.structured import XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
 
 JsonPath = tuple[str | int, ...]
@@ -93,7 +93,7 @@ def told(thinker: ServedModel) -> ServedModel:
 
 
 @pytest.fixture
-async def service(start: Callable[..., Service], told: ServedModel, grammars: Grammars) -> Service:
+async def service(start: Callable[..., Service], told: ServedModel, grammars: XGrammarBackend) -> Service:
     return start(Role.UNIFIED, served=told, grammars=grammars)
 
 

@@ -13,7 +13,7 @@ from gateway_service import Service
 
 from baton.cluster.contracts import Role
 from baton.engine.core.messages import EngineError, ErrorKind
-from baton.engine.structured import Grammars
+from baton.engine.structured import XGrammarBackend
 
 SCHEMA = {
     "type": "object",
@@ -45,7 +45,9 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
 
 
 @pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
-async def structured(start: Callable[..., Service], grammars: Grammars, request: pytest.FixtureRequest) -> Service:
+async def structured(
+    start: Callable[..., Service], grammars: XGrammarBackend, request: pytest.FixtureRequest
+) -> Service:
     return start(*request.param, grammars=grammars)
 
 
@@ -80,7 +82,7 @@ async def test_completions_and_streams_fit_too(structured: Service) -> None:
 
 
 async def test_an_answer_goes_on_elsewhere_within_its_grammar(
-    start: Callable[..., Service], grammars: Grammars
+    start: Callable[..., Service], grammars: XGrammarBackend
 ) -> None:
     asked = {"structured_outputs": {"regex": "([a-f]{3}-){20}end"}, "seed": 5, "max_tokens": 200}
     undisturbed = start(Role.UNIFIED, grammars=grammars)

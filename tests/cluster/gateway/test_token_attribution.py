@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.cluster.gateway.api.detokenize import ChoiceDelta, LocatedToken
 from baton.cluster.gateway.api.reasoning import TokenAttribution, TokenRun, token_runs
 from baton.engine.core.messages import TokenLogprobs
-from baton.engine.text import CallBegins, Reading, Thoughts, Words
+from baton.engine.text import ContentPart, ParserConfig, ReasoningStart, ToolCallStart
 
 THOUGHT, ANSWER = "<think>\nis it < or the fox?\n</think>\n\n", "the dog < the fox, 1 <think"
 TEXT = THOUGHT + ANSWER
@@ -23,7 +23,7 @@ def pieces_of(cuts: set[int]) -> list[str]:
 
 def shares_of(pieces: list[str], *, known: bool) -> tuple[int, str]:
     """How many tokens thought, and what those of words wrote. Each piece is a delta, each character a token."""
-    attribution, reader = TokenAttribution(), Reading(thoughts=Thoughts.POSSIBLE).reader()
+    attribution, reader = TokenAttribution(), ParserConfig(reasoning=ReasoningStart.POSSIBLE).new_parser()
     words: list[LocatedToken] = []
     at = 0
     for piece in pieces:
@@ -48,7 +48,7 @@ def test_tokens_without_a_text_of_their_own_belong_to_what_follows() -> None:
     parts = [LocatedToken(0, TokenLogprobs([number], [-1.0], 1)) for number in range(3)]
     for run in token_runs(ChoiceDelta("é", parts, num_tokens=3), 0, known=True):
         attribution.push(run)
-    assert attribution.take([Words("é")]) == [parts]
+    assert attribution.take([ContentPart("é")]) == [parts]
 
 
 def test_the_rest_of_a_token_is_no_further_one() -> None:
@@ -57,7 +57,7 @@ def test_the_rest_of_a_token_is_no_further_one() -> None:
     for delta, at in ((ChoiceDelta("ab", [first], 1), 0), (ChoiceDelta("cdef", [second], 1), 2)):
         for run in token_runs(delta, at, known=True):
             attribution.push(run)
-    assert attribution.take([Words("abc"), Words("def")]) == [[first], [second]]
+    assert attribution.take([ContentPart("abc"), ContentPart("def")]) == [[first], [second]]
 
 
 def test_a_text_may_come_without_a_token() -> None:
@@ -72,6 +72,6 @@ def test_what_is_behind_a_call_has_its_own_tokens() -> None:
     attribution = TokenAttribution()
     for text in ("f(", ")", "so"):
         attribution.push(TokenRun(text, 1, LocatedToken(0, TokenLogprobs([len(text)], [-1.0], 1))))
-    (_, own) = attribution.take([CallBegins(0, "f"), Words("so")])
+    (_, own) = attribution.take([ToolCallStart(0, "f"), ContentPart("so")])
     assert [token.logprobs.token_ids for token in own] == [[2]]
     assert attribution.num_reasoning_tokens == 0

@@ -14,7 +14,7 @@ from tiny_model import TEMPLATE
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
-from baton.engine.structured import Grammars
+from baton.engine.structured import XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
 
 TAUGHT = (
@@ -47,7 +47,7 @@ def caller(model: ServedModel, tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
 async def tools(
-    start: Callable[..., Service], caller: ServedModel, grammars: Grammars, request: pytest.FixtureRequest
+    start: Callable[..., Service], caller: ServedModel, grammars: XGrammarBackend, request: pytest.FixtureRequest
 ) -> Service:
     return start(*request.param, served=caller, grammars=grammars)
 
@@ -232,7 +232,7 @@ async def test_arguments_of_strict_functions_fit_where_the_model_is_free_to_call
 
 
 async def test_a_model_that_writes_json_alone_makes_one_call(
-    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: Grammars
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
 ) -> None:
     words = '{% if tools %}{% endif %}{# {"name": function name, "parameters": dictionary} #}'
     alone = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": TEMPLATE + words}))

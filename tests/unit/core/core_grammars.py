@@ -1,4 +1,4 @@
-"""Grammars that allow everything, and threads for them that work when a test says so."""
+"""XGrammarBackend that allow everything, and threads for them that work when a test says so."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from structured_cases import CHOICES, SCHEMA
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from baton.engine import LLM
-from baton.engine.structured import Grammars, Vocabulary
+from baton.engine.structured import GrammarVocabulary, XGrammarBackend
 
 VOCAB_SIZE = 400  # the tokenizer has fewer: the output layer is padded
 SPECIAL = ["<|end|>", "<|pad|>"]
@@ -46,13 +46,13 @@ def structured_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vocabulary(structured_checkpoint: Path) -> Vocabulary:
-    return Vocabulary(str(structured_checkpoint), VOCAB_SIZE, [0])
+def vocabulary(structured_checkpoint: Path) -> GrammarVocabulary:
+    return GrammarVocabulary(str(structured_checkpoint), VOCAB_SIZE, [0])
 
 
 @pytest.fixture(scope="session")
-def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
-    source = Grammars(vocabulary)
+def grammars(vocabulary: GrammarVocabulary) -> Iterator[XGrammarBackend]:
+    source = XGrammarBackend(vocabulary)
     yield source
     source.close()
 

@@ -10,14 +10,14 @@ import pytest
 import xgrammar
 from written_answers import WRITERS, Writer, joined
 
-from baton.engine.text import CallArguments, CallBegins, Grammar, GrammaticalFormat, Signature
-from baton.engine.text.answers.forms import FORMATS
+from baton.engine.text import FunctionSignature, GrammarSpec, GrammarToolCallFormat, ToolCallArguments, ToolCallStart
+from baton.engine.text.parsers import FORMATS
 
 SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
-FUNCTIONS = [Signature("look", SIZE), Signature("cut-2", SIZE)]
-FORMS = {form.name: form for form in FORMATS if isinstance(form, GrammaticalFormat)}
+FUNCTIONS = [FunctionSignature("look", SIZE), FunctionSignature("cut-2", SIZE)]
+FORMS = {form.name: form for form in FORMATS if isinstance(form, GrammarToolCallFormat)}
 NAMES = [name for name in WRITERS if " " not in name and WRITERS[name].form in FORMS]  # variants are not asked for
-Accepts = Callable[[Grammar, str], bool]
+Accepts = Callable[[GrammarSpec, str], bool]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def accepts() -> Accepts:
     info = xgrammar.TokenizerInfo(vocabulary, vocab_size=257, stop_token_ids=[256])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 
-    def fits(grammar: Grammar, text: str) -> bool:
+    def fits(grammar: GrammarSpec, text: str) -> bool:
         tag = json.dumps({"type": "structural_tag", "format": grammar})
         matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(tag))
         return matcher.accept_string(text) and matcher.accept_token(256)
@@ -41,7 +41,7 @@ def writer(request: pytest.FixtureRequest) -> Writer:
 
 
 def test_calls_that_must_come_are_calls_and_nothing_else(accepts: Accepts, writer: Writer) -> None:
-    grammar = FORMS[writer.form].calls(FUNCTIONS)
+    grammar = FORMS[writer.form].calls_grammar(FUNCTIONS)
     assert accepts(grammar, writer.write("", [("look", {"size": 1})]))
     assert not accepts(grammar, writer.write("", [("look", {"size": "one"})]))
     assert not accepts(grammar, writer.write("", [("unknown", {"size": 1})]))
@@ -51,14 +51,14 @@ def test_calls_that_must_come_are_calls_and_nothing_else(accepts: Accepts, write
 
 def test_several_calls_may_come_where_the_form_takes_them(accepts: Accepts, writer: Writer) -> None:
     form, two = FORMS[writer.form], writer.write("", [("look", {"size": 1}), ("cut-2", {"size": 2})])
-    assert accepts(form.calls(FUNCTIONS), two) is not form.takes_one
-    assert not accepts(form.calls(FUNCTIONS, at_most_one=True), two)
-    assert accepts(form.words_and_calls(FUNCTIONS), two) is not form.takes_one
-    assert not accepts(form.words_and_calls(FUNCTIONS, at_most_one=True), two)
+    assert accepts(form.calls_grammar(FUNCTIONS), two) is not form.takes_one
+    assert not accepts(form.calls_grammar(FUNCTIONS, at_most_one=True), two)
+    assert accepts(form.text_and_calls_grammar(FUNCTIONS), two) is not form.takes_one
+    assert not accepts(form.text_and_calls_grammar(FUNCTIONS, at_most_one=True), two)
 
 
 def test_among_words_calls_must_be_as_they_should(accepts: Accepts, writer: Writer) -> None:
-    grammar = FORMS[writer.form].words_and_calls(FUNCTIONS)
+    grammar = FORMS[writer.form].text_and_calls_grammar(FUNCTIONS)
     words = "Well." if writer.takes_both else ""
     assert accepts(grammar, writer.write("Well.", []))
     assert accepts(grammar, writer.write(words, [("look", {"size": 1})]))
@@ -69,8 +69,8 @@ def test_among_words_calls_must_be_as_they_should(accepts: Accepts, writer: Writ
 def test_an_answer_may_be_words_that_fit_or_calls(accepts: Accepts, writer: Writer) -> None:
     form = FORMS[writer.form]
     color: dict[str, Any] = {"type": "object", "properties": {"color": {"enum": ["red"]}}, "required": ["color"]}
-    words = form.answer({"type": "json_schema", "json_schema": color})
-    grammar = {"type": "or", "elements": [form.calls(FUNCTIONS), words]}
+    words = form.answer_grammar({"type": "json_schema", "json_schema": color})
+    grammar = {"type": "or", "elements": [form.calls_grammar(FUNCTIONS), words]}
     assert accepts(grammar, writer.write('{"color": "red"}', []))
     assert accepts(grammar, writer.write("", [("look", {"size": 1})]))
     assert not accepts(grammar, writer.write('{"color": "blue"}', []))
@@ -79,7 +79,7 @@ def test_an_answer_may_be_words_that_fit_or_calls(accepts: Accepts, writer: Writ
     assert not accepts(grammar, writer.write("", [("look", {"size": "one"})]))
 
 
-COLORED = Signature(
+COLORED = FunctionSignature(
     "paint",
     {
         "type": "object",
@@ -93,7 +93,7 @@ COLORED = Signature(
         "required": ["words"],
     },
 )
-ANYTHING = Signature("paint", {"type": "object", "additionalProperties": True})
+ANYTHING = FunctionSignature("paint", {"type": "object", "additionalProperties": True})
 TAGGED = [name for name in NAMES if name in ("qwen3-coder", "glm4.5", "minimax-m2", "deepseek3.2")]
 
 
@@ -116,29 +116,31 @@ def test_what_fits_between_tags_is_read_as_it_was_meant(
     accepts: Accepts, name: str, given: dict[str, Any], fits: bool
 ) -> None:
     form, text = FORMS[name], WRITERS[name].write("", [("paint", given)])
-    assert accepts(form.calls([COLORED]), text) is fits
-    assert accepts(form.words_and_calls([COLORED]), text) is fits
-    assert accepts(form.calls([ANYTHING]), text)
-    begins, *told = joined(form.reader({"paint": COLORED.arguments}).push(text, finished=True))
-    assert begins == CallBegins(0, "paint")
-    assert fits is False or json.loads("".join(part.text for part in told if isinstance(part, CallArguments))) == given
+    assert accepts(form.calls_grammar([COLORED]), text) is fits
+    assert accepts(form.text_and_calls_grammar([COLORED]), text) is fits
+    assert accepts(form.calls_grammar([ANYTHING]), text)
+    begins, *told = joined(form.new_parser({"paint": COLORED.arguments}).push(text, finished=True))
+    assert begins == ToolCallStart(0, "paint")
+    assert (
+        fits is False or json.loads("".join(part.text for part in told if isinstance(part, ToolCallArguments))) == given
+    )
 
 
 def test_a_call_of_qwen3_coder_without_its_outer_tags_must_fit_as_well(accepts: Accepts) -> None:
     call = "<function=look>\n<parameter=size>\n{}\n</parameter>\n</function>"
-    grammar = FORMS["qwen3-coder"].words_and_calls(FUNCTIONS)
+    grammar = FORMS["qwen3-coder"].text_and_calls_grammar(FUNCTIONS)
     assert accepts(grammar, "Well.\n" + call.format("1"))
     assert not accepts(grammar, "Well.\n" + call.format("one"))
-    assert not accepts(FORMS["qwen3-coder"].calls(FUNCTIONS), call.format("1"))
+    assert not accepts(FORMS["qwen3-coder"].calls_grammar(FUNCTIONS), call.format("1"))
 
 
 def test_a_call_without_the_usual_blanks_must_fit_as_well(accepts: Accepts) -> None:
     call = '<tool_call>{"name": "look", "arguments": {"size": "one"}}</tool_call>'
-    assert not accepts(FORMS["hermes"].words_and_calls(FUNCTIONS), call)
+    assert not accepts(FORMS["hermes"].text_and_calls_grammar(FUNCTIONS), call)
 
 
 def test_glm_writes_lines_or_none(accepts: Accepts) -> None:
-    for grammar in (FORMS["glm4.5"].calls(FUNCTIONS), FORMS["glm4.5"].words_and_calls(FUNCTIONS)):
+    for grammar in (FORMS["glm4.5"].calls_grammar(FUNCTIONS), FORMS["glm4.5"].text_and_calls_grammar(FUNCTIONS)):
         assert accepts(grammar, WRITERS["glm4.5 in one line"].write("", [("look", {"size": 1})]))
         assert not accepts(grammar, WRITERS["glm4.5 in one line"].write("", [("look", {"size": "one"})]))
 
@@ -146,11 +148,11 @@ def test_glm_writes_lines_or_none(accepts: Accepts) -> None:
 def test_gpt_oss_may_think_first_and_writes_one_message_to_whom_it_may(accepts: Accepts) -> None:
     write, form = WRITERS["harmony"].write, FORMS["harmony"]
     thought = "hm, <b> {1}"
-    assert accepts(form.calls(FUNCTIONS), write("", [("look", {"size": 1})], thought))
-    assert accepts(form.answer({"type": "const_string", "value": "yes"}), write("yes", [], thought))
-    assert accepts(form.words_and_calls(FUNCTIONS), write("Well.", [("look", {"size": 1})], thought))
+    assert accepts(form.calls_grammar(FUNCTIONS), write("", [("look", {"size": 1})], thought))
+    assert accepts(form.answer_grammar({"type": "const_string", "value": "yes"}), write("yes", [], thought))
+    assert accepts(form.text_and_calls_grammar(FUNCTIONS), write("Well.", [("look", {"size": 1})], thought))
     as_templates_have_it = ' to=functions.look<|channel|>commentary json<|message|>{"size": 1}'
-    assert accepts(form.calls(FUNCTIONS), as_templates_have_it)
+    assert accepts(form.calls_grammar(FUNCTIONS), as_templates_have_it)
     behind = "<|channel|>final<|message|>yes<|end|><|start|>assistant"
-    for grammar in (form.calls(FUNCTIONS), form.words_and_calls(FUNCTIONS)):
+    for grammar in (form.calls_grammar(FUNCTIONS), form.text_and_calls_grammar(FUNCTIONS)):
         assert not accepts(grammar, behind + as_templates_have_it.replace("1", '"1"'))

@@ -1,4 +1,4 @@
-"""Grammars by themselves: what may follow what, what is refused, and what the compiler may cost."""
+"""XGrammarBackend by themselves: what may follow what, what is refused, and what the compiler may cost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from structured_cases import CASES, CHOICES
 
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarRefused, GrammarStats
-from baton.engine.structured import Grammars, Limits, Vocabulary, cache, compiler
-from baton.engine.structured import grammars as grammars_module
-from baton.engine.structured.grammars import STARTING_THREAD
+from baton.engine.structured import (
+    CompileLimits,
+    GrammarVocabulary,
+    XGrammarBackend,
+    compiler,
+    grammar_cache,
+    xgrammar_backend,
+)
+from baton.engine.structured.xgrammar_backend import STARTING_THREAD
 from baton.engine.text import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def tokenizer(vocabulary: GrammarVocabulary) -> Tokenizer:
     return Tokenizer.from_folder(vocabulary.tokenizer)
 
 
@@ -33,7 +39,7 @@ def tokens_of(mask: bytes) -> set[int]:
     return set(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0].tolist())
 
 
-def test_a_mask_has_exactly_the_tokens_that_lead_on(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_mask_has_exactly_the_tokens_that_lead_on(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     grammar = grammars.open(StructuredOutputsParams(choice=CHOICES))
     output, choices = b"", [choice.encode() for choice in CHOICES]
     drawn: list[int] = []
@@ -53,7 +59,7 @@ def test_a_mask_has_exactly_the_tokens_that_lead_on(grammars: Grammars, tokenize
         output += pieces[drawn[0]]
 
 
-def test_an_output_that_was_cut_anywhere_is_taken_up_there(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_an_output_that_was_cut_anywhere_is_taken_up_there(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     asked = CASES["json"].asked
     text = '{"name": "a😀", "age": 15, "tags": ["red"], "home": {"zip": "01234"}}'
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -64,7 +70,7 @@ def test_an_output_that_was_cut_anywhere_is_taken_up_there(grammars: Grammars, t
     assert tokens_of(masks[-1]) == {0}
 
 
-def test_a_token_that_does_not_fit_is_refused(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_token_that_does_not_fit_is_refused(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     grammar = grammars.open(StructuredOutputsParams(choice=["yes"]))
     (wrong,) = tokenizer.encode("n", add_special_tokens=False)
     with pytest.raises(GrammarRefused, match=f"does not allow token {wrong}"):
@@ -93,7 +99,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("asked", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_compiled_is_refused_with_the_reason(
-    grammars: Grammars, asked: dict[str, Any], reason: str
+    grammars: XGrammarBackend, asked: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(GrammarRefused, match=reason) as refused:
         grammars.open(StructuredOutputsParams(**asked))
@@ -101,14 +107,17 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
 
 
 SLOW = "|".join(f"(a{{{i}}}b{{{i}}}[c-z]{{1,{i}}}){{1,50}}" for i in range(1, 1500))
-LIMITS = {"takes longer than 2 s": Limits(compile_s=2), "needs more memory": Limits(memory_bytes=100 << 20)}
+LIMITS = {
+    "takes longer than 2 s": CompileLimits(compile_s=2),
+    "needs more memory": CompileLimits(memory_bytes=100 << 20),
+}
 
 
 @pytest.mark.parametrize(("reason", "limits"), LIMITS.items())
 def test_a_compiler_that_takes_too_much_refuses_and_goes_on(
-    vocabulary: Vocabulary, reason: str, limits: Limits
+    vocabulary: GrammarVocabulary, reason: str, limits: CompileLimits
 ) -> None:
-    source = Grammars(vocabulary, limits)
+    source = XGrammarBackend(vocabulary, limits)
     with pytest.raises(GrammarRefused, match=reason):
         source.open(StructuredOutputsParams(regex=SLOW))
     source.open(StructuredOutputsParams(choice=["a"])).advance([])
@@ -123,10 +132,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_slow_grammar_keeps_no_other_from_being_compiled(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars_module, "QUICK_S", 1)
-    source = Grammars(vocabulary, Limits(compile_s=60))
+    monkeypatch.setattr(xgrammar_backend, "QUICK_S", 1)
+    source = XGrammarBackend(vocabulary, CompileLimits(compile_s=60))
     slow = StructuredOutputsParams(regex=SLOW)
     is_wanted = threading.Event()
     is_wanted.set()
@@ -149,9 +158,9 @@ def test_a_slow_grammar_keeps_no_other_from_being_compiled(
 
 
 def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     tried: list[str] = []
 
     def too_slow(lane: str) -> Callable[..., str]:
@@ -163,7 +172,7 @@ def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
 
     monkeypatch.setattr(source._quick, "compile", too_slow("quick"))
     monkeypatch.setattr(source._slow, "compile", too_slow("slow"))
-    monkeypatch.setattr(cache, "REFUSAL_S", 0.0)
+    monkeypatch.setattr(grammar_cache, "REFUSAL_S", 0.0)
     for _ in range(2):
         with pytest.raises(GrammarRefused, match="takes longer"):
             source.open(StructuredOutputsParams(regex=SLOW))
@@ -171,9 +180,9 @@ def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
 
 
 def test_grammars_are_compiled_as_they_were_asked_for_and_not_for_who_left(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     compiled: list[str] = []
 
     def compile(asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> str:
@@ -191,9 +200,9 @@ def test_grammars_are_compiled_as_they_were_asked_for_and_not_for_who_left(
 
 
 def test_what_is_known_is_not_compiled_again(
-    grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    grammars: XGrammarBackend, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     source._quick = grammars._quick  # one that runs
     good, bad = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(regex="(")
     with ThreadPoolExecutor(4) as threads:  # as with n = 4
@@ -209,17 +218,19 @@ def test_what_is_known_is_not_compiled_again(
             source.open(bad)
     assert str(first.value) == str(second.value)
     assert source.stats()[:3] == (1, 1, 5)
-    monkeypatch.setattr(cache, "REFUSAL_S", 0.0)
+    monkeypatch.setattr(grammar_cache, "REFUSAL_S", 0.0)
     source._cache.refuse(msgspec.msgpack.encode(good), "too slow on a busy machine")
     assert source.open(good).advance([]) == mask, "not for ever"
 
 
-def test_the_cache_is_bounded(grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Grammars(vocabulary)
+def test_the_cache_is_bounded(
+    grammars: XGrammarBackend, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = XGrammarBackend(vocabulary)
     source._quick = grammars._quick
     source.open(StructuredOutputsParams(choice=["a"]))
-    monkeypatch.setattr(cache, "CACHE_BYTES", source._cache._num_bytes * 3)
-    monkeypatch.setattr(cache, "MOST_REFUSALS", 3)
+    monkeypatch.setattr(grammar_cache, "CACHE_BYTES", source._cache._num_bytes * 3)
+    monkeypatch.setattr(grammar_cache, "MOST_REFUSALS", 3)
     for number in range(10):
         source.open(StructuredOutputsParams(choice=[f"a{number}"]))
         with pytest.raises(GrammarRefused):
@@ -230,8 +241,8 @@ def test_the_cache_is_bounded(grammars: Grammars, vocabulary: Vocabulary, monkey
     assert len(source._cache._refused) == 3
 
 
-def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(vocabulary: Vocabulary) -> None:
-    source = Grammars(vocabulary)
+def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(vocabulary: GrammarVocabulary) -> None:
+    source = XGrammarBackend(vocabulary)
     source.open(StructuredOutputsParams(choice=["a"]))
     process = source._quick._process
     assert process is not None
@@ -264,9 +275,9 @@ def held_start(monkeypatch: pytest.MonkeyPatch) -> HeldStart:
 
 
 def test_a_compiler_that_is_being_started_when_its_engine_ends_does_not_outlive_it(
-    vocabulary: Vocabulary, held_start: HeldStart
+    vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(source.open, StructuredOutputsParams(choice=["a"]))
         assert held_start.started.wait(60.0)
@@ -285,10 +296,10 @@ def wait_for_the_starting_thread() -> None:
 
 
 def test_a_compiler_that_was_started_ahead_is_the_one_that_the_first_grammar_finds(
-    vocabulary: Vocabulary, held_start: HeldStart
+    vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
     held_start.go_on.set()
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     source.start()
     wait_for_the_starting_thread()
     (process,) = held_start.processes
@@ -301,9 +312,9 @@ def test_a_compiler_that_was_started_ahead_is_the_one_that_the_first_grammar_fin
 
 
 def test_a_first_grammar_that_comes_while_the_compiler_starts_waits_for_that_one(
-    vocabulary: Vocabulary, held_start: HeldStart
+    vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     source.start()
     with ThreadPoolExecutor(1) as threads:
         assert held_start.started.wait(60.0)
@@ -315,9 +326,9 @@ def test_a_first_grammar_that_comes_while_the_compiler_starts_waits_for_that_one
 
 
 def test_a_compiler_that_is_started_ahead_does_not_outlive_an_engine_that_ends_at_once(
-    vocabulary: Vocabulary, held_start: HeldStart, caplog: pytest.LogCaptureFixture
+    vocabulary: GrammarVocabulary, held_start: HeldStart, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     source.start()
     assert held_start.started.wait(60.0)
     source.close()
@@ -328,9 +339,9 @@ def test_a_compiler_that_is_started_ahead_does_not_outlive_an_engine_that_ends_a
 
 
 def test_a_compiler_that_cannot_be_started_ahead_is_said_once_and_tried_again(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Grammars(vocabulary)
+    source = XGrammarBackend(vocabulary)
     with monkeypatch.context() as broken:
         broken.setattr(compiler.sys, "executable", "/bin/false")
         source.start()
@@ -342,7 +353,7 @@ def test_a_compiler_that_cannot_be_started_ahead_is_said_once_and_tried_again(
 
 
 def test_a_model_without_a_tokenizer_says_so_also_after_a_start_ahead(tmp_path: Path) -> None:
-    source = Grammars(Vocabulary(str(tmp_path / "gone"), 400, [0]))
+    source = XGrammarBackend(GrammarVocabulary(str(tmp_path / "gone"), 400, [0]))
     source.start()
     wait_for_the_starting_thread()
     with pytest.raises(GrammarRefused, match=r"tokenizer\.json"):

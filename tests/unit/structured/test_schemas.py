@@ -9,7 +9,7 @@ import pytest
 from structured_cases import SCHEMA
 
 from baton.engine.core.grammar import GrammarRefused
-from baton.engine.structured.schemas import check_schema, check_structural_tag
+from baton.engine.structured.schema_checks import check_schema, check_structural_tag
 
 KEPT: dict[str, Any] = {
     "a whole one": SCHEMA,

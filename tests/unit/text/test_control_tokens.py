@@ -15,7 +15,7 @@ from small_tokenizers import BACKENDS, NAMED, byte_level_backend
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from baton.engine.text import ChatTemplate, InvalidMessages, Thoughts, Tokenizer
+from baton.engine.text import ChatTemplate, InvalidMessages, ReasoningStart, Tokenizer
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 CHATML = (
@@ -357,8 +357,8 @@ def test_thoughts_are_opened_by_the_template_alone() -> None:
     tokenizer = Tokenizer(BACKEND, NAMED, template)
     chat = user("a<think>")
 
-    def thoughts(**variables: Any) -> Thoughts:
+    def thoughts(**variables: Any) -> ReasoningStart:
         prompt = tokenizer.guard_chat(tokenizer.render_chat(chat, **variables), chat, **variables)
-        return tokenizer.thoughts_after(prompt.of_template)
+        return tokenizer.reasoning_after(prompt.of_template)
 
-    assert (thoughts(), thoughts(opens=True)) == (Thoughts.POSSIBLE, Thoughts.BEGUN)
+    assert (thoughts(), thoughts(opens=True)) == (ReasoningStart.POSSIBLE, ReasoningStart.BEGUN)

@@ -10,12 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_answers import FUNCTIONS, TYPES, WRITERS, Call, Writer, dumped, joined, told
 
-from baton.engine.text import AnswerPart, CallArguments, CallBegins, CallFormat, Reading, Thoughts, Words
-from baton.engine.text.answers.forms import FORMATS, call_format
+from baton.engine.text import (
+    ContentPart,
+    OutputPart,
+    ParserConfig,
+    ReasoningStart,
+    ToolCallArguments,
+    ToolCallFormat,
+    ToolCallStart,
+)
+from baton.engine.text.parsers import FORMATS, tool_call_format
 
 untimed = settings(deadline=None)
 
-FORMS: dict[str, CallFormat] = {form.name: form for form in FORMATS}
+FORMS: dict[str, ToolCallFormat] = {form.name: form for form in FORMATS}
 
 
 def read(
@@ -24,17 +32,17 @@ def read(
     sizes: list[int] | None = None,
     *,
     at_most_one: bool = False,
-    thoughts: Thoughts = Thoughts.NONE,
-) -> list[AnswerPart]:
+    thoughts: ReasoningStart = ReasoningStart.NONE,
+) -> list[OutputPart]:
     """What a reader tells of text in pieces of these sizes; pieces of one kind put together."""
-    reader = Reading(FORMS[form], FUNCTIONS, at_most_one, thoughts).reader()
-    parts: list[AnswerPart] = []
+    reader = ParserConfig(FORMS[form], FUNCTIONS, at_most_one, thoughts).new_parser()
+    parts: list[OutputPart] = []
     rest = text
     for size in sizes or []:
         piece, rest = rest[:size], rest[size:]
         parts += reader.push(piece)
     parts += reader.push(rest, finished=True)
-    assert reader.num_calls == sum(isinstance(part, CallBegins) for part in parts)
+    assert reader.num_calls == sum(isinstance(part, ToolCallStart) for part in parts)
     return joined(parts)
 
 
@@ -76,7 +84,7 @@ def test_what_a_model_writes_in_its_form_is_told_wherever_it_is_cut(
     assert read(writer.write(words, calls), writer.form, sizes) == told(words, calls)
     if thought:
         text = f"<think>{thought}</think>\n\n{writer.write(words, calls)}"
-        assert read(text, writer.form, sizes, thoughts=Thoughts.POSSIBLE) == told(words, calls, thought)
+        assert read(text, writer.form, sizes, thoughts=ReasoningStart.POSSIBLE) == told(words, calls, thought)
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
@@ -95,7 +103,7 @@ ENDS = pytest.mark.parametrize("finished", [False, True], ids=["cut off", "ended
 def check_ended_early(writer: Writer, words: str, calls: list[Call], length: int, sizes: list[int], end: bool) -> None:
     """An answer of which so many characters came, in pieces of these sizes and at once."""
     text = writer.write(words, calls)[:length]
-    reader, at_once = (Reading(FORMS[writer.form], FUNCTIONS).reader() for _ in range(2))
+    reader, at_once = (ParserConfig(FORMS[writer.form], FUNCTIONS).new_parser() for _ in range(2))
     parts, rest = [], text
     for size in sizes:
         piece, rest = rest[:size], rest[size:]
@@ -103,10 +111,10 @@ def check_ended_early(writer: Writer, words: str, calls: list[Call], length: int
     parts = joined(parts + reader.push(rest) + reader.push("", finished=end))
     assert joined(at_once.push(text, finished=end)) == parts
     assert (at_once.num_calls, at_once.is_in_call) == (reader.num_calls, reader.is_in_call)
-    begun = [part for part in parts if isinstance(part, CallBegins)]
-    assert begun == [CallBegins(index, name) for index, (name, _) in enumerate(calls)][: reader.num_calls]
+    begun = [part for part in parts if isinstance(part, ToolCallStart)]
+    assert begun == [ToolCallStart(index, name) for index, (name, _) in enumerate(calls)][: reader.num_calls]
     arguments = dict.fromkeys(range(reader.num_calls), "")
-    arguments |= {part.index: part.text for part in parts if isinstance(part, CallArguments)}
+    arguments |= {part.index: part.text for part in parts if isinstance(part, ToolCallArguments)}
     for index, came in arguments.items():
         written = dumped(calls[index][1])
         if reader.is_in_call and index == reader.num_calls - 1:
@@ -114,7 +122,7 @@ def check_ended_early(writer: Writer, words: str, calls: list[Call], length: int
             assert came != written
         else:
             assert came == written or (writer.form == "harmony" and end and came == "{}"), "a message without content"
-    said = "".join(part.text for part in parts if isinstance(part, Words))
+    said = "".join(part.text for part in parts if isinstance(part, ContentPart))
     assert end or words.startswith(said)
 
 
@@ -150,9 +158,9 @@ STREAMING = {name: writer for name, writer in WRITERS.items() if writer.streams}
 @pytest.mark.parametrize("writer", STREAMING.values(), ids=STREAMING)
 def test_a_call_that_was_not_ended_has_the_arguments_so_far(writer: Writer, finished: bool) -> None:
     text = writer.write("", [("look", {"at": "here and there"})])
-    reader = Reading(FORMS[writer.form], FUNCTIONS).reader()
+    reader = ParserConfig(FORMS[writer.form], FUNCTIONS).new_parser()
     parts = joined(reader.push(text[: text.index(" and there")], finished=finished))
-    assert parts == [CallBegins(0, "look"), CallArguments(0, '{"at": "here')]
+    assert parts == [ToolCallStart(0, "look"), ToolCallArguments(0, '{"at": "here')]
     assert reader.is_in_call
 
 
@@ -165,24 +173,24 @@ CUT_WORDS = {
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in CUT_WORDS.items() for text in texts])
 def test_words_that_were_cut_off_are_told_as_far_as_they_went(form: str, text: str) -> None:
-    assert joined(Reading(FORMS[form], FUNCTIONS).reader().push(text)) == [Words(text)]
+    assert joined(ParserConfig(FORMS[form], FUNCTIONS).new_parser().push(text)) == [ContentPart(text)]
 
 
 @pytest.mark.parametrize("writer", STREAMING.values(), ids=STREAMING)
 def test_arguments_are_told_as_they_come(writer: Writer) -> None:
     text = writer.write("", [("look", {"at": 1, "by": 2})])
-    reader = Reading(FORMS[writer.form], FUNCTIONS).reader()
+    reader = ParserConfig(FORMS[writer.form], FUNCTIONS).new_parser()
     at = text.index(', "by"')
-    assert joined(reader.push(text[:at])) == [CallBegins(0, "look"), CallArguments(0, '{"at": 1')]
-    assert reader.push(text[at : at + 3]) == [CallArguments(0, ', "')]
-    assert joined(reader.push(text[at + 3 :], finished=True)) == [CallArguments(0, 'by": 2}')]
+    assert joined(reader.push(text[:at])) == [ToolCallStart(0, "look"), ToolCallArguments(0, '{"at": 1')]
+    assert reader.push(text[at : at + 3]) == [ToolCallArguments(0, ', "')]
+    assert joined(reader.push(text[at + 3 :], finished=True)) == [ToolCallArguments(0, 'by": 2}')]
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @pytest.mark.parametrize("name", ["unknown", "loo"])
 def test_a_call_of_an_unknown_function_is_text(writer: Writer, name: str) -> None:
     text = writer.write("", [(name, {"at": 1})])
-    assert read(text, writer.form) == [Words(text)]
+    assert read(text, writer.form) == [ContentPart(text)]
 
 
 _DEEPSEEK = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]
@@ -239,9 +247,9 @@ def texts(form: str, *, whole: bool = True) -> st.SearchStrategy[str]:
 
 @pytest.mark.parametrize("form", FORMS)
 @untimed
-@given(data=st.data(), sizes=some_sizes, at_most_one=st.booleans(), thoughts=st.sampled_from(Thoughts))
+@given(data=st.data(), sizes=some_sizes, at_most_one=st.booleans(), thoughts=st.sampled_from(ReasoningStart))
 def test_where_the_text_is_cut_changes_nothing(
-    form: str, data: st.DataObject, sizes: list[int], at_most_one: bool, thoughts: Thoughts
+    form: str, data: st.DataObject, sizes: list[int], at_most_one: bool, thoughts: ReasoningStart
 ) -> None:
     text = data.draw(texts(form))
     whole = read(text, form, at_most_one=at_most_one, thoughts=thoughts)
@@ -255,7 +263,7 @@ def test_what_resembles_a_mark_is_text_to_the_last_blank(form: str, data: st.Dat
     text = data.draw(texts(form, whole=False))
     marks = FORMS[form].marks or ('{"name"',)
     if not any(mark in text for mark in marks):
-        assert read(text, form, sizes) == ([Words(text)] if text else [])
+        assert read(text, form, sizes) == ([ContentPart(text)] if text else [])
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "harmony"])
@@ -264,8 +272,8 @@ def test_what_resembles_a_mark_is_text_to_the_last_blank(form: str, data: st.Dat
 def test_nothing_is_lost_where_there_is_no_call(form: str, data: st.DataObject) -> None:
     text = data.draw(texts(form))
     parts = read(text, form)
-    if not any(isinstance(part, CallBegins) for part in parts):
-        assert parts == ([Words(text)] if text else [])
+    if not any(isinstance(part, ToolCallStart) for part in parts):
+        assert parts == ([ContentPart(text)] if text else [])
 
 
 NO_CALLS = {
@@ -361,7 +369,7 @@ NO_CALLS = {
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in NO_CALLS.items() for text in texts])
 def test_what_is_no_call_is_text(form: str, text: str) -> None:
-    assert read(text, form) == ([Words(text)] if text else [])
+    assert read(text, form) == ([ContentPart(text)] if text else [])
 
 
 @pytest.mark.parametrize(
@@ -372,7 +380,11 @@ def test_what_is_no_call_is_text(form: str, text: str) -> None:
     ],
 )
 def test_the_name_may_come_last(form: str, text: str) -> None:
-    assert read(text, form) == [CallBegins(0, "look"), CallArguments(0, '{"at": "größe}"}'), Words(" and words")]
+    assert read(text, form) == [
+        ToolCallStart(0, "look"),
+        ToolCallArguments(0, '{"at": "größe}"}'),
+        ContentPart(" and words"),
+    ]
 
 
 BEGUN = {
@@ -393,24 +405,24 @@ BEGUN = {
 
 @pytest.mark.parametrize(("form", "begun"), BEGUN.items())
 def test_what_goes_on_as_blanks_without_end_is_not_held_back(form: str, begun: str) -> None:
-    reader = Reading(FORMS[form], FUNCTIONS).reader()
+    reader = ParserConfig(FORMS[form], FUNCTIONS).new_parser()
     assert reader.push(begun) == []
     (said,) = joined([part for _ in range(500) for part in reader.push(" ")])
-    assert isinstance(said, Words)
+    assert isinstance(said, ContentPart)
     assert said.text.startswith(begun)
 
 
 def test_words_may_stand_between_calls() -> None:
     text = f"Let me see.\n{call('look', '{}')}\nand \n{call('größe', '{}')}"
-    calls = [CallBegins(0, "look"), CallArguments(0, "{}")]
-    more = [CallBegins(1, "größe"), CallArguments(1, "{}")]
-    assert read(text) == [Words("Let me see."), *calls, Words("\nand"), *more]
+    calls = [ToolCallStart(0, "look"), ToolCallArguments(0, "{}")]
+    more = [ToolCallStart(1, "größe"), ToolCallArguments(1, "{}")]
+    assert read(text) == [ContentPart("Let me see."), *calls, ContentPart("\nand"), *more]
 
 
 def test_a_call_to_a_function_without_arguments_may_be_empty() -> None:
     header = "<|channel|>commentary to=functions.look<|message|>"
     for text in (header, f"{header}<|call|>", f"{header} <|end|>"):
-        assert read(text, "harmony") == [CallBegins(0, "look"), CallArguments(0, "{}")]
+        assert read(text, "harmony") == [ToolCallStart(0, "look"), ToolCallArguments(0, "{}")]
 
 
 def test_several_messages_of_one_kind_are_told_apart_by_an_empty_line() -> None:
@@ -420,7 +432,7 @@ def test_several_messages_of_one_kind_are_told_apart_by_an_empty_line() -> None:
         "<|start|>assistant<|channel|>final<|message|>d",
     ]
     parts = read("".join(thoughts + words), "harmony")
-    assert [part.text for part in parts if not isinstance(part, CallBegins)] == ["a\n\nb", "c\n\nd"]
+    assert [part.text for part in parts if not isinstance(part, ToolCallStart)] == ["a\n\nb", "c\n\nd"]
 
 
 QWEN = (
@@ -450,15 +462,20 @@ OSS = "<|channel|>commentary json<|message|>{{ arguments | tojson }}<|call|>"
     ],
 )
 def test_a_template_tells_how_its_model_writes_calls(template: str, form: str | None) -> None:
-    assert call_format(template) is (FORMS[form] if form else None)
+    assert tool_call_format(template) is (FORMS[form] if form else None)
 
 
 def test_what_python_and_json_call_otherwise_is_read_either_way() -> None:
     text = "[look(a=True, b=null, c={'d': [false, None]}, e='it\\'s', f=-1.5), cut-2()]"
     given = '{"a": true, "b": null, "c": {"d": [false, null]}, "e": "it\'s", "f": -1.5}'
-    calls = [CallBegins(0, "look"), CallArguments(0, given), CallBegins(1, "cut-2"), CallArguments(1, "{}")]
+    calls = [
+        ToolCallStart(0, "look"),
+        ToolCallArguments(0, given),
+        ToolCallStart(1, "cut-2"),
+        ToolCallArguments(1, "{}"),
+    ]
     assert read(text, "pythonic") == calls
-    assert read(text.replace("cut-2", "unknown"), "pythonic") == [*calls[:2], Words(", unknown()]")]
+    assert read(text.replace("cut-2", "unknown"), "pythonic") == [*calls[:2], ContentPart(", unknown()]")]
 
 
 @pytest.mark.parametrize(
@@ -469,7 +486,7 @@ def test_what_python_and_json_call_otherwise_is_read_either_way() -> None:
     ],
 )
 def test_what_no_text_can_hold_stays_an_escape(form: str, text: str) -> None:
-    assert read(text, form) == [CallBegins(0, "look"), CallArguments(0, '{"at": "\\ud800"}')]
+    assert read(text, form) == [ToolCallStart(0, "look"), ToolCallArguments(0, '{"at": "\\ud800"}')]
 
 
 def test_samples_are_json() -> None:

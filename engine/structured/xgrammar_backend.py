@@ -1,4 +1,4 @@
-"""Grammars by xgrammar. Implements `engine.core.grammar`.
+"""XGrammarBackend by xgrammar. Implements `engine.core.grammar`.
 
 open ──> known? ──no──> quick compiler ──longer than QUICK_S──> slow compiler ──longer than its limit──> refused
 
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from ..core.grammar import GrammarRefused, GrammarStats
 from ..core.sampling import StructuredOutputsParams
-from .cache import GrammarCache
 from .compiler import Abandoned, CompilerClosed, CompilerFailed, CompilesTooSlowly, GrammarCompiler, always
-from .frames import Limits, Vocabulary
+from .compiler_messages import CompileLimits, GrammarVocabulary
+from .grammar_cache import GrammarCache
 
 if TYPE_CHECKING:
     import xgrammar
@@ -38,10 +38,10 @@ QUICK_S = 2  # grammars that take longer are compiled apart
 
 STARTING_THREAD = "baton-grammars-start"
 
-Words = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is set
+TokenMask = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is set
 
 
-class Grammars:
+class XGrammarBackend:
     """Compiles each grammar once, as long as the cache holds it. Any thread may call everything.
 
     The process for slow grammars is there while it has one.
@@ -49,13 +49,13 @@ class Grammars:
     Nothing is loaded or started before `start`, or else the first grammar.
     """
 
-    def __init__(self, vocabulary: Vocabulary, limits: Limits = Limits()) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, limits: CompileLimits = CompileLimits()) -> None:
         self._vocabulary = vocabulary
-        quick = Limits(min(QUICK_S, limits.compile_s), limits.memory_bytes)
+        quick = CompileLimits(min(QUICK_S, limits.compile_s), limits.memory_bytes)
         self._quick, self._slow = GrammarCompiler(vocabulary, quick), GrammarCompiler(vocabulary, limits)
         self._cache = GrammarCache()
         self._tokenizer_info: xgrammar.TokenizerInfo | None = None
-        self._printable: Words | None = None
+        self._printable: TokenMask | None = None
 
     def start(self) -> None:
         """Returns at once; a thread starts the compiler and loads what the first grammar would wait for."""
@@ -76,14 +76,14 @@ class Grammars:
         """See `GrammarSource.knows`."""
         return self._cache.knows(msgspec.msgpack.encode(asked))
 
-    def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = always) -> Matcher:
+    def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = always) -> OutputGrammar:
         """See `GrammarSource.open`."""
         key = msgspec.msgpack.encode(asked)
         compiled = self._cache.get(key) or self._compile(asked, key, is_wanted)
         import xgrammar
 
         allowed = self._without_control_characters() if _has_bounded_strings(asked) else None
-        return Matcher(xgrammar.GrammarMatcher(compiled), self._vocabulary.vocab_size, allowed)
+        return OutputGrammar(xgrammar.GrammarMatcher(compiled), self._vocabulary.vocab_size, allowed)
 
     def stats(self) -> GrammarStats:
         cache = self._cache
@@ -145,7 +145,7 @@ class Grammars:
             self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(serialized)
         return self._tokenizer_info
 
-    def _without_control_characters(self) -> Words:
+    def _without_control_characters(self) -> TokenMask:
         if self._printable is None:
             assert self._tokenizer_info is not None
             fits = np.zeros(-(-self._vocabulary.vocab_size // 32) * 32, np.uint8)
@@ -160,10 +160,10 @@ def _has_bounded_strings(asked: StructuredOutputsParams) -> bool:
     return text is not None and _BOUNDED.search(text) is not None
 
 
-class Matcher:
+class OutputGrammar:
     """The grammar of one output. Implements `engine.core.grammar.Grammar`."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int, allowed: Words | None = None) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int, allowed: TokenMask | None = None) -> None:
         """Only tokens of the bits `allowed` are ever in a mask."""
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)

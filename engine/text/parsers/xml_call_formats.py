@@ -10,17 +10,16 @@ from typing import Any, ClassVar
 
 import regex
 
-from .calls import Functions, Grammar, Signature
-from .marks import BLANKS
-from .parts import AnswerReader
-from .tagged_reader import TaggedReader
-from .values import TEXT
-from .written_calls import Sectioned, WrittenCalls
+from .argument_values import TEXT
+from .incremental import BLANKS
+from .output_parser import OutputParser
+from .tool_call_format import DelimitedToolCallFormat, Functions, FunctionSignature, GrammarSpec, SectionToolCallFormat
+from .xml_call_parser import XmlToolCallParser
 
 _NAME = r"(?P<name>[\w.-]{1,64})"
 
 
-class TaggedCalls(WrittenCalls):
+class XmlToolCallFormat(DelimitedToolCallFormat):
     """FIRST, with the name, then KEY value VALUE_CLOSE of each argument, CLOSE [NEXT ... CLOSE ...] TAIL. All but the
     values are patterns here, and what models forget of them need not be there. KEY goes up to the value.
     """
@@ -35,8 +34,8 @@ class TaggedCalls(WrittenCalls):
     tail: ClassVar[str] = ""  # no pattern; may be there
     style: ClassVar[str]  # what xgrammar calls the form of arguments
 
-    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
-        return TaggedReader(self, functions, at_most_one=at_most_one)
+    def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
+        return XmlToolCallParser(self, functions, at_most_one=at_most_one)
 
     @cached_property
     def head(self) -> regex.Pattern[str]:
@@ -62,11 +61,11 @@ class TaggedCalls(WrittenCalls):
         """That the value behind `key` may have, of those that its function's schema allows."""
         return allowed
 
-    def _arguments(self, function: Signature) -> Grammar:
+    def _arguments(self, function: FunctionSignature) -> GrammarSpec:
         return {**function.grammar, "style": self.style}
 
 
-class Qwen3Coder(TaggedCalls):
+class Qwen3Coder(XmlToolCallFormat):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each of them in a line:
     Qwen3-Coder, Qwen3.5, Nemotron 3. In long answers they forget to close values.
     """
@@ -84,15 +83,17 @@ class Qwen3Coder(TaggedCalls):
     style = "qwen_xml"
     opening, closing, separator = "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>", "\n"
 
-    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+    def text_and_calls_grammar(
+        self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False
+    ) -> GrammarSpec:
         """A call without its outer tags is read, so it must fit, too."""
         opening = self.opening.removeprefix("<tool_call>\n")
         bare = [self._tag(function, opening, "</function>") for function in functions]
-        grammar = super().words_and_calls(functions, at_most_one=at_most_one)
+        grammar = super().text_and_calls_grammar(functions, at_most_one=at_most_one)
         return {**grammar, "tags": [*grammar["tags"], *bare]}
 
 
-class Glm45(TaggedCalls):
+class Glm45(XmlToolCallFormat):
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`, in lines up to GLM-4.6, in one
     from GLM-4.7 on.
     """
@@ -108,7 +109,7 @@ class Glm45(TaggedCalls):
     style = "glm_xml"
     opening, closing, separator = "<tool_call>%s", "</tool_call>", "\n"
 
-    def turn(self, message: dict[str, Any]) -> dict[str, Any]:
+    def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Its templates write what is no text as Python does, and a message of calls alone has no text."""
         return {**message, "content": message["content"] or ""}
 
@@ -116,7 +117,7 @@ class Glm45(TaggedCalls):
 _ATTRIBUTE = r'(?P<key>[^<>"\n]{1,200})'
 
 
-class MiniMaxM2(Sectioned, TaggedCalls):
+class MiniMaxM2(SectionToolCallFormat, XmlToolCallFormat):
     """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">value</parameter></invoke></minimax:tool_call>`, in
     lines, with any number of calls between the outer tags: MiniMax-M2 to M2.7.
     """
@@ -135,7 +136,7 @@ class MiniMaxM2(Sectioned, TaggedCalls):
     section_lead, opening, closing = r"\n", '<invoke name="%s">\n', "</invoke>\n"
 
 
-class DeepSeek32(Sectioned, TaggedCalls):
+class DeepSeek32(SectionToolCallFormat, XmlToolCallFormat):
     """The same with other tags, which say of each value whether it is text: DeepSeek-V3.2.
     https://huggingface.co/deepseek-ai/DeepSeek-V3.2/blob/main/encoding/encoding_dsv32.py
     """

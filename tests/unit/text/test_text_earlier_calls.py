@@ -46,8 +46,8 @@ SHOWN = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_tells_of_functions_calls_and_results(family: str) -> None:
     template = ChatTemplate({"default": FAMILIES[family]})
-    assert template.call_format is not None
-    assert (template.call_format.name, "tools" in template.variables) == (family, True)
+    assert template.tool_call_format is not None
+    assert (template.tool_call_format.name, "tools" in template.variables) == (family, True)
     text = render(family, chat())
     assert SHOWN[family] in text
     assert "done" in text
@@ -89,9 +89,9 @@ def test_what_a_template_shows_of_a_call_is_read_as_that_call(family: str) -> No
     schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
     text = render(family, chat(content="Well.", tool_calls=[call("a", given), call("b", {})]))
     shown = text[text.index("Well.") : text.rindex(LAST[family]) + len(LAST[family])]
-    form = ChatTemplate({"default": FAMILIES[family]}).call_format
+    form = ChatTemplate({"default": FAMILIES[family]}).tool_call_format
     assert form is not None
-    parts = joined(form.reader({"look": schema}).push(shown, finished=True))
+    parts = joined(form.new_parser({"look": schema}).push(shown, finished=True))
     assert parts == told("Well.", [("look", given), ("look", {})])
 
 

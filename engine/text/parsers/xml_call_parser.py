@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from .among_words import AmongWords
-from .calls import Functions
-from .parts import AnswerPart
-from .stepping import Step
-from .values import TEXT, TYPES, argument_names, argument_types, typed, written
+from .argument_values import TEXT, TYPES, argument_names, argument_types, json_of_text, to_json
+from .incremental import InlineToolCallParser, Step
+from .output_parser import OutputPart
+from .tool_call_format import Functions
 
 if TYPE_CHECKING:
-    from .tagged_calls import TaggedCalls
+    from .xml_call_formats import XmlToolCallFormat
 
 
 class _State(Enum):
@@ -36,12 +35,12 @@ class _State(Enum):
     SILENT = auto()  # to the end: no more calls are allowed
 
 
-class TaggedReader(AmongWords):
-    """See `AnswerReader`. Text is told as it comes; a value that may be something else, when it is whole."""
+class XmlToolCallParser(InlineToolCallParser):
+    """See `OutputParser`. Text is told as it comes; a value that may be something else, when it is whole."""
 
     OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
 
-    def __init__(self, form: TaggedCalls, functions: Functions, *, at_most_one: bool) -> None:
+    def __init__(self, form: XmlToolCallFormat, functions: Functions, *, at_most_one: bool) -> None:
         """With `at_most_one`, what follows the first call is left out."""
         super().__init__(_State.OUTSIDE, *form.triggers)
         self._form = form
@@ -61,7 +60,7 @@ class TaggedReader(AmongWords):
             _State.TAIL: self._skip_tail,
         }
 
-    def _read_head(self, finished: bool) -> list[AnswerPart]:
+    def _read_head(self, finished: bool) -> list[OutputPart]:
         head = self._form.next_head if self._mark == self._form.more else self._form.head
         found = head.match(self._held, self._behind_blanks(), partial=True)
         if found is None or (found.partial and finished):
@@ -75,7 +74,7 @@ class TaggedReader(AmongWords):
         self._take(found.end())
         return self._begin_call(found["name"]) + self._go_on(found, found["key"])
 
-    def _go_on(self, found: regex.Match[str], key: str | None) -> list[AnswerPart]:
+    def _go_on(self, found: regex.Match[str], key: str | None) -> list[OutputPart]:
         """With the next argument, or without any."""
         if key is None:
             return self._end_call()
@@ -83,15 +82,15 @@ class TaggedReader(AmongWords):
         self._types = self._form.types(found, argument_types(self._parameters, key))
         before = ", " if self._has_keys else "{"
         self._has_keys = True
-        return self._arguments(f"{before}{written(key)}: {self._quote}")
+        return self._arguments(f"{before}{to_json(key)}: {self._quote}")
 
     @property
     def _quote(self) -> str:
         """Around a value that is told as it comes."""
         return '"' if self._types == TEXT else ""
 
-    def _read_values(self, finished: bool) -> list[AnswerPart]:
-        parts: list[AnswerPart] = []
+    def _read_values(self, finished: bool) -> list[OutputPart]:
+        parts: list[OutputPart] = []
         while self._state is _State.VALUE:
             found = self._find_end()
             end = len(self._held) if found is None else found.start()
@@ -113,22 +112,22 @@ class TaggedReader(AmongWords):
                 return found
         return None
 
-    def _grow(self, length: int) -> list[AnswerPart]:
+    def _grow(self, length: int) -> list[OutputPart]:
         """By what is held."""
         text = self._take(length)
         if self._quote:
-            return self._arguments(written(text)[1:-1])
+            return self._arguments(to_json(text)[1:-1])
         self._value += text
         return []
 
-    def _end_value(self) -> list[AnswerPart]:
-        return self._arguments(self._quote or typed(self._value, self._types))
+    def _end_value(self) -> list[OutputPart]:
+        return self._arguments(self._quote or json_of_text(self._value, self._types))
 
-    def _end_call(self) -> list[AnswerPart]:
+    def _end_call(self) -> list[OutputPart]:
         self._state = _State.SILENT if self._at_most_one else _State.TAIL
         return self._last_arguments("}" if self._has_keys else "{}")
 
-    def _skip_tail(self, finished: bool) -> list[AnswerPart]:
+    def _skip_tail(self, finished: bool) -> list[OutputPart]:
         more, tail, rest = self._form.more, self._form.tail, self._held.lstrip()
         if more and rest.startswith(more):
             self._state, self._mark = _State.HEAD, more

@@ -31,7 +31,7 @@ class LeadingSpace(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRule:
+class ByteDecoder:
     """How a concatenating decoder reads one token."""
 
     byte_level: bool = False
@@ -59,7 +59,7 @@ class PieceRule:
         return bytes([int(byte[1], 16)]) if byte else token.encode()
 
 
-def rule_of(backend: Backend) -> PieceRule | None:
+def byte_decoder_of(backend: Backend) -> ByteDecoder | None:
     """The rule of a tokenizer's decoder, or None for decoders that look at more than one token."""
     if backend.decoder is None:
         return None
@@ -68,14 +68,14 @@ def rule_of(backend: Backend) -> PieceRule | None:
     return _read_steps(steps)
 
 
-def _read_steps(steps: list[dict[str, Any]]) -> PieceRule | None:
+def _read_steps(steps: list[dict[str, Any]]) -> ByteDecoder | None:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return PieceRule(byte_level=True)
+        return ByteDecoder(byte_level=True)
     if kinds == ["Metaspace"]:
         drops = steps[0].get("prepend_scheme", "always") != "never"
         leading = LeadingSpace.DROP_IN_FIRST_TOKEN if drops else LeadingSpace.KEEP
-        return PieceRule(replacements=((steps[0]["replacement"], " "),), leading_space=leading)
+        return ByteDecoder(replacements=((steps[0]["replacement"], " "),), leading_space=leading)
     replacements, leading = [], LeadingSpace.KEEP
     for step in steps:
         match step:
@@ -90,7 +90,7 @@ def _read_steps(steps: list[dict[str, Any]]) -> PieceRule | None:
     # Without Fuse, Strip would work on every token rather than on the text.
     if leading is LeadingSpace.DROP_ONE and kinds[-2:] != ["Fuse", "Strip"]:
         return None
-    return PieceRule(replacements=tuple(replacements), byte_pieces="ByteFallback" in kinds, leading_space=leading)
+    return ByteDecoder(replacements=tuple(replacements), byte_pieces="ByteFallback" in kinds, leading_space=leading)
 
 
 def _bytes_of_characters() -> dict[str, int]:

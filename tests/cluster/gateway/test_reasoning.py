@@ -16,7 +16,7 @@ from tiny_model import TEMPLATE
 from baton.cluster.cli.client import _show_answer
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
-from baton.engine.structured import Grammars
+from baton.engine.structured import XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
 
 ANSWER = "<think>\nthe fox?\n</think>\n\nthe dog"
@@ -25,7 +25,7 @@ PROMPT = "<|im_start|>user\nwho sleeps?<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.fixture
 async def thinking(
-    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: Grammars
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
 ) -> Service:
     template = ChatTemplate({"default": TEMPLATE + "{# it may open with <think> #}"})
     thinker = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template)
@@ -116,7 +116,7 @@ async def test_what_says_all_of_an_answer_leaves_no_place_for_thoughts(
 
 
 async def test_a_call_that_must_come_may_come_behind_thoughts(
-    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: Grammars
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
 ) -> None:
     template = ChatTemplate(
         {"default": TEMPLATE + "{% if tools %}{% endif %}{# <think>, <tool_call> with arguments #}"}

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 
 import regex
 
-from .among_words import AmongWords
-from .marks import BLANKS
-from .nesting import Nesting
-from .parts import AnswerPart
-from .stepping import Step
-from .values import written
+from .argument_values import to_json
+from .incremental import BLANKS, BracketTracker, InlineToolCallParser, Step
+from .output_parser import OutputPart
 
 if TYPE_CHECKING:
-    from .marked_calls import MarkedCalls
+    from .json_call_formats import JsonToolCallFormat
 
 _NAMED = regex.compile(rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]*)(?P<end>"?)')
 
@@ -40,19 +37,19 @@ class _State(Enum):
     SILENT = auto()  # to the end: no more calls are allowed
 
 
-class CallReader(AmongWords):
-    """See `AnswerReader`."""
+class JsonToolCallParser(InlineToolCallParser):
+    """See `OutputParser`."""
 
     OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
 
-    def __init__(self, form: MarkedCalls, functions: Collection[str], *, at_most_one: bool) -> None:
+    def __init__(self, form: JsonToolCallFormat, functions: Collection[str], *, at_most_one: bool) -> None:
         """With `at_most_one`, what follows the first call is left out."""
         marks = (form.begin,) if form.begin else ()
         super().__init__(_State.OUTSIDE if marks else _State.START, *marks)
         self._form = form
         self._functions = functions
         self._at_most_one = at_most_one
-        self._nesting = Nesting()
+        self._nesting = BracketTracker()
         self._object_at = 0  # in what is held
 
     def _other_steps(self) -> Mapping[Enum, Step]:
@@ -67,13 +64,13 @@ class CallReader(AmongWords):
             _State.TEXT: self._pass_on,
         }
 
-    def _look_at_start(self, finished: bool) -> list[AnswerPart]:
+    def _look_at_start(self, finished: bool) -> list[OutputPart]:
         rest = self._held.lstrip()
         if rest:
             self._state = _State.HEAD if rest.startswith("{") else _State.TEXT
         return self._say(len(self._held)) if finished and not rest else []
 
-    def _read_head(self, finished: bool) -> list[AnswerPart]:
+    def _read_head(self, finished: bool) -> list[OutputPart]:
         at = self._behind_blanks()
         is_first = self._mark == self._form.begin
         found = (self._form.first_head if is_first else self._form.next_head).match(self._held, at, partial=True)
@@ -83,7 +80,7 @@ class CallReader(AmongWords):
             if begun is None:
                 return self._take_for_text()
             self._state, self._object_at = _State.OBJECT, begun.end() - 1
-            self._nesting = Nesting(begin=self._object_at)
+            self._nesting = BracketTracker(begin=self._object_at)
             return []
         if found.partial:
             return [] if not finished and self._may_be_call(at) else self._take_for_text()
@@ -91,7 +88,7 @@ class CallReader(AmongWords):
         if name is None or name not in self._functions:
             return self._take_for_text()
         self._held = self._held[found.end() - 1 :]
-        self._state, self._nesting = _State.ARGUMENTS, Nesting()
+        self._state, self._nesting = _State.ARGUMENTS, BracketTracker()
         return self._begin_call(name)
 
     def _may_be_call(self, at: int) -> bool:
@@ -103,7 +100,7 @@ class CallReader(AmongWords):
             return named["name"] in self._functions
         return any(function.startswith(named["name"]) for function in self._functions)
 
-    def _read_object(self, finished: bool) -> list[AnswerPart]:
+    def _read_object(self, finished: bool) -> list[OutputPart]:
         end = self._nesting.end_of(self._held)
         if end is None:
             return self._take_for_text() if finished else []
@@ -118,20 +115,20 @@ class CallReader(AmongWords):
             self._state = _State.TAIL
         return self._begin_call(name) + self._last_arguments(arguments)
 
-    def _take_for_text(self) -> list[AnswerPart]:
+    def _take_for_text(self) -> list[OutputPart]:
         if not self._form.begin:
             self._state = _State.TEXT
             return []
         return super()._take_for_text()
 
-    def _read_arguments(self, finished: bool) -> list[AnswerPart]:
+    def _read_arguments(self, finished: bool) -> list[OutputPart]:
         end = self._nesting.end_in(self._held)
         if end is None:
             return self._arguments(self._take(len(self._held)))
         self._state = _State.TAIL
         return self._last_arguments(self._take(end))
 
-    def _skip_tail(self, finished: bool) -> list[AnswerPart]:
+    def _skip_tail(self, finished: bool) -> list[OutputPart]:
         close = self._form.close
         at = self._held.find(close)
         if at >= 0:
@@ -144,7 +141,7 @@ class CallReader(AmongWords):
     def _end_call(self) -> None:
         self._state = _State.SILENT if self._at_most_one else _State.BETWEEN
 
-    def _look_between(self, finished: bool) -> list[AnswerPart]:
+    def _look_between(self, finished: bool) -> list[OutputPart]:
         more, end = self._form.more, self._form.end
         rest = self._held.lstrip()
         if more and rest.startswith(more):
@@ -155,7 +152,7 @@ class CallReader(AmongWords):
             self._state = _State.OUTSIDE
         return []
 
-    def _pass_on(self, finished: bool) -> list[AnswerPart]:
+    def _pass_on(self, finished: bool) -> list[OutputPart]:
         return self._say(len(self._held))
 
 
@@ -178,4 +175,4 @@ def _object_in(text: str, key: str) -> tuple[str, str] | None:
     name, arguments = call.get("name"), call.get(key)
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         return None
-    return name, written(arguments)
+    return name, to_json(arguments)

@@ -17,11 +17,9 @@ from typing import Any
 import regex
 
 from ..errors import InvalidMessages
-from .calls import Functions, Grammar, GrammaticalFormat, Signature
-from .marks import BLANKS, begun, first_of
-from .nesting import Nesting
-from .parts import AnswerPart, AnswerReader, Thought, Words
-from .stepping import Step, SteppingReader
+from .incremental import BLANKS, BracketTracker, IncrementalParser, Step, begun, first_of
+from .output_parser import ContentPart, OutputParser, OutputPart, ReasoningPart
+from .tool_call_format import Functions, FunctionSignature, GrammarSpec, GrammarToolCallFormat
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -35,7 +33,7 @@ _HEADER = regex.compile(
 _BETWEEN_MESSAGES = "\n\n"  # of one kind, which have one field
 
 
-class Harmony(GrammaticalFormat):
+class Harmony(GrammarToolCallFormat):
     """See above."""
 
     name = "harmony"
@@ -46,20 +44,22 @@ class Harmony(GrammaticalFormat):
     def is_taught_by(self, template: str) -> bool:
         return all(words in template for words in (_CHANNEL, _MESSAGE, "<|call|>"))
 
-    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
-        return HarmonyReader(functions)
+    def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
+        return HarmonyParser(functions)
 
-    def calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+    def calls_grammar(self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False) -> GrammarSpec:
         return _behind(["analysis"], _any_of([_call(function) for function in functions]))
 
-    def words_and_calls(self, functions: Sequence[Signature], *, at_most_one: bool = False) -> Grammar:
+    def text_and_calls_grammar(
+        self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False
+    ) -> GrammarSpec:
         final = _sequence(_text(f"{_CHANNEL}final{_MESSAGE}"), _any_words(*_ENDS))
         return _behind(["analysis", "commentary"], _any_of([final, *[_call(function) for function in functions]]))
 
-    def answer(self, content: Grammar) -> Grammar:
+    def answer_grammar(self, content: GrammarSpec) -> GrammarSpec:
         return _behind(["analysis"], _sequence(_text(f"{_CHANNEL}final{_MESSAGE}"), content))
 
-    def turn(self, message: dict[str, Any]) -> dict[str, Any]:
+    def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Its templates call thoughts `thinking`, and show one call of a message; words beside it are thoughts, too."""
         calls = message.get("tool_calls") or ()
         if len(calls) > 1:
@@ -79,20 +79,20 @@ class _State(Enum):
     SILENT = auto()  # to the end: a call was there
 
 
-class HarmonyReader(SteppingReader):
-    """See `AnswerReader`. What is in no message, or in one for somebody else than our functions, is words."""
+class HarmonyParser(IncrementalParser):
+    """See `OutputParser`. What is in no message, or in one for somebody else than our functions, is words."""
 
     SILENT = _State.SILENT
 
     def __init__(self, functions: Collection[str]) -> None:
         super().__init__(_State.HEADER)
         self._functions = functions
-        self._kind: type[Thought] | type[Words] = Words  # of the message
-        self._told: set[type[Thought] | type[Words]] = set()  # kinds of messages before
+        self._kind: type[ReasoningPart] | type[ContentPart] = ContentPart  # of the message
+        self._told: set[type[ReasoningPart] | type[ContentPart]] = set()  # kinds of messages before
         self._is_fresh = False  # nothing of the message has been told
         self._header_length = 0
         self._called = ""  # the function, behind its header
-        self._nesting = Nesting()
+        self._nesting = BracketTracker()
 
     def _other_steps(self) -> Mapping[Enum, Step]:
         return {
@@ -103,7 +103,7 @@ class HarmonyReader(SteppingReader):
             _State.RAW: self._look_for_header,
         }
 
-    def _read_header(self, finished: bool) -> list[AnswerPart]:
+    def _read_header(self, finished: bool) -> list[OutputPart]:
         found = _HEADER.match(self._held, partial=True)
         if found is None or (found.partial and finished):
             return self._take_for_text()
@@ -112,7 +112,7 @@ class HarmonyReader(SteppingReader):
         recipient = found["role_to"] or found["to"]
         if recipient is None:
             self._state, self._held = _State.BODY, self._held[found.end() :]
-            self._kind, self._is_fresh = Thought if found["channel"] == "analysis" else Words, True
+            self._kind, self._is_fresh = ReasoningPart if found["channel"] == "analysis" else ContentPart, True
             return []
         called = recipient.removeprefix(_NAMESPACE)
         if called not in self._functions:
@@ -120,7 +120,7 @@ class HarmonyReader(SteppingReader):
         self._state, self._called, self._header_length = _State.CALL, called, found.end()
         return []
 
-    def _read_body(self, finished: bool) -> list[AnswerPart]:
+    def _read_body(self, finished: bool) -> list[OutputPart]:
         found = first_of(self._held, *_BEHIND_BODY)
         if found is None:
             return self._say(len(self._held) - (0 if finished else begun(self._held, *_BEHIND_BODY)))
@@ -131,7 +131,7 @@ class HarmonyReader(SteppingReader):
             self._held = self._held.removeprefix(mark)
         return said
 
-    def _read_begin(self, finished: bool) -> list[AnswerPart]:
+    def _read_begin(self, finished: bool) -> list[OutputPart]:
         """Of a call's content: an object, or nothing."""
         content = self._held[self._header_length :].lstrip()
         if content.startswith("{"):
@@ -144,26 +144,26 @@ class HarmonyReader(SteppingReader):
             return self._take_for_text()
         return []
 
-    def _read_arguments(self, finished: bool) -> list[AnswerPart]:
+    def _read_arguments(self, finished: bool) -> list[OutputPart]:
         end = self._nesting.end_in(self._held)
         if end is None:
             return self._arguments(self._take(len(self._held)))
         self._state = _State.SILENT
         return self._last_arguments(self._take(end))
 
-    def _take_for_text(self) -> list[AnswerPart]:
+    def _take_for_text(self) -> list[OutputPart]:
         """What is held, up to where another message begins."""
-        self._state, self._kind, self._is_fresh = _State.RAW, Words, False
+        self._state, self._kind, self._is_fresh = _State.RAW, ContentPart, False
         return self._say(1)  # so that it is not taken for a header once more
 
-    def _look_for_header(self, finished: bool) -> list[AnswerPart]:
+    def _look_for_header(self, finished: bool) -> list[OutputPart]:
         at = self._held.find(_START)
         if at < 0:
             return self._say(len(self._held) - (0 if finished else begun(self._held, _START)))
         self._state = _State.HEADER
         return self._say(at)
 
-    def _say(self, length: int) -> list[AnswerPart]:
+    def _say(self, length: int) -> list[OutputPart]:
         said = self._take(length)
         if not said:
             return []
@@ -174,24 +174,24 @@ class HarmonyReader(SteppingReader):
         return [self._kind(said)]
 
 
-def _text(value: str) -> Grammar:
+def _text(value: str) -> GrammarSpec:
     return {"type": "const_string", "value": value}
 
 
-def _sequence(*elements: Grammar) -> Grammar:
+def _sequence(*elements: GrammarSpec) -> GrammarSpec:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _any_of(choices: Sequence[Grammar]) -> Grammar:
+def _any_of(choices: Sequence[GrammarSpec]) -> GrammarSpec:
     return choices[0] if len(choices) == 1 else {"type": "or", "elements": list(choices)}
 
 
-def _any_words(*ends: str) -> Grammar:
+def _any_words(*ends: str) -> GrammarSpec:
     """Within a message."""
     return {"type": "any_text", "excludes": [_START, _CHANNEL, _MESSAGE, *ends]}
 
 
-def _behind(channels: Sequence[str], last: Grammar) -> Grammar:
+def _behind(channels: Sequence[str], last: GrammarSpec) -> GrammarSpec:
     """A message that messages of these channels may precede."""
     tags = [
         {"type": "tag", "begin": f"{_CHANNEL}{channel}{_MESSAGE}", "content": _any_words(), "end": "<|end|>"}
@@ -201,7 +201,7 @@ def _behind(channels: Sequence[str], last: Grammar) -> Grammar:
     return _sequence({"type": "star", "content": before}, last)
 
 
-def _call(function: Signature) -> Grammar:
+def _call(function: FunctionSignature) -> GrammarSpec:
     to = f"to={_NAMESPACE}{function.name}"
     headers = [  # as the format's description has it, and as templates write calls of turns before
         f"{_CHANNEL}commentary {to} {_CONSTRAIN}json{_MESSAGE}",

@@ -22,8 +22,16 @@ import msgspec
 from ..core.grammar import GrammarRefused
 from ..core.sampling import StructuredOutputsParams
 from ..text import TextError, Tokenizer
-from .frames import Compiled, Ready, Refused, Setup, Vocabulary, read_frame, write_frame
-from .schemas import check_schema, check_structural_tag, parts_of
+from .compiler_messages import (
+    CompiledReply,
+    CompilerReady,
+    CompilerSetup,
+    GrammarVocabulary,
+    RefusedReply,
+    read_frame,
+    write_frame,
+)
+from .schema_checks import check_schema, check_structural_tag, parts_of
 
 if TYPE_CHECKING:
     import xgrammar
@@ -43,23 +51,23 @@ def main() -> None:
     first = read_frame(orders)
     if first is None:
         return
-    setup = msgspec.msgpack.decode(first, type=Setup)
+    setup = msgspec.msgpack.decode(first, type=CompilerSetup)
     try:
         info = tokenizer_info(setup.vocabulary)
     except (GrammarRefused, TextError) as refused:
-        write_frame(replies, Refused(f"is not supported with this model: {refused}"))
+        write_frame(replies, RefusedReply(f"is not supported with this model: {refused}"))
         return
-    write_frame(replies, Ready(info.serialize_json()))
+    write_frame(replies, CompilerReady(info.serialize_json()))
     limit_memory(setup.limits.memory_bytes)
     serve(orders, replies, info, setup.limits.compile_s)
 
 
-def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+def tokenizer_info(vocabulary: GrammarVocabulary) -> xgrammar.TokenizerInfo:
     """The bytes of every token. Special tokens and those beyond the tokenizer have none, so no text is made of them;
     but the marks that the model puts around parts of its answers are text.
     """
     tokenizer = Tokenizer.from_folder(vocabulary.tokenizer)
-    if tokenizer.piece_rule is None:
+    if tokenizer.byte_decoder is None:
         raise GrammarRefused("this model's tokenizer does not say which bytes a token stands for")
     import xgrammar  # seconds, with torch and transformers
 
@@ -89,19 +97,19 @@ def serve(orders: IO[bytes], replies: IO[bytes], info: xgrammar.TokenizerInfo, l
         write_frame(replies, reply)
 
 
-def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsParams) -> Compiled | Refused:
+def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsParams) -> CompiledReply | RefusedReply:
     try:
         with overhearing() as warnings:
             grammar = compile_grammar(compiler, asked).serialize_json()
     except GrammarRefused as refused:
-        return Refused(f"cannot be kept: {_cut(str(refused))}", refused.place)
+        return RefusedReply(f"cannot be kept: {_cut(str(refused))}", refused.place)
     except (RuntimeError, ValueError) as error:  # xgrammar's own
         if _OUT_OF_MEMORY in str(error):
-            return Refused("needs more memory to compile than it may have: simplify it")
-        return Refused(f"cannot be compiled: {_reason(error)}", _broken_part(asked))
+            return RefusedReply("needs more memory to compile than it may have: simplify it")
+        return RefusedReply(f"cannot be compiled: {_reason(error)}", _broken_part(asked))
     if warnings:
-        return Refused(f"would not be kept as it is: {_cut(warnings[0])}", _broken_part(asked))
-    return Compiled(grammar)
+        return RefusedReply(f"would not be kept as it is: {_cut(warnings[0])}", _broken_part(asked))
+    return CompiledReply(grammar)
 
 
 def _reason(error: Exception) -> str:

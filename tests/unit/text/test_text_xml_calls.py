@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from written_answers import deepseek32, glm45, glm47, joined, minimax_m2, qwen3_coder, told
 
-from baton.engine.text import AnswerPart, CallArguments, CallBegins, Reading, Words
-from baton.engine.text.answers.forms import FORMATS
+from baton.engine.text import ContentPart, OutputPart, ParserConfig, ToolCallArguments, ToolCallStart
+from baton.engine.text.parsers import FORMATS
 
 FORMS = {form.name: form for form in FORMATS}
 WRITE = {"qwen3-coder": qwen3_coder, "glm4.5": glm45, "minimax-m2": minimax_m2, "deepseek3.2": deepseek32}
@@ -48,9 +48,9 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def read(form: str, text: str, *, schema: dict[str, Any] = SCHEMA, finished: bool = True) -> list[AnswerPart]:
+def read(form: str, text: str, *, schema: dict[str, Any] = SCHEMA, finished: bool = True) -> list[OutputPart]:
     """The same as a whole and letter by letter."""
-    whole, each = (Reading(FORMS[form], {"look": schema}).reader() for _ in range(2))
+    whole, each = (ParserConfig(FORMS[form], {"look": schema}).new_parser() for _ in range(2))
     parts = joined(whole.push(text, finished=finished))
     assert joined([part for letter in text for part in each.push(letter)] + each.push("", finished=finished)) == parts
     return parts
@@ -59,8 +59,8 @@ def read(form: str, text: str, *, schema: dict[str, Any] = SCHEMA, finished: boo
 def arguments(form: str, text: str, *, schema: dict[str, Any] = SCHEMA) -> Any:
     """Of an answer that is one call."""
     begins, told = read(form, text, schema=schema)
-    assert begins == CallBegins(0, "look")
-    assert isinstance(told, CallArguments)
+    assert begins == ToolCallStart(0, "look")
+    assert isinstance(told, ToolCallArguments)
     return json.loads(told.text)
 
 
@@ -157,14 +157,14 @@ def test_what_further_arguments_are_a_schema_may_say(form: str) -> None:
 @pytest.mark.parametrize("form", WRITE)
 def test_text_is_told_as_it_comes_and_other_values_when_they_are_whole(form: str) -> None:
     text = WRITE[form]("", [("look", {"text": "here and there", "count": 15})])
-    reader = Reading(FORMS[form], {"look": SCHEMA}).reader()
+    reader = ParserConfig(FORMS[form], {"look": SCHEMA}).new_parser()
     at = text.index(" and")
-    assert joined(reader.push(text[:at])) == [CallBegins(0, "look"), CallArguments(0, '{"text": "here')]
-    assert reader.push(" and") == [CallArguments(0, " and")]
+    assert joined(reader.push(text[:at])) == [ToolCallStart(0, "look"), ToolCallArguments(0, '{"text": "here')]
+    assert reader.push(" and") == [ToolCallArguments(0, " and")]
     at, end = at + len(" and"), text.index("5")
-    assert joined(reader.push(text[at:end])) == [CallArguments(0, ' there", "count": ')]
+    assert joined(reader.push(text[at:end])) == [ToolCallArguments(0, ' there", "count": ')]
     assert reader.push("5") == []
-    assert joined(reader.push(text[end + 1 :])) == [CallArguments(0, "15}")]
+    assert joined(reader.push(text[end + 1 :])) == [ToolCallArguments(0, "15}")]
 
 
 INSIDE: dict[str, list[str]] = {
@@ -214,9 +214,9 @@ def test_tags_that_a_model_forgot_are_not_missed(form: str, text: str) -> None:
 @pytest.mark.parametrize("form", WRITE)
 def test_an_answer_that_ends_within_a_call_ends_neither_it_nor_its_value(form: str, finished: bool) -> None:
     text = WRITE[form]("", [("look", {"text": "here", "count": 15})])
-    begun = [CallBegins(0, "look"), CallArguments(0, '{"text": "he')]
+    begun = [ToolCallStart(0, "look"), ToolCallArguments(0, '{"text": "he')]
     assert read(form, text[: text.index("re")], finished=finished) == begun
-    begun = [CallBegins(0, "look"), CallArguments(0, '{"text": "here", "count": ')]
+    begun = [ToolCallStart(0, "look"), ToolCallArguments(0, '{"text": "here", "count": ')]
     assert read(form, text[: text.index("5") + 1], finished=finished) == begun
     before_close = text[: text.rindex(LAST_CLOSE[form])]
     assert read(form, before_close, finished=finished) == begun
@@ -225,13 +225,13 @@ def test_an_answer_that_ends_within_a_call_ends_neither_it_nor_its_value(form: s
 def test_calls_may_stand_in_one_pair_of_tags_and_words_behind_them() -> None:
     call = "<function=look>\n<parameter=count>\n1\n</parameter>\n</function>"
     told = [
-        CallBegins(0, "look"),
-        CallArguments(0, '{"count": 1}'),
-        CallBegins(1, "look"),
-        CallArguments(1, '{"count": 1}'),
+        ToolCallStart(0, "look"),
+        ToolCallArguments(0, '{"count": 1}'),
+        ToolCallStart(1, "look"),
+        ToolCallArguments(1, '{"count": 1}'),
     ]
-    assert read("qwen3-coder", f"Well.\n\n<tool_call>\n{call}\n{call}\n</tool_call>\n") == [Words("Well."), *told]
-    assert read("qwen3-coder", f"<tool_call>{call}</tool_call>\n{call}\nDone.") == [*told, Words("\nDone.")]
+    assert read("qwen3-coder", f"Well.\n\n<tool_call>\n{call}\n{call}\n</tool_call>\n") == [ContentPart("Well."), *told]
+    assert read("qwen3-coder", f"<tool_call>{call}</tool_call>\n{call}\nDone.") == [*told, ContentPart("\nDone.")]
 
 
 SECTIONS = {"minimax-m2": ("<minimax:tool_call>", ""), "deepseek3.2": ("<｜DSML｜function_calls>", "｜DSML｜")}
@@ -244,11 +244,11 @@ def test_in_a_section_calls_follow_each_other_and_outside_there_are_none(form: s
     text = WRITE[form]("Well.", two)
     assert read(form, text.replace("\n", "")) == told("Well.", two)
     bare = f'<{prefix}invoke name="look"></{prefix}invoke>'
-    assert read(form, f"{text}\nDone: {bare}") == [*told("Well.", two), Words(f"\nDone: {bare}")]
+    assert read(form, f"{text}\nDone: {bare}") == [*told("Well.", two), ContentPart(f"\nDone: {bare}")]
     one, mark, last = text.rpartition(f"\n<{prefix}invoke")
     unknown = mark + last.replace("look", "unknown")
-    assert read(form, one + unknown) == [*told("Well.", two[:1]), Words(unknown)]
-    assert read(form, begin + unknown) == [Words(begin + unknown)]
+    assert read(form, one + unknown) == [*told("Well.", two[:1]), ContentPart(unknown)]
+    assert read(form, begin + unknown) == [ContentPart(begin + unknown)]
 
 
 def test_lines_between_tags_are_no_part_of_a_call() -> None:

@@ -6,20 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.text import AnswerPart, ChatTemplate, Reading, Thought, Thoughts, Tokenizer, Words
+from baton.engine.text import (
+    ChatTemplate,
+    ContentPart,
+    OutputPart,
+    ParserConfig,
+    ReasoningPart,
+    ReasoningStart,
+    Tokenizer,
+)
 
-NONE, POSSIBLE, BEGUN = Thoughts
+NONE, POSSIBLE, BEGUN = ReasoningStart
 
 
-def read(text: str, thoughts: Thoughts, sizes: list[int] | None = None) -> tuple[str, str]:
-    reader, rest = Reading(thoughts=thoughts).reader(), text
-    told: list[AnswerPart] = []
+def read(text: str, thoughts: ReasoningStart, sizes: list[int] | None = None) -> tuple[str, str]:
+    reader, rest = ParserConfig(reasoning=thoughts).new_parser(), text
+    told: list[OutputPart] = []
     for size in sizes or []:
         told += reader.push(rest[:size])
         rest = rest[size:]
     told += reader.push(rest, finished=True)
-    answer = "".join(part.text for part in told if isinstance(part, Words))
-    return "".join(part.text for part in told if isinstance(part, Thought)), answer
+    answer = "".join(part.text for part in told if isinstance(part, ContentPart))
+    return "".join(part.text for part in told if isinstance(part, ReasoningPart)), answer
 
 
 @pytest.mark.parametrize(
@@ -36,25 +44,25 @@ def read(text: str, thoughts: Thoughts, sizes: list[int] | None = None) -> tuple
         (POSSIBLE, "", "", ""),
     ],
 )
-def test_thoughts_are_told_from_the_answer(thoughts: Thoughts, text: str, thought: str, answer: str) -> None:
+def test_thoughts_are_told_from_the_answer(thoughts: ReasoningStart, text: str, thought: str, answer: str) -> None:
     assert read(text, thoughts) == (thought, answer)
 
 
 texts = st.lists(st.sampled_from(["<think>", "</think>", "<th", "</", "ink>", " ", "\n", "a", "bc"]), max_size=10)
 
 
-@given(texts.map("".join), st.lists(st.integers(0, 5), max_size=40), st.sampled_from(Thoughts))
-def test_where_a_text_is_cut_changes_nothing(text: str, sizes: list[int], thoughts: Thoughts) -> None:
+@given(texts.map("".join), st.lists(st.integers(0, 5), max_size=40), st.sampled_from(ReasoningStart))
+def test_where_a_text_is_cut_changes_nothing(text: str, sizes: list[int], thoughts: ReasoningStart) -> None:
     assert read(text, thoughts, sizes) == read(text, thoughts)
 
 
 def test_words_are_told_as_they_come() -> None:
-    reader = Reading(thoughts=POSSIBLE).reader()
+    reader = ParserConfig(reasoning=POSSIBLE).new_parser()
     assert reader.push("<thi") == []
-    assert reader.push("nk>we") == [Thought("we")]
-    assert reader.push("ll </t") == [Thought("ll")]
+    assert reader.push("nk>we") == [ReasoningPart("we")]
+    assert reader.push("ll </t") == [ReasoningPart("ll")]
     assert reader.push("hink> \n") == []
-    assert reader.push("Yes ") == [Words("Yes ")]
+    assert reader.push("Yes ") == [ContentPart("Yes ")]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +75,8 @@ def test_words_are_told_as_they_come() -> None:
     ],
 )
 def test_template_and_prompt_tell_whether_a_model_thinks(
-    byte_level: Tokenizer, template: str, prompt: str, thoughts: Thoughts
+    byte_level: Tokenizer, template: str, prompt: str, thoughts: ReasoningStart
 ) -> None:
     tokenizer = Tokenizer(byte_level._backend, {}, ChatTemplate({"default": template}))
-    assert tokenizer.thoughts_after(prompt) is thoughts
-    assert byte_level.thoughts_after(prompt) is NONE, "where there is no template"
+    assert tokenizer.reasoning_after(prompt) is thoughts
+    assert byte_level.reasoning_after(prompt) is NONE, "where there is no template"

@@ -1,6 +1,6 @@
 """What an answer is made of, and who tells it from the model's text: one reader a choice.
 
-text in pieces ──> AnswerReader ──> Thought, Words, CallBegins, CallArguments ...
+text in pieces ──> OutputParser ──> ReasoningPart, ContentPart, ToolCallStart, ToolCallArguments ...
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningPart:
     """What the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ContentPart:
     """Text that is no call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegins:
+class ToolCallStart:
     """The `index`-th call of the answer."""
 
     index: int
@@ -32,17 +32,17 @@ class CallBegins:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """A piece of a call's arguments, which are JSON together; as the model wrote it."""
 
     index: int
     text: str
 
 
-AnswerPart = Thought | Words | CallBegins | CallArguments
+OutputPart = ReasoningPart | ContentPart | ToolCallStart | ToolCallArguments
 
 
-class AnswerReader(Protocol):
+class OutputParser(Protocol):
     """Takes one answer's text in any pieces, and tells each part as soon as it is certain.
 
     What the parts are does not depend on where the text was cut. A call is whole where the model has written the end
@@ -60,18 +60,18 @@ class AnswerReader(Protocol):
         """The newest call has begun, and is not whole; those before it are."""
         ...
 
-    def push(self, text: str, *, finished: bool = False) -> list[AnswerPart]:
+    def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
         """`finished`: the model has said all, and what was held back is words where no call has begun. Of an answer
         that was cut off, what is still held back may be the beginning of a call, and is nobody's.
         """
         ...
 
 
-class PlainReader:
+class PlainTextParser:
     """For answers that hold no calls."""
 
     num_calls = 0
     is_in_call = False
 
-    def push(self, text: str, *, finished: bool = False) -> list[AnswerPart]:
-        return [Words(text)] if text else []
+    def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
+        return [ContentPart(text)] if text else []

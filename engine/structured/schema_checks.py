@@ -1,6 +1,6 @@
 """JSON schemas that the compiler would take, and keep less than they say: refused, with the place and the keyword.
 
-What the compiler itself warns of is refused in `compiling.py`; here is what it ignores in silence.
+What the compiler itself warns of is refused in `compiler_process.py`; here is what it ignores in silence.
 """
 
 from __future__ import annotations

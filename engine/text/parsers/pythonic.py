@@ -11,12 +11,10 @@ from typing import Any
 
 import regex
 
-from .calls import CallFormat, Functions
-from .marks import BLANKS
-from .nesting import Nesting
-from .parts import AnswerPart, AnswerReader, Words
-from .stepping import Step, SteppingReader
-from .values import written
+from .argument_values import to_json
+from .incremental import BLANKS, BracketTracker, IncrementalParser, Step
+from .output_parser import ContentPart, OutputParser, OutputPart
+from .tool_call_format import Functions, ToolCallFormat
 
 _NAME = r"(?P<name>[\w.-]{1,64})"
 _FIRST = regex.compile(rf"{BLANKS}\[{BLANKS}{_NAME}{BLANKS}\(")
@@ -26,7 +24,7 @@ _QUOTES = "\"'"
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write as well
 
 
-class Pythonic(CallFormat):
+class Pythonic(ToolCallFormat):
     """No grammar says what arguments a schema allows in Python's words."""
 
     name = "pythonic"
@@ -35,8 +33,8 @@ class Pythonic(CallFormat):
     def is_taught_by(self, template: str) -> bool:
         return "func_name1(params_name1=params_value1" in template
 
-    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
-        return PythonicReader(functions, at_most_one=at_most_one)
+    def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
+        return PythonicParser(functions, at_most_one=at_most_one)
 
 
 class _State(Enum):
@@ -47,8 +45,8 @@ class _State(Enum):
     SILENT = auto()  # to the end: no more calls are allowed
 
 
-class PythonicReader(SteppingReader):
-    """See `AnswerReader`. A call is told when it is whole; from what is none, all is text."""
+class PythonicParser(IncrementalParser):
+    """See `OutputParser`. A call is told when it is whole; from what is none, all is text."""
 
     SILENT = _State.SILENT
 
@@ -58,7 +56,7 @@ class PythonicReader(SteppingReader):
         self._at_most_one = at_most_one
         self._name = ""
         self._arguments_at = 0  # in what is held
-        self._nesting = Nesting(_QUOTES)
+        self._nesting = BracketTracker(_QUOTES)
 
     def _other_steps(self) -> Mapping[Enum, Step]:
         return {
@@ -68,7 +66,7 @@ class PythonicReader(SteppingReader):
             _State.TEXT: self._pass_on,
         }
 
-    def _read_head(self, finished: bool) -> list[AnswerPart]:
+    def _read_head(self, finished: bool) -> list[OutputPart]:
         found = (_NEXT if self.num_calls else _FIRST).match(self._held, partial=True)
         if found is None:
             self._state = _State.END if self.num_calls else _State.TEXT
@@ -78,10 +76,10 @@ class PythonicReader(SteppingReader):
             self._state = _State.TEXT
         else:
             self._state, self._name, self._arguments_at = _State.ARGUMENTS, found["name"], found.end() - 1
-            self._nesting = Nesting(_QUOTES, begin=self._arguments_at)
+            self._nesting = BracketTracker(_QUOTES, begin=self._arguments_at)
         return []
 
-    def _read_arguments(self, finished: bool) -> list[AnswerPart]:
+    def _read_arguments(self, finished: bool) -> list[OutputPart]:
         end = self._nesting.end_of(self._held)
         if end is None:
             self._state = _State.TEXT if finished else _State.ARGUMENTS
@@ -94,7 +92,7 @@ class PythonicReader(SteppingReader):
         self._state = _State.SILENT if self._at_most_one else _State.HEAD
         return self._begin_call(self._name) + self._last_arguments(arguments)
 
-    def _read_end(self, finished: bool) -> list[AnswerPart]:
+    def _read_end(self, finished: bool) -> list[OutputPart]:
         found = _END.fullmatch(self._held, partial=True)
         if found is None:
             self._state = _State.TEXT
@@ -102,9 +100,9 @@ class PythonicReader(SteppingReader):
             self._held = ""
         return []
 
-    def _pass_on(self, finished: bool) -> list[AnswerPart]:
+    def _pass_on(self, finished: bool) -> list[OutputPart]:
         said = self._take(len(self._held))
-        return [Words(said)] if said else []
+        return [ContentPart(said)] if said else []
 
 
 def _as_json(arguments: str) -> str | None:
@@ -116,7 +114,7 @@ def _as_json(arguments: str) -> str | None:
         given = {keyword.arg: _value(keyword.value) for keyword in call.keywords if keyword.arg is not None}
         if len(given) < len(call.keywords):
             return None
-        return written(given)
+        return to_json(given)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from .calls import Grammar
-from .marks import undecided
+from .incremental import undecided
+from .tool_call_format import GrammarSpec
 
 BEGIN, END = "<think>", "</think>"
 
 
-class Thoughts(Enum):
+class ReasoningStart(Enum):
     """Of one answer, before it begins."""
 
     NONE = auto()
@@ -22,15 +22,15 @@ class Thoughts(Enum):
     BEGUN = auto()  # the prompt has opened them
 
 
-def behind_thoughts(answer: Grammar, thoughts: Thoughts) -> Grammar:
+def after_reasoning(answer: GrammarSpec, thoughts: ReasoningStart) -> GrammarSpec:
     """What the text fits whose answer fits `answer`."""
-    begin = {Thoughts.NONE: None, Thoughts.POSSIBLE: BEGIN, Thoughts.BEGUN: ""}[thoughts]
+    begin = {ReasoningStart.NONE: None, ReasoningStart.POSSIBLE: BEGIN, ReasoningStart.BEGUN: ""}[thoughts]
     if begin is None:
         return answer
     before = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": END}
     blanks = {"type": "regex", "pattern": "\\n{0,2}"}
     behind = {"type": "sequence", "elements": [before, blanks, answer]}
-    return behind if thoughts is Thoughts.BEGUN else {"type": "or", "elements": [answer, behind]}
+    return behind if thoughts is ReasoningStart.BEGUN else {"type": "or", "elements": [answer, behind]}
 
 
 class _State(Enum):
@@ -40,13 +40,17 @@ class _State(Enum):
     ANSWERING = auto()
 
 
-_FIRST = {Thoughts.NONE: _State.ANSWERING, Thoughts.POSSIBLE: _State.START, Thoughts.BEGUN: _State.THINKING}
+_FIRST = {
+    ReasoningStart.NONE: _State.ANSWERING,
+    ReasoningStart.POSSIBLE: _State.START,
+    ReasoningStart.BEGUN: _State.THINKING,
+}
 
 
-class ThoughtReader:
+class ReasoningParser:
     """Takes one answer's text in any pieces. Blanks around thoughts belong to neither side."""
 
-    def __init__(self, thoughts: Thoughts) -> None:
+    def __init__(self, thoughts: ReasoningStart) -> None:
         self._state = _FIRST[thoughts]
         self._held = ""
         self._has_thought = False

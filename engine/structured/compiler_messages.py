@@ -1,7 +1,7 @@
 """Messages between an engine and its compiler of grammars: msgpack behind its length, through pipes.
 
-Setup ──> Ready | Refused          once
-StructuredOutputsParams ──> Compiled | Refused          one at a time
+CompilerSetup ──> CompilerReady | RefusedReply          once
+StructuredOutputsParams ──> CompiledReply | RefusedReply          one at a time
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 _LENGTH_BYTES = 8
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+class GrammarVocabulary(msgspec.Struct, frozen=True):
     """The vocabulary whose tokens grammars are made of."""
 
     tokenizer: str  # folder
@@ -21,27 +21,27 @@ class Vocabulary(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """Limits of what one grammar may cost its compiler."""
+class CompileLimits(msgspec.Struct, frozen=True):
+    """CompileLimits of what one grammar may cost its compiler."""
 
     compile_s: int = 30
     memory_bytes: int = 2 << 30  # beyond what the process takes before its first grammar
 
 
-class Setup(msgspec.Struct, frozen=True):
-    vocabulary: Vocabulary
-    limits: Limits
+class CompilerSetup(msgspec.Struct, frozen=True):
+    vocabulary: GrammarVocabulary
+    limits: CompileLimits
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class CompilerReady(msgspec.Struct, frozen=True, tag=True):
     tokenizer_info: str  # xgrammar's, serialized
 
 
-class Compiled(msgspec.Struct, frozen=True, tag=True):
+class CompiledReply(msgspec.Struct, frozen=True, tag=True):
     grammar: str  # xgrammar's, serialized
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RefusedReply(msgspec.Struct, frozen=True, tag=True):
     """See `GrammarRefused`."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""Grammars that are compiled, those that cannot be, and those that take long."""
+"""XGrammarBackend that are compiled, those that cannot be, and those that take long."""
 
 from __future__ import annotations
 

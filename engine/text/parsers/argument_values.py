@@ -16,7 +16,7 @@ _PYTHONS = {"True": "true", "False": "false", "None": "null"}  # which templates
 _MAX_DEPTH = 16  # of schemas in schemas
 
 
-def written(value: Any) -> str:
+def to_json(value: Any) -> str:
     """As JSON. Raises `ValueError` for numbers that it does not have, `TypeError` for other kinds of values."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
@@ -44,17 +44,17 @@ def argument_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     return TYPES
 
 
-def typed(text: str, types: frozenset[str]) -> str:
+def json_of_text(text: str, types: frozenset[str]) -> str:
     """An argument that was written as `text`, as JSON: where it is no value of these types, a string."""
     words = text.strip()
     takes_text = "string" in types
     try:
         value = json.loads(words if takes_text else _PYTHONS.get(words, words), strict=False, parse_constant=_refuse)
         if not isinstance(value, str) and (not takes_text or _TYPE_OF[type(value)] in types):
-            return written(value)
+            return to_json(value)
     except (ValueError, RecursionError):
         pass
-    return written(text)
+    return to_json(text)
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int = 0) -> frozenset[str]:

@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 
 import regex
 
-from .call_reader import CallReader
-from .calls import Functions
-from .marks import BLANKS
-from .parts import AnswerReader
-from .turns import with_short_ids
-from .written_calls import Sectioned, WrittenCalls
+from .earlier_calls import with_short_ids
+from .incremental import BLANKS
+from .json_call_parser import JsonToolCallParser
+from .output_parser import OutputParser
+from .tool_call_format import DelimitedToolCallFormat, Functions, SectionToolCallFormat
 
 _QUOTED = r'(?P<name>"(?:[^"\\]|\\.){0,400}")'
 _BARE = r"(?P<name>[\w.-]{1,64})"
@@ -23,7 +22,7 @@ def _object_head(key: str) -> str:
     return rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_QUOTED}{BLANKS},{BLANKS}"{key}"{BLANKS}:{BLANKS}\{{'
 
 
-class MarkedCalls(WrittenCalls):
+class JsonToolCallFormat(DelimitedToolCallFormat):
     """BEGIN call [MORE call ...] END, where a call is HEAD, arguments, and CLOSE.
 
     `head` is a pattern with a group `name`, which ends with the brace that opens the arguments; `lead` is one of what
@@ -38,8 +37,8 @@ class MarkedCalls(WrittenCalls):
     end: ClassVar[str] = ""
     object_key: ClassVar[str] = ""  # of the arguments, where a call is an object whose keys may come in another order
 
-    def reader(self, functions: Functions, *, at_most_one: bool = False) -> AnswerReader:
-        return CallReader(self, functions, at_most_one=at_most_one or self.takes_one)
+    def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
+        return JsonToolCallParser(self, functions, at_most_one=at_most_one or self.takes_one)
 
     @cached_property
     def first_head(self) -> regex.Pattern[str]:
@@ -61,7 +60,7 @@ class MarkedCalls(WrittenCalls):
         return regex.compile(regex.escape(self.more) + BLANKS + r"\{")
 
 
-class Hermes(MarkedCalls):
+class Hermes(JsonToolCallFormat):
     """`<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
     name = "hermes"
@@ -75,7 +74,7 @@ class Hermes(MarkedCalls):
     opening, closing, separator = '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"
 
 
-class Llama3(MarkedCalls):
+class Llama3(JsonToolCallFormat):
     """`{"name": NAME, "parameters": {...}}`, which is the whole answer: Llama 3.1 to 3.3."""
 
     name = "llama3"
@@ -87,7 +86,7 @@ class Llama3(MarkedCalls):
     opening, closing = '{"name": "%s", "parameters": ', "}"
 
 
-class MistralList(Sectioned, MarkedCalls):
+class MistralList(SectionToolCallFormat, JsonToolCallFormat):
     """`[TOOL_CALLS] [{"name": NAME, "arguments": {...}}, ...]`: Mistral 7B v0.3, Mixtral 8x22B, Nemo, Small 3.1."""
 
     name = "mistral-list"
@@ -100,11 +99,11 @@ class MistralList(Sectioned, MarkedCalls):
     section_lead = r" ?\["  # tokenizers put a blank there, or none
     opening, closing, separator = '{"name": "%s", "arguments": ', "}", ", "
 
-    def turn(self, message: dict[str, Any]) -> dict[str, Any]:
+    def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
         return with_short_ids(message)
 
 
-class MistralNamed(MarkedCalls):
+class MistralNamed(JsonToolCallFormat):
     """`[TOOL_CALLS]NAME[ARGS]{...}`, one behind another: Mistral Small 3.2, Devstral, Ministral 3, and later ones."""
 
     name = "mistral-named"
@@ -115,7 +114,7 @@ class MistralNamed(MarkedCalls):
     head = rf"{BLANKS}{_BARE}{BLANKS}(?:\[CALL_ID\]{BLANKS}\w{{1,64}}+{BLANKS})?(?:\[ARGS\]{BLANKS})?\{{"
     opening, closing = "[TOOL_CALLS]%s[ARGS]", ""
 
-    def turn(self, message: dict[str, Any]) -> dict[str, Any]:
+    def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
         return with_short_ids(message)
 
 
@@ -123,7 +122,7 @@ _CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 _CALL, _END_CALL, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
 
-class _DeepSeek(Sectioned, MarkedCalls):
+class _DeepSeek(SectionToolCallFormat, JsonToolCallFormat):
     """Its makers' templates show calls of turns before, and do not tell of functions."""
 
     begin, close, more, end = _CALLS, _END_CALL, _CALL, _END_CALLS

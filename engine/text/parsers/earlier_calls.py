@@ -10,7 +10,7 @@ from typing import Any
 SHORT_ID_CHARS = 9
 
 
-class Arguments(dict[str, Any]):
+class ReadableArguments(dict[str, Any]):
     """Of a call: an object, and its JSON where a template puts it behind text. Templates expect the one or the other:
     DeepSeek's join strings, the rest look into the object or write it with `tojson`.
     """
@@ -26,7 +26,7 @@ class Arguments(dict[str, Any]):
 
 
 def with_readable_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose calls have `Arguments`."""
+    """A copy whose calls have `ReadableArguments`."""
     calls = [_with_arguments(call) for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls} if calls else dict(message)
 
@@ -53,4 +53,4 @@ def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
         return call
-    return {**call, "function": {**function, "arguments": Arguments(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": ReadableArguments(function["arguments"])}}
