@@ -24,8 +24,6 @@ TO_DO = (  # folders and pages that are still to be rewritten
     "engine/text",
     "engine/weights",
     "README.md",
-    "docs",
-    "kernels/README.md",
 )
 WIDTH = 120
 CELL = 160

@@ -43,8 +43,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(rf"`({TREE}/[\w./]+)`", page.read_text())
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    named = re.findall(rf"`({TREE}/[\w./]+)`|(?<![/\w])(docs/[\w/]+\.md)\b", page.read_text())
+    assert [name for pair in named for name in pair if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts], ids=lambda page: page.name)
+def test_a_page_opens_with_what_its_reader_can_do_after_it(page: Path) -> None:
+    paragraphs = re.split(r"\n{2,}", page.read_text())
+    opening = next(each for each in paragraphs if not each.startswith(("#", "<!--")))
+    assert re.search(r"\byou\s+(can|know)\b", opening)
+
+
+def test_the_glossary_has_thirty_words_at_most_in_order() -> None:
+    words = re.findall(r"^\| \*\*([^*]+)\*\*", (ROOT / "docs/reference/glossary.md").read_text(), re.MULTILINE)
+    assert words == sorted(set(words), key=str.lower)
+    assert 0 < len(words) <= 30
 
 
 def test_contracts_are_in_the_files_that_are_named_for_them() -> None:
