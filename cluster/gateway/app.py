@@ -29,7 +29,7 @@ from .routing.breaker import Breakers
 from .routing.ranks import rank_table
 from .routing.router import Router
 from .serving.admission import AdmissionControl
-from .serving.dispatcher import Dispatcher
+from .serving.context import ServingContext
 from .settings import GatewaySettings
 from .tracing import RequestSpans
 
@@ -70,9 +70,9 @@ def create_app(
     )
     admission = AdmissionControl(settings, time.monotonic)
     breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
-    dispatcher = Dispatcher(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
+    serving = ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
     bodies = bodies or BodyService(model, settings, metrics)
-    gateway = GatewayServices(model, settings, metrics, admission, dispatcher, bodies, spans)
+    gateway = GatewayServices(model, settings, metrics, admission, serving, bodies, spans)
 
     # A redirect would name the scheme and the host that this gateway sees: behind a balancer neither is the client's.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -87,7 +87,7 @@ def create_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, model)
     _add_token_routes(app, model)
-    _add_operator_routes(app, settings.gateway_id, dispatcher, metrics, drain)
+    _add_operator_routes(app, settings.gateway_id, serving, metrics, drain)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
@@ -135,7 +135,7 @@ def _add_token_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _add_operator_routes(
-    app: FastAPI, gateway_id: str, dispatcher: Dispatcher, metrics: GatewayMetrics, drain: Drain
+    app: FastAPI, gateway_id: str, serving: ServingContext, metrics: GatewayMetrics, drain: Drain
 ) -> None:
     @app.api_route("/live", methods=READ)
     async def live() -> Response:
@@ -145,9 +145,9 @@ def _add_operator_routes(
     async def health() -> Response:
         if drain.has_begun:
             raise draining()
-        if not dispatcher.is_ready():
+        if not serving.is_ready():
             raise no_capacity("No engine is ready that can serve a request.", HEALTH_RETRY_S)
-        return _json({"status": "ready", "engines": len(dispatcher.client.engines())})
+        return _json({"status": "ready", "engines": len(serving.client.engines())})
 
     @app.api_route("/metrics", methods=READ)
     async def prometheus() -> Response:
@@ -155,7 +155,7 @@ def _add_operator_routes(
 
     @app.api_route("/v1/cluster/ranks", methods=READ)
     async def ranks() -> Response:
-        return _json(rank_table(gateway_id, dispatcher.client, dispatcher.breakers))
+        return _json(rank_table(gateway_id, serving.client, serving.breakers))
 
 
 def _json(value: object) -> Response:

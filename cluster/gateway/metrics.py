@@ -201,6 +201,10 @@ class GatewayMetrics:
         """Show what requests hold together."""
         self._memory.set_function(held_bytes)
 
+    def observe_decision(self, failure: str, seconds: float) -> None:
+        """Observe how long it took to decide about a failed attempt."""
+        self.decisions_s.labels(failure).observe(seconds)
+
     def circuit_opened(self, peer: tuple[object, ...]) -> None:
         """Of an engine, or of a prefill and a decode engine."""
         self.circuits_opened.labels("engine" if len(peer) == 1 else "pair").inc()

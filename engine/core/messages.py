@@ -22,7 +22,7 @@ class FinishReason(enum.StrEnum):
 
 
 class ErrorKind(enum.StrEnum):
-    """Why an engine could not serve a request. The gateway's failure ladder and HTTP status depend on it."""
+    """Why an engine could not serve a request. The gateway's retry policy and HTTP status depend on it."""
 
     INVALID = "invalid"  # the request itself can never be served: do not retry (400)
     TOO_LONG = "too_long"  # more tokens than the engine's blocks or the model's length can ever hold (413)

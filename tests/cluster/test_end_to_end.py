@@ -415,7 +415,7 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
     await asyncio.to_thread(server.wait_until_all_blocks_are_free)
     assert await answers(client, 4, 60) == expected[:4]
     outcomes = [isinstance(result, openai.APIError) for its_results in results for result in its_results]
-    assert sum(outcomes) <= len(outcomes) / 10, "the failure ladder saves next to no request"
+    assert sum(outcomes) <= len(outcomes) / 10, "the retry policy saves next to no request"
     print(f"{role} {blow.name}: {sum(outcomes)} of {len(outcomes)} requests failed, whole again after {healed_s:.1f} s")
 
 

@@ -17,7 +17,7 @@ from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.breaker import Breakers
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving.admission import AdmissionControl
-from baton.cluster.gateway.serving.dispatcher import Dispatcher
+from baton.cluster.gateway.serving.context import ServingContext
 from baton.cluster.gateway.serving.sequence import ServedSequence
 from baton.cluster.gateway.serving.timeline import Timeline
 from baton.cluster.gateway.settings import GatewaySettings
@@ -32,7 +32,7 @@ LONG = 1_000_000  # tokens of an answer that does not end by itself
 
 
 class Cut:
-    """Engine 0 behind a proxy, engine 1 in reach, and a gateway's dispatcher over real sockets."""
+    """Engine 0 behind a proxy, engine 1 in reach, and what a gateway's sequences share over real sockets."""
 
     def __init__(self, proxy: SilentProxy, engines: list[CountingEngine], client: ZmqEngineClient) -> None:
         settings = GatewaySettings(capacity_timeout_s=NOTICED_S)
@@ -40,17 +40,17 @@ class Cut:
         self.metrics = GatewayMetrics("m", client.engines, client.listed)
         router = Router("g", rates=settings.cost, session_patience_s=0.0, local_prefill_max_tokens=64)
         breakers, admission = Breakers(settings.breaker, time.monotonic), AdmissionControl(settings, time.monotonic)
-        self.dispatcher = Dispatcher(client, router, settings, self.metrics, admission, breakers)
+        self.serving = ServingContext(client, router, settings, self.metrics, admission, breakers)
 
     async def stream_at_the_first_engine(self) -> ServedSequence:
         """Ids decide between engines that cost the same: tries until it is that one's turn."""
         for number in range(100):
-            dispatch = self.dispatcher.dispatch(make_request(f"r{number}", max_tokens=LONG), Timeline(0.0, 0.0))
-            outputs = dispatch.outputs()
+            sequence = ServedSequence(self.serving, make_request(f"r{number}", max_tokens=LONG), Timeline(0.0, 0.0))
+            outputs = sequence.outputs()
             await anext(outputs)
             if self.engines[0].running:
                 self.outputs = outputs
-                return dispatch
+                return sequence
             await outputs.aclose()
         raise AssertionError("the first engine is never chosen")
 
@@ -132,7 +132,9 @@ async def test_a_silent_engine_is_not_chosen(cut: Cut) -> None:
     cut.proxy.silence()
     await until(lambda: [view.record.rank for view in cut.client.engines()] == [1])
     for number in range(20):
-        outputs = cut.dispatcher.dispatch(make_request(f"later-{number}", max_tokens=3), Timeline(0.0, 0.0)).outputs()
+        outputs = ServedSequence(
+            cut.serving, make_request(f"later-{number}", max_tokens=3), Timeline(0.0, 0.0)
+        ).outputs()
         assert [token async for output in outputs for token in output.token_ids] == [1, 2, 3]
     assert not cut.decisions(), "somebody waited for an engine that was known to be silent"
 

@@ -29,7 +29,7 @@ from ..model import ServedModel
 from ..routing.ranks import PIN_HEADER, pinned_rank, reachable
 from ..serving.admission import AdmissionControl
 from ..serving.attempt import Deadline
-from ..serving.dispatcher import Dispatcher
+from ..serving.context import ServingContext
 from ..serving.sequence import ServedSequence
 from ..serving.timeline import Stamp, Timeline
 from ..settings import GatewaySettings
@@ -54,7 +54,7 @@ class GatewayServices:
     settings: GatewaySettings
     metrics: GatewayMetrics
     admission: AdmissionControl
-    dispatcher: Dispatcher
+    serving: ServingContext
     bodies: BodyService
     spans: RequestSpans | None  # where somebody collects them
 
@@ -119,7 +119,7 @@ class GenerationEndpoint:
         gateway, scope = self._gateway, http.scope
         return _RequestContext(
             request_id=request_id_of(scope),
-            rank=pinned_rank(http.headers.get(PIN_HEADER), gateway.dispatcher.client),
+            rank=pinned_rank(http.headers.get(PIN_HEADER), gateway.serving.client),
             session_id=session_id_of(http.headers.get(SESSION_HEADER)),
             started_s=started_s,
             patience=patience,
@@ -160,7 +160,7 @@ class GenerationEndpoint:
         told = StreamPosition.from_event_id(call.last_event_id, is_resumable=prepared.is_resumable)
         job = self._job(prepared, call, told)
         trail = ResumableStream(job, told) if prepared.is_resumable else None
-        gateway.admission.check_engines(reachable(gateway.dispatcher.client, call.rank))
+        gateway.admission.check_engines(reachable(gateway.serving.client, call.rank))
         gateway.metrics.prompt_tokens.inc(prepared.num_tokens)
         renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer, prepared.usage)
         answer.sequences = self._sequences(job, call)
@@ -191,7 +191,8 @@ class GenerationEndpoint:
         """Return one for each choice. Choices of a prompt share the names of its blocks."""
         admitted_s, patience = time.monotonic(), call.patience
         return [
-            self._gateway.dispatcher.dispatch(
+            ServedSequence(
+                self._gateway.serving,
                 sequence,
                 Timeline(call.started_s, admitted_s),
                 job.block_names[index // job.sampling.n],

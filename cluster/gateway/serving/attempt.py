@@ -1,53 +1,67 @@
-"""A sequence in one engine, and what the loads and the circuits keep of it."""
+"""An attempt: a sequence in one engine. What it tells of that engine goes to the load record and the circuits."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from baton.cluster.contracts import EngineClient, EngineRecord, OutputStream
-from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
+from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind, KVSource
 
 from ..routing.breaker import Breakers, CircuitKey
 from ..routing.load import LoadTracker, Placement, engine_key
-from .retry_policy import RETRY_POLICY, Failure
+from .retry_policy import RETRY_POLICY, Blame, Failure
 
-MIN_TIMEOUT_S = 0.001  # 0 would be none
-REFUSALS = (ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG)  # no time was spent on these
+MIN_TIMEOUT_S = 0.001  # 0 would mean that there is no deadline
+REFUSALS = (ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG)  # errors that cost no device time
 
 
 @dataclass
 class Attempt:
     placement: Placement
     stream: OutputStream
-    sent_s: float  # by `time.monotonic`, no later than the engine can have it
-    holder: EngineRecord | None = None  # whose KV it reads
-    is_read: bool = False  # the engine has read the prompt
-    has_run: bool = True  # as far as anyone knows here
+    sent_s: float  # on `time.monotonic`'s clock, not later than the engine can have it
+    holder: EngineRecord | None = None  # the engine whose KV it fetches
+    kv_source: KVSource | None = None  # that KV
+    has_output: bool = False  # so the engine has computed or fetched the prompt
+    has_run: bool = True  # device time was or may have been spent
 
     @property
-    def engine(self) -> CircuitKey:
-        return (engine_key(self.placement.engine),)
+    def engine(self) -> EngineRecord:
+        return self.placement.engine
 
     @property
-    def pair(self) -> CircuitKey | None:
-        return None if self.holder is None else (engine_key(self.holder), *self.engine)
+    def circuit(self) -> CircuitKey:
+        return (engine_key(self.engine),)
 
     @property
-    def peers(self) -> list[CircuitKey]:
-        return [self.engine] if self.pair is None else [self.engine, self.pair]
+    def pair_circuit(self) -> CircuitKey | None:
+        return None if self.holder is None else (engine_key(self.holder), engine_key(self.engine))
+
+    @property
+    def circuits(self) -> list[CircuitKey]:
+        return [self.circuit] if self.pair_circuit is None else [self.circuit, self.pair_circuit]
+
+    def fetches(self, source: KVSource) -> bool:
+        return self.kv_source is not None and self.kv_source.ticket == source.ticket
+
+    def note_error(self, error: EngineError, *, was_scheduled: bool) -> None:
+        """Decide if device time was spent. `was_scheduled`: the engine says that it had begun."""
+        waited_only = error.kind is ErrorKind.TIMED_OUT and not was_scheduled
+        self.has_run = self.has_output or not (waited_only or error.kind in REFUSALS)
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """From when on nobody waits for a sequence."""
+    """The time after which an answer is of no use."""
 
-    at_s: float = math.inf  # the event loop's time
-    is_clients: bool = False  # then it says nothing of the engines that do not meet it
+    at_s: float = math.inf  # on the event loop's clock
+    by_client: bool = False  # it is the client's own: to miss it says nothing about an engine
 
     @property
     def left_s(self) -> float:
@@ -58,52 +72,57 @@ class Deadline:
         return self.left_s <= MIN_TIMEOUT_S
 
     def on(self, request: EngineRequest) -> EngineRequest:
-        """The request as it is sent now: with what is left, since clocks of machines differ."""
+        """Return the request with the time that is left as of now: the clocks of machines differ."""
         if self.at_s == math.inf:
             return request
         return msgspec.structs.replace(request, timeout_s=max(MIN_TIMEOUT_S, self.left_s))
 
 
 class AttemptTracker:
-    """Of one sequence. Each attempt that is opened must be closed."""
+    """Opens and closes the attempts of one gateway. Each attempt that is opened must be closed."""
 
-    def __init__(self, client: EngineClient, loads: LoadTracker, breakers: Breakers, deadline: Deadline) -> None:
-        self.gpu_time_spent = False  # by one that is closed; or may have been
+    def __init__(
+        self,
+        client: EngineClient,
+        loads: LoadTracker,
+        breakers: Breakers,
+        on_decision: Callable[[Failure, float], None],
+    ) -> None:
+        """`on_decision` gets the seconds for which a sequence waited for an engine that had sent its last message."""
         self._client = client
         self._loads = loads
         self._breakers = breakers
-        self.deadline = deadline
+        self._on_decision = on_decision
 
     def open(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> Attempt:
-        """`holder`: of the KV that the engine is to read."""
+        """Submit a request to an engine. `holder` is the engine whose KV it fetches, where `kv_source` is given."""
         self._loads.sent(placement)
         sent_s = time.monotonic()
-        attempt = Attempt(placement, self._client.submit(placement.engine, self.deadline.on(request)), sent_s, holder)
-        self._breakers.sent(attempt.peers, attempt)
+        stream = self._client.submit(placement.engine, request)
+        attempt = Attempt(placement, stream, sent_s, holder, request.kv_source)
+        self._breakers.sent(attempt.circuits, attempt)
         return attempt
 
-    def spoke(self, attempt: Attempt) -> None:
-        """Its first token came: the engine has read the prompt."""
-        attempt.is_read = True
+    def note_first_output(self, attempt: Attempt) -> None:
+        attempt.has_output = True
         self._loads.read(attempt.placement)
-        self._breakers.succeeded(attempt.peers)
+        self._breakers.succeeded(attempt.circuits)
 
-    def failed(self, attempt: Attempt, error: EngineError, *, was_scheduled: bool) -> None:
-        """`was_scheduled`: the engine says that it had begun."""
-        waited_only = error.kind is ErrorKind.TIMED_OUT and not was_scheduled
-        attempt.has_run = attempt.is_read or not (waited_only or error.kind in REFUSALS)
-
-    def judge(self, attempt: Attempt, failure: Failure) -> None:
-        """What a failed attempt says of its engine, or of the pair that was to hand over."""
-        if not RETRY_POLICY[failure].breaks:
+    def note_failure(self, attempt: Attempt, failure: Failure, deadline: Deadline) -> None:
+        """Count a failed attempt against the circuit of its engine, or of the pair that was to hand over."""
+        rule = RETRY_POLICY[failure]
+        blamed = {Blame.ENGINE: attempt.engine, Blame.HOLDER: attempt.holder or attempt.engine}.get(rule.blame)
+        if blamed is not None:
+            self._on_decision(failure, time.monotonic() - max(attempt.sent_s, self._client.heard_s(blamed)))
+        if not rule.breaks:
             return
-        if failure is Failure.TIMED_OUT and (attempt.is_read or self.deadline.is_clients):
+        if failure is Failure.TIMED_OUT and (attempt.has_output or deadline.by_client):
             return
-        pair = attempt.pair if failure in (Failure.KV_LOST, Failure.TIMED_OUT) else None
-        self._breakers.failed(pair or attempt.engine)
+        pair = attempt.pair_circuit if failure in (Failure.KV_LOST, Failure.TIMED_OUT) else None
+        self._breakers.failed(pair or attempt.circuit)
 
     async def close(self, attempt: Attempt) -> None:
-        self.gpu_time_spent |= attempt.has_run
-        self._breakers.left(attempt.peers, attempt)
-        (self._loads.ended if attempt.is_read else self._loads.given_up)(attempt.placement)
+        """End the attempt. The engine is told, unless its last output has come."""
+        self._breakers.left(attempt.circuits, attempt)
+        (self._loads.ended if attempt.has_output else self._loads.given_up)(attempt.placement)
         await attempt.stream.aclose()

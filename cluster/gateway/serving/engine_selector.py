@@ -1,63 +1,94 @@
-"""Who serves a sequence: on a rung of the ladder, past those that failed it and those that circuits keep away."""
+"""The choice of the engine for a sequence's next attempt: past engines that it lost and those with open circuits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from baton.cluster.contracts import EngineClient, EngineRecord, EngineView
+from baton.cluster.contracts import EngineRecord, EngineView, Role
 
-from ..routing.breaker import Breakers
 from ..routing.load import Placement, engine_key
 from ..routing.ranks import reachable
-from ..routing.router import NO_PREFILL_ENGINE, Route, Router, RoutingQuery
-from .admission import AdmissionControl
-from .retry_policy import AttemptHistory, Rung, on_rung
+from ..routing.router import NO_PREFILL_ENGINE, Route, RoutingQuery
+from .context import ServingContext
+from .retry_policy import RETRY_POLICY, AttemptHistory, Failure, Rung
+
+ROLES: dict[Rung, frozenset[Role]] = {
+    Rung.OTHER_PREFILL: frozenset({Role.PREFILL, Role.DECODE}),
+    Rung.RECOMPUTE: frozenset({Role.DECODE}),
+    Rung.UNIFIED: frozenset({Role.UNIFIED}),
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An engine for the next attempt."""
+
+    rung: Rung
+    placement: Placement
+    route: Route | None  # None: the engine fetches the KV that is on offer
 
 
 class EngineSelector:
-    """For one sequence. It changes nothing: each answer is of the engines as they are now."""
+    """Selects engines for one sequence. It changes nothing: each answer is about the engines as they are now."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        router: Router,
-        breakers: Breakers,
-        admission: AdmissionControl,
-        history: AttemptHistory,
-        pinned_rank: int | None,
-    ) -> None:
-        self._client = client
-        self._router = router
-        self._breakers = breakers
-        self._admission = admission
+    def __init__(self, serving: ServingContext, history: AttemptHistory, pinned_rank: int | None) -> None:
+        self._serving = serving
         self._history = history
         self._pinned_rank = pinned_rank
 
-    def route(self, rung: Rung, wanted: RoutingQuery) -> Route | None:
-        """A way to compute all tokens so far."""
-        engines, full = on_rung(rung, self._engines()), self._history.full
-        if rung is Rung.AGAIN:
-            return self._router.route(engines, wanted, full)
-        avoid = full | self._history.lost | self._breakers.closed_to(engines)
-        route = self._router.route(engines, wanted, avoid)
-        if rung is Rung.ANY:
-            return route or self._router.route(engines, wanted, full)
-        if rung is Rung.OTHER_PREFILL and route is not None and route.reason == NO_PREFILL_ENGINE:
-            return None  # that is the next rung, which asks for slack
-        return route
+    def select(self, failure: Failure | None, query: RoutingQuery, holder: EngineRecord | None) -> Selection | None:
+        """Return an engine on the first rung that has one.
 
-    def reader(self, wanted: RoutingQuery, holder: EngineRecord) -> Placement | None:
-        """A decode engine for the KV of `holder`."""
-        engines, full = self._engines(), self._history.full
-        avoid = full | self._history.lost | self._breakers.closed_to(engines) | self._breakers.closed_from(holder)
-        choose = self._router.decode_placement
-        return choose(engines, wanted, holder, avoid) or choose(engines, wanted, holder, full)
+        `failure` is the one that the attempt follows, None at the beginning. `holder` has KV on offer, if any has.
+        """
+        for rung in (Rung.ANY,) if failure is None else RETRY_POLICY[failure].rungs:
+            if rung is Rung.OTHER_DECODE:
+                if holder is not None and (placement := self.reader(query, holder)) is not None:
+                    return Selection(rung, placement, None)
+            elif (route := self._route(rung, query)) is not None:
+                return Selection(rung, route.placement, route)
+        return None
+
+    def reader(self, query: RoutingQuery, holder: EngineRecord) -> Placement | None:
+        """Return a decode engine that can fetch the KV of `holder`."""
+        breakers, engines = self._serving.breakers, self._engines()
+        refused = self._history.full
+        avoid = refused | self._history.lost | breakers.closed_to(engines) | breakers.closed_from(holder)
+        choose = self._serving.router.decode_placement
+        return choose(engines, query, holder, avoid) or choose(engines, query, holder, refused)
 
     @property
     def are_full(self) -> bool:
-        """Each engine has refused the sequence for lack of room, or has told that it would."""
-        return self._admission.are_full(self._engines(), self._history.full)
+        """True if each engine has refused the sequence for lack of room, or has told that it would."""
+        return self._serving.admission.are_full(self._engines(), self._history.full)
+
+    def _route(self, rung: Rung, query: RoutingQuery) -> Route | None:
+        """Return an engine that computes all tokens so far."""
+        choose, refused = self._serving.router.route, self._history.full
+        engines = _on_rung(rung, self._engines())
+        if rung is Rung.AGAIN:
+            return choose(engines, query, refused)
+        avoid = refused | self._history.lost | self._serving.breakers.closed_to(engines)
+        route = choose(engines, query, avoid)
+        if rung is Rung.ANY:
+            return route or choose(engines, query, refused)
+        if rung is Rung.OTHER_PREFILL and route is not None and route.reason == NO_PREFILL_ENGINE:
+            return None  # that is the next rung, which takes only engines without a queue
+        return route
 
     def _engines(self) -> Sequence[EngineView]:
-        engines = reachable(self._client, self._pinned_rank)
+        engines = reachable(self._serving.client, self._pinned_rank)
         return [view for view in engines if engine_key(view.record) not in self._history.left]
+
+
+def _on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:
+    """Return the engines that may serve a request on this rung."""
+    roles = ROLES.get(rung, frozenset(Role))
+    chosen = [view for view in engines if view.record.role in roles]
+    return [view for view in chosen if not _has_queue(view)] if rung is Rung.RECOMPUTE else chosen
+
+
+def _has_queue(view: EngineView) -> bool:
+    """A prompt in a decode engine without a queue delays running answers, but no waiting ones."""
+    return view.stats is not None and view.stats.num_requests_waiting > 0

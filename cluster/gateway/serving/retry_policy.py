@@ -10,10 +10,9 @@ docs/operate/reliability.md holds the same table.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.cluster.contracts import EngineView, Role
 from baton.engine.core.messages import EngineError, ErrorKind
 
 from ..routing.load import EngineKey
@@ -102,24 +101,6 @@ RETRY_POLICY: dict[Failure, RetryRule] = {
     Failure.TOO_LONG: RetryRule(),
 }
 
-ROLES: dict[Rung, frozenset[Role]] = {
-    Rung.OTHER_PREFILL: frozenset({Role.PREFILL, Role.DECODE}),
-    Rung.RECOMPUTE: frozenset({Role.DECODE}),
-    Rung.UNIFIED: frozenset({Role.UNIFIED}),
-}
-
-
-def on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:
-    """The engines that may serve a request there."""
-    roles = ROLES.get(rung, frozenset(Role))
-    chosen = [view for view in engines if view.record.role in roles]
-    return [view for view in chosen if _has_slack(view)] if rung is Rung.RECOMPUTE else chosen
-
-
-def _has_slack(view: EngineView) -> bool:
-    """Nobody waits in it: reading a prompt there makes running answers later, but no others."""
-    return view.stats is None or view.stats.num_requests_waiting == 0
-
 
 @dataclass
 class AttemptHistory:
@@ -151,6 +132,12 @@ class AttemptHistory:
             case Blame.LEFT:
                 self.left.add(engine)
         return failure
+
+    @property
+    def newest_error(self) -> EngineError:
+        """Return the error of the newest attempt. Call it after a failure."""
+        assert self.last_error is not None
+        return self.last_error
 
     @property
     def may_go_on(self) -> bool:

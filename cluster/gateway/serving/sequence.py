@@ -1,224 +1,398 @@
-"""One sequence on its way through the engines, and what happens when one of them fails.
+"""One sequence on its way through engines, as one stream of outputs.
 
-    route ──> prefill (keep_kv) ── first token, HANDOFF ──> decode (kv_source) ── tokens ──> done
-      │         └── long prompts: on offer ──> decode (awaits_first_token), fetches meanwhile ──^
-      ^  └──> unified or decode engine, does it all ─────────────────────────── tokens ──> done
-      └────── a failure (ladder.py): all tokens so far, generation + 1, same seed
+    engine found ──> prefill (keep_kv) ── first token, KV on offer ──> decode (kv_source) ── tokens ──> done
+                       └─ long prompts: on offer early ──> decode (awaits_first_token) fetches meanwhile ──^
+                └──> unified or decode engine does it all ───────────────────────────────── tokens ──> done
 
-Random draws depend on seed and position only, so whoever continues draws what the lost engine would have drawn: the
-stream has no gap and no repetition.
+`sequence_table.py` holds its states and transitions; `ServedSequence` tells which event an output is, and carries out
+the effects. After a failure (`retry_policy.py`) another engine gets all tokens so far, with the same seed. Random
+draws depend on seed and position only, so it draws what the lost engine would have drawn: the stream has no gap and no
+repetition.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from baton.cluster.contracts import EngineClient, EngineGone
-from baton.engine.core.messages import EngineError, EngineOutput, ErrorKind, FinishReason
+from baton.cluster.cached_blocks import BlockName
+from baton.cluster.contracts import EngineGone, EngineRecord
+from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 from baton.engine.core.stages import Stage
 
-from ..errors import from_engine, internal
-from ..metrics import GatewayMetrics
-from ..routing.load import engine_key
-from .admission_wait import AdmissionWait
-from .attempt import Attempt, AttemptTracker
-from .handoff import HandOff
-from .progress import Progress
-from .retry_path import RetryPath
-from .retry_policy import RETRY_POLICY, AttemptHistory, Blame, Failure, RetryBudget
+from ..errors import ApiError, engines_full, from_engine, internal, no_capacity, no_retries_left
+from ..routing.load import Placement, engine_key
+from ..routing.router import RoutingQuery
+from .attempt import Attempt, Deadline
+from .context import ServingContext
+from .engine_selector import EngineSelector, Selection
+from .retry_policy import RETRY_POLICY, AttemptHistory, Blame, Failure
+from .sequence_table import SEQUENCE_TABLE, Effect, SequenceEvent, SequenceState
+from .served_path import ServedPath
 from .timeline import Stamp, Timeline
 
 logger = logging.getLogger(__name__)
 
+NO_OUTPUT = EngineOutput(request_id="")  # of an event that no output is the cause of
+POLL_S = 0.02  # between looks for an engine that can take a sequence, while there is none
+
 
 @dataclass(frozen=True)
-class Pieces:
-    """What works on one sequence. They know each other: all share its `progress`, `attempts` and `attempts`."""
+class Offer:
+    """KV that a finished prefill keeps until a decode engine has fetched it, or until it is withdrawn."""
 
-    progress: Progress
-    history: AttemptHistory
-    tracker: AttemptTracker
-    handoff: HandOff
-    path: RetryPath
-    wait: AdmissionWait
+    engine: EngineRecord
+    source: KVSource
 
 
 class ServedSequence:
-    """One sequence. What `way` says is final once the first output is there.
+    """One sequence. In each state it has at most one attempt, an early one beside it, and one offer of KV.
 
-    At any time it has at most one attempt, or one that is about to be sent, and what its hand-off has.
+    `path` is final once the first output is there.
     """
 
     def __init__(
-        self, pieces: Pieces, client: EngineClient, retries: RetryBudget, metrics: GatewayMetrics, timeline: Timeline
+        self,
+        serving: ServingContext,
+        request: EngineRequest,
+        timeline: Timeline,
+        names: Sequence[BlockName] | None = None,
+        *,
+        rank: int | None = None,
+        session_id: str | None = None,
+        deadline: Deadline = Deadline(),
     ) -> None:
+        """`timeline` grows from here on. `names` are those of the prompt's blocks, where they are known. `rank` is that
+        of an engine that must take part. Requests with one `session_id` prefer the same engines.
+        """
+        serving.metrics.requests.inc()
+        self.state = SequenceState.PLACING
         self.timeline = timeline
-        self._progress = pieces.progress
-        self._history = pieces.history
-        self._tracker = pieces.tracker
-        self._handoff = pieces.handoff
-        self._path = pieces.path
-        self._wait = pieces.wait
-        self._client = client
-        self._retries = retries
-        self._metrics = metrics
-        self._attempt: Attempt | None = None
-        self._failure: Failure | None = None  # that decides where to go on
+        self.gpu_time_spent = False  # by an attempt that is closed, or possibly so
+        self._serving = serving
+        self._deadline = deadline
+        self._request = request
+        self._tokens = list(request.output_token_ids)
+        self._generation = request.generation  # counts attempts: outputs of older ones are dropped
+        self._query = serving.router.read(request, names, session_id=session_id, pinned_rank=rank)
+        self._history = AttemptHistory(serving.settings.max_attempts)
+        self._selector = EngineSelector(serving, self._history, rank)
+        self._selection: Selection | None = None  # found, and not submitted yet
+        self._attempt: Attempt | None = None  # the one whose outputs are read
+        self._early: Attempt | None = None
+        self._offer: Offer | None = None
+        self._failure: Failure | None = None  # that the next attempt follows
+        self._owes_retry = False  # the next attempt is taken from the retry budget
+        self._output: EngineOutput | None = None  # to be sent to the client
+        self._path = ServedPath(request.request_id, serving.metrics)
 
     @property
     def path(self) -> str:
-        """For people: `x-baton-path`."""
+        """Return the value of `x-baton-path`."""
         return str(self._path)
 
-    @property
-    def gpu_time_spent(self) -> bool:
-        """Or it may have been. What an attempt took is known when that has ended."""
-        return self._tracker.gpu_time_spent
-
     async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
-        """Outputs of whichever engines serve the sequence, as if they were one. Closing it ends every attempt.
+        """Yield the outputs of all attempts, as if they were one. Closing it ends every attempt.
 
-        Raises `ApiError` for what no engine could make good.
+        Raises `ApiError` for a failure that no other engine could make good.
         """
-        self._retries.began()
+        self._serving.retry_budget.began()
         try:
-            while True:
-                attempt = (
-                    self._attempt or self._tell_reader() or self._go_on_in(await self._wait.attempt(self._failure))
-                )
+            while self.state is not SequenceState.DONE:
+                if self.state is SequenceState.PLACING:
+                    await self._wait_for_engine()
                 try:
-                    output = await anext(attempt.stream)
+                    output = await anext((self._attempt or self._submit()).stream)
                 except EngineGone as gone:
                     output = _died(gone)
                 except StopAsyncIteration:
                     raise internal("An engine ended a request without saying why.") from None
-                if (error := _error_in(output)) is not None:
-                    self._tracker.failed(attempt, error, was_scheduled=Stage.STARTED in (output.ages or {}))
-                    self._note_end(attempt, output)
-                    await self._fail(attempt, error)
+                event = self._event_of(output)
+                if event is SequenceEvent.TOKENS and self.state is SequenceState.DECODING:
+                    yield self._keep_tokens(output)  # its row, without a detour for each token
                     continue
-                if output.kv_source is not None and output.finish_reason is None:
-                    self._handoff.start_early(attempt, output.kv_source)
-                    continue
-                output = await self._accept(attempt, output)
-                yield output
-                if output.finish_reason is not None:
-                    return
+                await self._apply(event, output)
+                if (output_now := self._output) is not None:
+                    self._output = None
+                    yield output_now
         finally:
-            self._retries.ended()
-            if self._attempt is not None and self._tracker.deadline.is_over:
-                self._tracker.judge(self._attempt, Failure.TIMED_OUT)
-            self._handoff.withdraw()
-            await self._end_attempt()
+            self._serving.retry_budget.ended()
+            await self._apply(SequenceEvent.CLOSED)
 
-    async def _accept(self, attempt: Attempt, output: EngineOutput) -> EngineOutput:
-        """Keeps what another engine would need to go on from here; starts the decode attempt when prefill is done."""
-        if not attempt.is_read:
-            self._note_first_word(attempt, output)
-            self._tracker.spoke(attempt)
-            self._handoff.taken()
-        output = self._progress.take(output)
-        if output.finish_reason is not FinishReason.HANDOFF:
-            return output
-        if output.kv_source is None:
-            raise internal("A prefill engine handed over without saying where its KV is.")
-        self._handoff.offered(attempt.placement.engine, output.kv_source)
-        self._failure, self._attempt = Failure.NO_READER, None
-        await self._tracker.close(attempt)
-        reader = await self._handoff.begin_early()
-        self.timeline.note(Stamp.TICKET, time.monotonic() if reader is None else reader.sent_s)  # which is when it came
-        if reader is None and not self._handoff.tell_soon(self._tell_reader):
-            reader = self._path.next_attempt(self._failure)
-        if reader is not None:
-            self._go_on_in(reader)
-        return msgspec.structs.replace(output, finish_reason=None, kv_source=None)
+    async def _apply(self, event: SequenceEvent, output: EngineOutput = NO_OUTPUT) -> None:
+        row = SEQUENCE_TABLE.get((self.state, event))
+        if row is None:
+            logger.error("%s: an engine sent %r to a sequence that is %s", self._request.request_id, event, self.state)
+            raise internal("An engine answered out of turn.")
+        self.state = row.next_state
+        for effect in row.effects:
+            await self._perform(effect, output)
 
-    def _tell_reader(self) -> Attempt | None:
-        """The one that is to go on, where there is one that does not know: while there is, there is no attempt."""
-        attempt = self._handoff.tell_now()
-        return None if attempt is None else self._go_on_in(attempt)
+    async def _perform(self, effect: Effect, output: EngineOutput) -> None:
+        match effect:
+            case Effect.SUBMIT:
+                self._submit()
+            case Effect.SUBMIT_SOON:
+                # The client's token is on its way first, and a client that reads slowly delays no submission.
+                asyncio.get_running_loop().call_soon(self._submit_if_selected)
+            case Effect.SUBMIT_EARLY:
+                self._submit_early(_source_in(output))
+            case Effect.BEGIN_EARLY:
+                self._begin_early()
+            case Effect.NOTE_FIRST_OUTPUT:
+                self._note_first_output(output)
+            case Effect.DELIVER:
+                self._output = self._keep_tokens(output)
+            case Effect.KEEP_OFFER:
+                self._offer = Offer(self._current.engine, _source_in(output))
+            case Effect.DROP_OFFER:
+                self._offer = None
+            case Effect.WITHDRAW_OFFER:
+                self._withdraw_offer()
+            case Effect.CLOSE_ATTEMPT:
+                await self._close_attempt()
+            case Effect.CLOSE_ALL:
+                await self._close_all()
+            case Effect.HAND_OFF:
+                await self._hand_off(_source_in(output))
+            case Effect.BLAME:
+                self._blame()
+            case Effect.JUDGE_DEADLINE:
+                self._judge_deadline()
+            case Effect.RETRY:
+                self._retry()
+            case Effect.NEW_GENERATION:
+                self._generation += 1
+            case Effect.ANSWER_ERROR:
+                raise from_engine(self._history.newest_error, self._serving.retry_after_s())
+            case Effect.ANSWER_NO_ENGINE:
+                raise self._no_engine()
 
-    def _go_on_in(self, attempt: Attempt) -> Attempt:
+    # ------------------------------------------------------------------ events
+
+    def _event_of(self, output: EngineOutput) -> SequenceEvent:
+        if output.finish_reason is None and output.error is None:
+            return SequenceEvent.TOKENS if output.kv_source is None else SequenceEvent.OFFERED_EARLY
+        if output.finish_reason is FinishReason.ABORT:  # not by this gateway, which would no longer listen
+            return self._event_of_error(EngineError(ErrorKind.ENGINE_DEAD, "The engine gave the request up."), output)
+        if output.error is not None:
+            return self._event_of_error(output.error, output)
+        return SequenceEvent.HANDED_OFF if output.finish_reason is FinishReason.HANDOFF else SequenceEvent.FINISHED
+
+    def _event_of_error(self, error: EngineError, output: EngineOutput) -> SequenceEvent:
+        attempt, now_s = self._current, time.monotonic()
+        attempt.note_error(error, was_scheduled=Stage.STARTED in (output.ages or {}))
+        if not attempt.has_output:
+            self.timeline.heard(attempt, output.ages or {}, now_s)
+        self.timeline.note(Stamp.FAILED, now_s, attempt.engine.engine_id)
+        holder = None if attempt.holder is None else engine_key(attempt.holder)
+        engine, brought_tokens = engine_key(attempt.engine), attempt.has_output
+        self._failure = self._history.failed(error, engine, holder, brought_tokens=brought_tokens)
+        if not self._history.may_go_on:
+            return SequenceEvent.FAILED
+        is_refusal = RETRY_POLICY[self._failure].blame is Blame.FULL
+        return SequenceEvent.REFUSED if is_refusal else SequenceEvent.LOST
+
+    # ------------------------------------------------------------------ placing
+
+    async def _wait_for_engine(self) -> None:
+        """Place the sequence. Raises `ApiError` (503) when no engine can take it in time."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._serving.settings.capacity_timeout_s
+        with self._serving.metrics.unplaced.track_inprogress():
+            while not await self._place():
+                if self._is_refused_by_all or loop.time() >= give_up_s:
+                    await self._apply(SequenceEvent.NO_ENGINE)
+                await asyncio.sleep(POLL_S)
+        if self._owes_retry:
+            self._owes_retry = False
+            self._serving.retry_budget.spend()
+
+    async def _place(self) -> bool:
+        """Let an engine go on with the sequence, if there is one now and a further attempt may be made."""
+        holder = None if self._offer is None else self._offer.engine
+        if not self._may_try or (found := self._selector.select(self._failure, self._query_now(), holder)) is None:
+            return False
+        self._selection = found
+        self._path.note(found, self._failure)
+        if found.route is None:
+            await self._apply(SequenceEvent.READER_FOUND)
+        else:
+            await self._apply(SequenceEvent.ENGINE_FOUND if holder is None else SequenceEvent.RECOMPUTE_FOUND)
+        return True
+
+    @property
+    def _may_try(self) -> bool:
+        return not self._owes_retry or self._serving.retry_budget.left > 0
+
+    @property
+    def _is_refused_by_all(self) -> bool:
+        """No engine has room: the client is told at once, and waits instead of the gateway."""
+        return self._failure is Failure.OVERLOADED and (self._may_try or self._selector.are_full)
+
+    def _no_engine(self) -> ApiError:
+        retry_after_s = self._serving.retry_after_s()
+        last = self._history.last_error
+        detail = "" if last is None else f" The last attempt: {last.message}"
+        if not self._may_try and not self._is_refused_by_all:
+            return no_retries_left(f"Too many attempts of other requests fail, too.{detail}", retry_after_s)
+        if self._history.full:
+            return engines_full(retry_after_s, detail)
+        return no_capacity(f"No engine can take the request now.{detail}", retry_after_s)
+
+    # ------------------------------------------------------------------ attempts
+
+    @property
+    def _current(self) -> Attempt:
+        assert self._attempt is not None, self.state
+        return self._attempt
+
+    def _request_now(self) -> EngineRequest:
+        """Return the request with all tokens so far: another engine needs to know no more."""
+        return msgspec.structs.replace(self._request, output_token_ids=list(self._tokens), generation=self._generation)
+
+    def _query_now(self) -> RoutingQuery:
+        return self._query.with_tokens(len(self._request.prompt_token_ids) + len(self._tokens))
+
+    def _submit(self) -> Attempt:
+        """Send the sequence to the engine that was found."""
+        found, self._selection = self._selection, None
+        assert found is not None, self.state
+        request = self._request_now()
+        if found.route is not None:
+            request = msgspec.structs.replace(request, keep_kv=found.route.hands_off)
+            attempt = self._open(found.placement, request)
+        else:
+            assert self._offer is not None
+            request = msgspec.structs.replace(request, kv_source=self._offer.source)
+            attempt = self._open(found.placement, request, self._offer.engine)
+        return self._listen_to(attempt)
+
+    def _submit_if_selected(self) -> None:
+        if self._selection is not None:
+            self._submit()
+
+    def _submit_early(self, source: KVSource) -> None:
+        """Let a decode engine fetch the prompt while it is computed. If none is there, the hand-off looks for one."""
+        if self._early is not None:
+            return
+        holder = self._current.engine
+        placement = self._selector.reader(self._query_now(), holder)
+        if placement is not None:
+            request = msgspec.structs.replace(self._request_now(), kv_source=source, awaits_first_token=True)
+            self._early = self._open(placement, request, holder)
+
+    def _open(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> Attempt:
+        return self._serving.attempts.open(placement, self._deadline.on(request), holder)
+
+    def _listen_to(self, attempt: Attempt) -> Attempt:
         self._attempt = attempt
         self.timeline.sent(attempt)
         return attempt
 
-    def _note_first_word(self, attempt: Attempt, output: EngineOutput) -> None:
-        now_s = time.monotonic()
+    async def _hand_off(self, source: KVSource) -> None:
+        """Find the engine that goes on, before the first token is sent: `path` is final then."""
+        self._failure = Failure.NO_READER
+        if self._early is not None and self._early.fetches(source):
+            self.timeline.note(Stamp.TICKET, self._early.sent_s)
+            await self._apply(SequenceEvent.EARLY_READER)
+            return
+        if self._early is not None:  # the prompt is on offer anew, and what it fetches is no more
+            await self._close_early()
+            self._generation += 1  # its last output may still come
+        self.timeline.note(Stamp.TICKET, time.monotonic())
+        await self._place()
+
+    def _begin_early(self) -> None:
+        early, self._early = self._early, None
+        assert early is not None
+        self._serving.client.begin(early.engine, self._request.request_id, self._generation, self._tokens[-1])
+        self._listen_to(early)
+
+    def _withdraw_offer(self) -> None:
+        if (offer := self._offer) is not None:
+            self._offer = None
+            self._serving.client.abort(offer.engine, self._request.request_id, self._generation)
+
+    async def _close_all(self) -> None:
+        self._selection = None
+        await self._close_early()
+        await self._close_attempt()
+
+    async def _close_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            await self._close(early)
+
+    async def _close_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            await self._close(attempt)
+
+    async def _close(self, attempt: Attempt) -> None:
+        self.gpu_time_spent |= attempt.has_run
+        await self._serving.attempts.close(attempt)
+
+    # ------------------------------------------------------------------ outputs
+
+    def _note_first_output(self, output: EngineOutput) -> None:
+        attempt, now_s = self._current, time.monotonic()
         self.timeline.heard(attempt, output.ages or {}, now_s)
-        if not self._progress.num_tokens:
+        if not self._tokens:
             self.timeline.note(Stamp.FIRST_TOKEN, now_s)
         elif attempt.holder is None:
             self.timeline.note(Stamp.RESUMED, now_s)
+        self._serving.attempts.note_first_output(attempt)
 
-    def _note_end(self, attempt: Attempt, output: EngineOutput) -> None:
-        """Of an attempt that was lost."""
-        now_s = time.monotonic()
-        if not attempt.is_read:
-            self.timeline.heard(attempt, output.ages or {}, now_s)
-        self.timeline.note(Stamp.FAILED, now_s, attempt.placement.engine.engine_id)
+    def _keep_tokens(self, output: EngineOutput) -> EngineOutput:
+        """Keep what another engine would need. Return what the client is to get of the output."""
+        if self._tokens and output.num_cached_tokens:  # the client knows: the first output told it
+            output = msgspec.structs.replace(output, num_cached_tokens=0)
+        self._tokens += output.token_ids
+        if output.prompt_logprobs is not None:  # no other engine needs to compute them again
+            sampling = msgspec.structs.replace(self._request.sampling, prompt_logprobs=None)
+            self._request = msgspec.structs.replace(self._request, sampling=sampling)
+        if output.finish_reason is FinishReason.HANDOFF:
+            return msgspec.structs.replace(output, finish_reason=None, kv_source=None)
+        return output
 
-    async def _fail(self, attempt: Attempt, error: EngineError) -> None:
-        """Clears away a failed attempt. Raises `ApiError` where another one is of no use."""
-        holder = None if attempt.holder is None else engine_key(attempt.holder)
-        engine = engine_key(attempt.placement.engine)
-        failure = self._failure = self._history.failed(error, engine, holder, brought_tokens=attempt.is_read)
-        self._tracker.judge(attempt, failure)
-        self._note_decision(attempt, failure)
-        self._tell(attempt, failure, error)
-        await self._end_attempt()
-        if RETRY_POLICY[failure].blame is not Blame.FULL:  # who refuses has not touched what is on offer
-            self._handoff.withdraw()
-        if not self._history.may_go_on:
-            raise from_engine(error, self._wait.retry_after_s())
-        self._wait.failed()
-        self._progress.generation += 1
-        self._metrics.retries.labels(failure).inc()
+    # ------------------------------------------------------------------ failures
 
-    def _tell(self, attempt: Attempt, failure: Failure, error: EngineError) -> None:
-        """Log a failed attempt."""
-        again = self._history.may_go_on
+    def _blame(self) -> None:
+        """Tell circuits, metrics and the log of a failed attempt."""
+        attempt, failure, again = self._current, self._history.failures[-1], self._history.may_go_on
+        self._serving.attempts.note_failure(attempt, failure, self._deadline)
         logger.log(
-            logging.WARNING if again else logging.INFO,  # else the request fails, and that is told
+            logging.WARNING if again else logging.INFO,  # else the request fails, and that is logged by itself
             "attempt %d at %s after %d tokens: %s at %s, %s: %s",
             len(self._history.failures),
-            self._progress.request_id,
-            self._progress.num_tokens,
+            self._request.request_id,
+            len(self._tokens),
             failure,
-            attempt.placement.engine.engine_id,
+            attempt.engine.engine_id,
             "another follows" if again else "the last one",
-            error.text,
+            self._history.newest_error.text,
         )
 
-    def _note_decision(self, attempt: Attempt, failure: Failure) -> None:
-        """How long the request waited for somebody who had said his last word."""
-        match RETRY_POLICY[failure].blame:
-            case Blame.ENGINE:
-                blamed = attempt.placement.engine
-            case Blame.HOLDER:
-                blamed = attempt.holder or attempt.placement.engine
-            case _:
-                return
-        since_s = max(attempt.sent_s, self._client.heard_s(blamed))
-        self._metrics.decisions_s.labels(failure).observe(time.monotonic() - since_s)
+    def _judge_deadline(self) -> None:
+        if self._attempt is not None and self._deadline.is_over:
+            self._serving.attempts.note_failure(self._attempt, Failure.TIMED_OUT, self._deadline)
 
-    async def _end_attempt(self) -> None:
-        """And the early one beside it, or the one that was to come."""
-        await self._handoff.end_attempts()
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            await self._tracker.close(attempt)
+    def _retry(self) -> None:
+        self._owes_retry = self._history.must_pay
+        self._generation += 1
+        self._serving.metrics.retries.labels(self._failure).inc()
 
 
-def _error_in(output: EngineOutput) -> EngineError | None:
-    if output.finish_reason is FinishReason.ABORT:  # not by us, or nobody would be here to read it
-        return EngineError(ErrorKind.ENGINE_DEAD, "The engine gave the request up.")
-    return output.error
+def _source_in(output: EngineOutput) -> KVSource:
+    if output.kv_source is None:
+        raise internal("A prefill engine handed over without saying where its KV is.")
+    return output.kv_source
 
 
 def _died(gone: EngineGone) -> EngineOutput:

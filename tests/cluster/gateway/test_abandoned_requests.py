@@ -17,7 +17,8 @@ from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.breaker import Breakers
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving.admission import AdmissionControl
-from baton.cluster.gateway.serving.dispatcher import Dispatcher
+from baton.cluster.gateway.serving.context import ServingContext
+from baton.cluster.gateway.serving.sequence import ServedSequence
 from baton.cluster.gateway.serving.timeline import Timeline
 from baton.cluster.gateway.settings import BreakerSettings, GatewaySettings
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
@@ -66,7 +67,7 @@ class World:
         metrics = GatewayMetrics("m", self.cluster.engines, self.cluster.listed)
         self.breakers = Breakers(limits.breaker, time.monotonic)
         admission = AdmissionControl(limits, time.monotonic)
-        self.dispatcher = Dispatcher(self.cluster, router, limits, metrics, admission, self.breakers)
+        self.serving = ServingContext(self.cluster, router, limits, metrics, admission, self.breakers)
         self.clients: list[asyncio.Task[None]] = []
 
     async def happen(self, what: str, value: object) -> None:
@@ -101,7 +102,7 @@ class World:
         request = EngineRequest(
             request_id=f"r{number}", prompt_token_ids=[5 + number] * length, sampling=sampling, seed=number
         )
-        outputs = self.dispatcher.dispatch(request, Timeline(0.0, 0.0)).outputs()
+        outputs = ServedSequence(self.serving, request, Timeline(0.0, 0.0)).outputs()
         async with contextlib.aclosing(outputs):
             with contextlib.suppress(ApiError):
                 async for _ in outputs:
@@ -114,7 +115,7 @@ class World:
         assert not [result for result in results if isinstance(result, Exception)]
 
     async def check_nothing_is_left(self) -> None:
-        cluster, loads = self.cluster, self.dispatcher.router.loads
+        cluster, loads = self.cluster, self.serving.router.loads
         assert not [engine.streams for engine in cluster.members if engine.streams], "no leg, at once"
         cluster.wire.hold = False
         for engine in cluster.members:
@@ -126,7 +127,7 @@ class World:
             await asyncio.sleep(0.001)
         assert not loads._requests
         assert not loads._tokens
-        assert self.dispatcher.retries.num_running == 0
+        assert self.serving.retry_budget.num_running == 0
         assert not [circuit for circuit in self.breakers._circuits.values() if circuit._trial is not None]
 
 

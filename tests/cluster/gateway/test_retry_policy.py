@@ -1,4 +1,4 @@
-"""What follows a failed attempt: every row of the ladder's table, through a gateway and real engine cores."""
+"""What follows a failed attempt: every row of the retry policy, through a gateway and real engine cores."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ def test_the_first_loss_is_free_and_later_ones_where_the_attempt_brought_tokens(
     assert paid == [False, True, False, True]
 
 
-def test_the_page_has_the_ladders_table() -> None:
+def test_the_page_has_the_retry_policys_table() -> None:
     rows = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
-        for line in PAGE.read_text().partition("## The ladder")[2].partition("\n## ")[0].splitlines()
+        for line in PAGE.read_text().partition("## The retry policy")[2].partition("\n## ")[0].splitlines()
         if re.match(r"\| `", line) and line.count("|") == 8
     ]
     assert [row[:1] + row[2:] for row in rows] == [

@@ -1,0 +1,49 @@
+"""What all sequences of one gateway share."""
+
+from __future__ import annotations
+
+import time
+
+from baton.cluster.contracts import EngineClient
+
+from ..metrics import GatewayMetrics
+from ..routing.breaker import Breakers
+from ..routing.router import Router
+from ..settings import GatewaySettings
+from .admission import AdmissionControl
+from .attempt import AttemptTracker
+from .retry_policy import RetryBudget
+
+
+class ServingContext:
+    """The engines, and the gateway's knowledge of them. Nothing here belongs to one sequence."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        router: Router,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        admission: AdmissionControl,
+        breakers: Breakers,
+        *,
+        scales_from_zero: bool = False,
+    ) -> None:
+        """`scales_from_zero`: an autoscaler starts engines when requests wait for them."""
+        self.client = client
+        self.router = router
+        self.settings = settings
+        self.metrics = metrics
+        self.admission = admission
+        self.breakers = breakers
+        self.attempts = AttemptTracker(client, router.loads, breakers, metrics.observe_decision)
+        self.retry_budget = RetryBudget(settings.retry_budget, settings.retry_budget_min, time.monotonic)
+        self._scales_from_zero = scales_from_zero
+
+    def retry_after_s(self) -> float:
+        """Return the time after which a refused client may come again: when the shortest queue is worked off."""
+        return self.admission.retry_after_s(self.client.engines())
+
+    def is_ready(self) -> bool:
+        """Return True if a request can be served now, or if engines start with the first request."""
+        return self._scales_from_zero or any(view.record.role.writes_answers for view in self.client.engines())
