@@ -16,7 +16,6 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from .autoscaling.serve_policy import FollowDirectory
 from .contracts import LoadBalancing, Role
 from .engines.replica import EngineReplica
 from .ingress.gateway_controller import GatewayController
@@ -24,6 +23,7 @@ from .ingress.replica import GatewayReplica
 from .logs import LogFormat
 from .membership.draining import LONGEST_S
 from .planning.plan import check_model
+from .serve_policy import FollowDirectory
 from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
 
 ROOT = "gateway"  # the name of the deployment

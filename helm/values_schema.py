@@ -11,12 +11,11 @@ from typing import Any
 
 import msgspec
 
-from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import LoadBalancing, Role
 from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
 from baton.cluster.logs import LogFormat, LogLevel
-from baton.cluster.spec import NOT_AN_ENGINES, Fleet, GatewaySpec, KVTiers
+from baton.cluster.spec import NOT_AN_ENGINES, AutoscalingSpec, Fleet, GatewaySpec, KVTierSpec
 from baton.engine.config import EngineConfig
 from baton.kv_transfer.settings import TransferSettings
 
@@ -131,7 +130,7 @@ def _engine() -> Schema:
 
 
 def _fleet() -> Schema:
-    tiers = closed(_plain(KVTiers.model_json_schema())["properties"])
+    tiers = closed(_plain(KVTierSpec.model_json_schema())["properties"])
     return closed({**_plain(Fleet.model_json_schema())["properties"], "engine": shared("engine"), "kv_tiers": tiers})
 
 
@@ -209,7 +208,7 @@ def _operations() -> Schema:
                 "upscalingMode": choice("Default", "Aggressive", "Conservative"),
                 "idleTimeoutSeconds": SECONDS,
                 "resources": RESOURCES,
-                **_plain(AutoscalingSettings.model_json_schema())["properties"],
+                **_plain(AutoscalingSpec.model_json_schema())["properties"],
             }
         ),
         "upgradeStrategy": choice("NewCluster", "None"),

@@ -18,9 +18,9 @@ import typer
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from baton.cluster.cli.eval import eval_app
 from baton.cluster.cli.main import app as baton_app
 from baton.cluster.contracts import ClientCounters, DirectorySnapshot
-from baton.cluster.eval.recall import eval_app
 from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.model import ServedModel

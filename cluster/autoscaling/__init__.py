@@ -1,5 +1,4 @@
-"""How many groups each fleet has.
+"""The number of groups of each fleet: measurements (`load`), decisions (`policy`), and the scaler in the directory.
 
-What was measured (`load`), what follows from it (`policy`), who carries it out (`scaler`, `serve_policy`), and what it
-would have done elsewhere (`simulation`, against other ways to choose `sizes`).
+Serve hears of the decisions by `cluster/serve_policy.py`; `cluster/simulation` runs the scaler in virtual time.
 """

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 GONE_S = 60.0  # for which a group that left is named: Serve takes seconds to notice
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class FleetTarget(msgspec.Struct, frozen=True):
     """What one fleet is to have."""
 
     replicas: int
@@ -57,12 +57,12 @@ class Scaler:
         for role, count in replicas.items():
             self._decided.setdefault(role, count)
 
-    def wanted(self, role: Role) -> Wanted | None:
+    def wanted(self, role: Role) -> FleetTarget | None:
         """None: nothing is decided yet."""
         if role not in self._decided:
             return None
         leaving = [group_id for group_id, (its_role, _) in self._leaving.items() if its_role is role]
-        return Wanted(self._decided[role], leaving)
+        return FleetTarget(self._decided[role], leaving)
 
     def update(self, now_s: float, gateways: Iterable[str], groups: Sequence[EngineGroup]) -> dict[str, bool]:
         """Once a second: takes a sample and decides. Returns groups that are to leave (True), or after all to stay."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import DEFAULT_URL, ApiKey, JsonFile, Url, engine_args_from, fail
+from .cli_common import DEFAULT_URL, ApiKey, JsonFile, Url, engine_args_from, fail
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -263,12 +263,12 @@ def autoscale(
     """Fleets that follow their load, in virtual time: the autoscaler, Serve's default policy, fixed sizes."""
     import msgspec
 
-    from baton.cluster.autoscaling.compare import Case, InvalidSimulation, compare, table
-    from baton.cluster.replay.traffic import InvalidTrace, Shape
+    from baton.cluster.simulation.autoscaler_comparison import InvalidSimulation, ScalingCase, compare, table
+    from baton.cluster.simulation.traffic import InvalidTrace, TrafficShape
 
-    shape = Shape(num_prompts, request_rate, input_len, output_len, seed)
+    shape = TrafficShape(num_prompts, request_rate, input_len, output_len, seed)
     try:
-        rows = compare(Case(shape, trace, max_replicas, start, ttft, inter_token, downscale_delay))
+        rows = compare(ScalingCase(shape, trace, max_replicas, start, ttft, inter_token, downscale_delay))
     except (InvalidSimulation, InvalidTrace) as error:
         fail(str(error))
     _show(table(rows), msgspec.to_builtins(rows), json_file)
@@ -299,15 +299,14 @@ def router(
     """Routing policies on the same requests, in virtual time: real router, real schedulers, no device."""
     import msgspec
 
-    from baton.cluster.replay.compare import InvalidReplay, compare, table
-    from baton.cluster.replay.replay import Fleets
-    from baton.cluster.replay.traffic import InvalidTrace, Shape
+    from baton.cluster.simulation.router_simulation import InvalidSimulation, SimulatedFleets, compare, table
+    from baton.cluster.simulation.traffic import InvalidTrace, TrafficShape
 
     unified = 0 if prefill or decode else unified
-    fleets = Fleets(unified, prefill, decode, num_blocks, gateways, host_blocks, disk_blocks)
-    shape = Shape(num_prompts, request_rate, input_len, output_len, seed)
+    fleets = SimulatedFleets(unified, prefill, decode, num_blocks, gateways, host_blocks, disk_blocks)
+    shape = TrafficShape(num_prompts, request_rate, input_len, output_len, seed)
     try:
         rows = compare(fleets, shape, trace, policies or ())
-    except (InvalidReplay, InvalidTrace) as error:
+    except (InvalidSimulation, InvalidTrace) as error:
         fail(str(error))
     _show(table(rows), msgspec.to_builtins(rows), json_file)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from baton.cluster.gateway.routing.ranks import spell_ranks
 
-from .words import fail, stdout_console
+from .cli_common import fail, stdout_console
 
 ANSWER_S = 600.0  # silence of a chat's server
 STATUS_S = 10.0  # silence of a gateway that is asked for its state, for which it waits for nobody

@@ -6,8 +6,8 @@ import typer
 
 from baton.cluster.gateway.routing.ranks import spell_ranks
 
+from .cli_common import fail
 from .ray_cluster import NoRayCluster, connect, leave
-from .words import fail
 
 
 def drain_rank(rank: int, app: str, ray_address: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .bench import bench_app
-from .words import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, stdout_console
+from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, stdout_console
 
 MOST_GB = 1e6  # of anything that one machine has
 
@@ -56,7 +56,7 @@ def _refuse_environment() -> None:
 def _mount_eval() -> None:
     """Imported only when it is asked for: it brings in what it evaluates with."""
     if sys.argv[1:2] == ["eval"]:
-        from baton.cluster.eval.recall import eval_app
+        from baton.cluster.cli.eval import eval_app
     else:
         eval_app = typer.Typer()
     app.add_typer(eval_app, name="eval", help="Check the answers of a running server.")

@@ -16,11 +16,11 @@ from baton.cluster.disks import full_disks
 from baton.cluster.logs import configure
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
 
+from .cli_common import fail, say_error
 from .client import print_ranks
 from .local import LocalApplication, Progress, ServeFailed, kill_what_started
 from .ports import PortTaken, claimed_ports
 from .stop import Output, Stop
-from .words import fail, say_error
 
 DEFAULT_HOST = "127.0.0.1"
 ALL_STOPPED = "Stopped: every process has ended."

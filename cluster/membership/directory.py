@@ -24,7 +24,7 @@ import ray
 from ray.actor import ActorHandle
 
 from baton.cluster.autoscaling.load import GatewayLoad
-from baton.cluster.autoscaling.scaler import Scaler, Wanted
+from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
 from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
 from baton.cluster.logs import LogSettings, configure
 from baton.engine.net.curve import ClusterKey
@@ -109,7 +109,7 @@ class Directory:
         if self._scaler is not None and group is not None and group.epoch == epoch:
             self._scaler.hear_group(group, pulses)
 
-    async def wanted(self, role: Role, replicas: int) -> Wanted | None:
+    async def wanted(self, role: Role, replicas: int) -> FleetTarget | None:
         """How many groups a fleet is to have that has `replicas` now; None where that is not for us to say."""
         if self._scaler is None:
             return None

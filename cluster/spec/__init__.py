@@ -2,20 +2,21 @@
 
 from .application import NOT_AN_ENGINES, REPLICA_CPUS, Bundle, FleetSpec
 from .files import DEFAULT_NAME, applications_in_file, has_model, load_spec, load_specs, read_mapping, specs_in_file
-from .parts import Fleet, GatewaySpec, KVTiers
+from .parts import AutoscalingSpec, Fleet, GatewaySpec, KVTierSpec
 from .ray_clusters import is_ray_cluster, load_ray_cluster
-from .strict import InvalidSpec
+from .validation_errors import InvalidSpec
 
 __all__ = [
     "DEFAULT_NAME",
     "NOT_AN_ENGINES",
     "REPLICA_CPUS",
+    "AutoscalingSpec",
     "Bundle",
     "Fleet",
     "FleetSpec",
     "GatewaySpec",
     "InvalidSpec",
-    "KVTiers",
+    "KVTierSpec",
     "applications_in_file",
     "has_model",
     "is_ray_cluster",

@@ -27,7 +27,7 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
 
 from .parts import MAX_PORT, AutoscalingSpec, Fleets, GatewaySpec, LoggingSpec
-from .strict import Strict, unknown_key
+from .validation_errors import StrictModel, unknown_key
 
 SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
 MOST_WORKERS = 16_384  # of one application: each is a process with a device
@@ -46,7 +46,7 @@ NOT_AN_ENGINES = {
 }
 
 
-class FleetSpec(Strict):
+class FleetSpec(StrictModel):
     """One application: a model, its gateways and its engines. Build it with `load_spec`, whose errors read better."""
 
     model: str

@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.cluster.contracts import Role
 
-from .strict import InvalidSpec, unknown_key
+from .validation_errors import InvalidSpec, unknown_key
 
 GATEWAY = "gateway"
 SIZE = "num_replicas"

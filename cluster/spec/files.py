@@ -12,8 +12,7 @@ import pydantic
 from .application import FleetSpec
 from .deployments import with_sizes_of
 from .ray_clusters import is_ray_cluster
-from .strict import InvalidSpec
-from .wording import lines_of
+from .validation_errors import InvalidSpec, describe
 from .yaml_text import read_yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -33,7 +32,7 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     try:
         return FleetSpec.model_validate(dict(args))
     except pydantic.ValidationError as error:
-        raise InvalidSpec(lines_of(error)) from None
+        raise InvalidSpec(describe(error)) from None
 
 
 def find_model_folder(model: str) -> Path:
@@ -123,7 +122,7 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         applications = _ServeFile.model_validate(content).applications
     except pydantic.ValidationError as error:
-        raise InvalidSpec(lines_of(error)) from None
+        raise InvalidSpec(describe(error)) from None
     names = [each.name for each in applications]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidSpec(f"applications: two are named {twice!r}; give each a `name` of its own")

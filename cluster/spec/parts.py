@@ -1,4 +1,4 @@
-"""What an application's gateways and fleets may say."""
+"""Settings of an application's gateways, fleets, autoscaling and logs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from baton.cluster.autoscaling.settings import AutoscalingSettings
 from baton.cluster.contracts import Bounds, Role
 from baton.cluster.gateway.api_keys import InvalidKeys, keys_in
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.logs import LogSettings
 from baton.kv_transfer.tiers.settings import TierSettings
 
-from .strict import InvalidSpec, Strict
+from .validation_errors import InvalidSpec, StrictModel
 
 MAX_PORT = 65535
 Resources = dict[str, Annotated[float, Field(ge=0)]]  # Ray's, by name
 
 
-class GatewaySpec(Strict, GatewaySettings):
+class GatewaySpec(StrictModel, GatewaySettings):
     """The gateways: where they listen, how many there are, and the limits of each."""
 
     replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
@@ -48,19 +47,31 @@ class GatewaySpec(Strict, GatewaySettings):
         return self
 
 
-class LoggingSpec(Strict, LogSettings):
-    """See `LogSettings`."""
+class LoggingSpec(StrictModel, LogSettings):
+    """Settings of all logs; the fields are those of `LogSettings`."""
 
 
-class AutoscalingSpec(Strict, AutoscalingSettings):
-    """See `AutoscalingSettings`."""
+class AutoscalingSpec(StrictModel):
+    """Targets of the application, and how soon its fleets follow them; the fleets themselves bound their sizes.
+
+    Names that Ray Serve's `autoscaling_config` has, too, mean the same.
+    """
+
+    ttft_s: float = Field(1.0, gt=0)  # from the request to its first token
+    inter_token_s: float = Field(0.05, gt=0)  # between the tokens of an answer
+    percentile: float = Field(0.9, gt=0, lt=1)  # share of the requests and tokens for which the targets hold
+    target_utilization: float = Field(0.7, gt=0, le=1)  # of what a group can do within the targets
+    look_back_period_s: float = Field(30.0, ge=5)  # over which rates and latencies are measured
+    upscale_delay_s: float = Field(5.0, ge=0)  # for which more must be wanted before more come; the first at once
+    downscale_delay_s: float = Field(300.0, ge=0)
+    downscale_to_zero_delay_s: float | None = Field(None, ge=0)  # without requests; by default `downscale_delay_s`
 
 
-class KVTiers(Strict, TierSettings):
+class KVTierSpec(StrictModel, TierSettings):
     """Memory behind the pool of each engine of a fleet."""
 
 
-class Fleet(Strict):
+class Fleet(StrictModel):
     """Engines of one role. `replicas` counts groups, never ranks: what is said of a worker holds for each rank."""
 
     replicas: int = Field(1, ge=1)  # where it is scaled, see `min_replicas`: at the start
@@ -109,7 +120,7 @@ class Fleet(Strict):
             )
         return self
 
-    kv_tiers: KVTiers | None = None  # by default an engine forgets the blocks that it evicts
+    kv_tiers: KVTierSpec | None = None  # by default an engine forgets the blocks that it evicts
 
     @property
     def markers(self) -> list[str]:
@@ -117,7 +128,7 @@ class Fleet(Strict):
         return [name for name, amount in self.resources.items() if 0 < amount < 1]
 
 
-class Fleets(Strict):
+class Fleets(StrictModel):
     """Either `unified`, or `prefill` and `decode`, or all three."""
 
     unified: Fleet | None = None

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from baton.cluster.eval.task import SYLLABLES, TOKENS_PER_PAIR, TOKENS_PER_QUESTION
+from baton.cluster.recall import SYLLABLES, TOKENS_PER_PAIR, TOKENS_PER_QUESTION
 
 VOCAB_SIZE = 4096
 END_OF_TEXT, SYSTEM, USER, ASSISTANT, END = "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"

@@ -17,7 +17,7 @@ from typing import Self
 import httpx
 from resuming import Refused, ResumableStream
 
-from baton.cluster.eval.recall import Question, make_questions
+from baton.cluster.recall import Question, make_questions
 
 LENGTHS = (64, 256, 700, 1500)  # tokens of a prompt, about
 MODEL = "baton-demo"

@@ -21,7 +21,7 @@ from free_ports import free_port
 from served import BATON, config_file, eventually
 
 from baton.cluster.cli.processes import descendants, kill
-from baton.cluster.eval.task import make_question
+from baton.cluster.recall import make_question
 
 READY_S = 120.0
 DRAIN_TIMEOUT_S = 20.0

@@ -25,16 +25,16 @@ from baton.cluster.autoscaling.load import (
     percentile,
 )
 from baton.cluster.autoscaling.policy import Moment, decide, wishes_of
-from baton.cluster.autoscaling.scaler import Scaler, Wanted
-from baton.cluster.autoscaling.serve_policy import groups_to_have
-from baton.cluster.autoscaling.simulation import Outcome, Simulation, World
-from baton.cluster.autoscaling.sizes import Autoscaled, FixedSizes, Sizer
+from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
 from baton.cluster.cli.main import app
 from baton.cluster.contracts import Bounds, DirectorySnapshot, EngineGroup, EnginePulse, Role, ScalePlan
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.replay.engines import Speed
-from baton.cluster.replay.traffic import Arrival, Shape, bursts, tides
+from baton.cluster.serve_policy import groups_to_have
+from baton.cluster.simulation.autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
+from baton.cluster.simulation.fleet_sizing import Autoscaled, FixedSizes, Sizer
+from baton.cluster.simulation.traffic import RequestArrival, TrafficShape, bursts, tides
+from baton.cluster.simulation.virtual_engine import Speed
 
 P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
 PLAN = ScalePlan(
@@ -283,7 +283,7 @@ def test_a_gateway_that_comes_back_has_not_been_asked_all_it_ever_was_at_once() 
         for group in groups:
             scaler.hear_group(group, [pulse])
         scaler.update(float(second), [] if second == 15 else ["g"], groups)  # and then out of reach
-        assert [scaler.wanted(role) for role in (P, D)] == [Wanted(1, []), Wanted(1, [])]
+        assert [scaler.wanted(role) for role in (P, D)] == [FleetTarget(1, []), FleetTarget(1, [])]
 
 
 def test_a_percentile_lies_within_its_bucket() -> None:
@@ -379,7 +379,7 @@ def test_nothing_is_wanted_of_fleets_that_serve_has_not_told_of() -> None:
 
 def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() -> None:
     """Else it would stop another one as well."""
-    wanted = Wanted(replicas=1, leaving=["decode-b"])
+    wanted = FleetTarget(replicas=1, leaving=["decode-b"])
 
     def context(*running: str) -> AutoscalingContext:
         return AutoscalingContext(
@@ -409,18 +409,18 @@ def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() 
 # ---- in virtual time ----
 
 SPEED = Speed(step_s=0.02, row_s=0.0006, prefill_tokens_per_s=6000.0)
-WORLD = World(SPEED, CostRates(prefill_tokens_per_s=6000.0), 10.0, 2048, ttft_s=2.0, inter_token_s=0.05)
+WORLD = SimulatedWorld(SPEED, CostRates(prefill_tokens_per_s=6000.0), 10.0, 2048, ttft_s=2.0, inter_token_s=0.05)
 SLOW = msgspec.structs.replace(
     PLAN, ttft_s=2.0, fleets={P: Bounds(1, 4), D: Bounds(1, 4)}, target_utilization=0.7, look_back_period_s=20.0
 )
 
 
-def simulated(sizer: Sizer, arrivals: list[Arrival]) -> Outcome:
-    return Simulation(WORLD, sizer).run(arrivals)
+def simulated(sizer: Sizer, arrivals: list[RequestArrival]) -> ScalingOutcome:
+    return AutoscalerSimulation(WORLD, sizer).run(arrivals)
 
 
 def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_than_the_mean() -> None:
-    arrivals = tides(Shape(500, 4.0, 1536, 32), period_s=120.0)
+    arrivals = tides(TrafficShape(500, 4.0, 1536, 32), period_s=120.0)
     scaled = simulated(Autoscaled(SLOW), arrivals)
     largest, mean = (simulated(FixedSizes({P: size, D: 1}), arrivals) for size in (4, 1))
     assert scaled.num_requests == largest.num_requests == 500
@@ -430,20 +430,20 @@ def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_t
 
 
 def test_a_steady_load_changes_nothing_once_it_is_served() -> None:
-    arrivals = bursts(Shape(300, 2.0, 1024, 32), every_s=1000.0, lasting_s=1.0, times=1.0)
+    arrivals = bursts(TrafficShape(300, 2.0, 1024, 32), every_s=1000.0, lasting_s=1.0, times=1.0)
     assert simulated(Autoscaled(SLOW), arrivals).changes <= 1
 
 
 def test_an_application_without_engines_answers_its_first_request_when_they_have_started() -> None:
     plan = msgspec.structs.replace(SLOW, fleets={P: Bounds(0, 2), D: Bounds(0, 2)})
-    outcome = simulated(Autoscaled(plan), [Arrival(30.0, [1] * 64, 4), Arrival(31.0, [2] * 64, 4)])
+    outcome = simulated(Autoscaled(plan), [RequestArrival(30.0, [1] * 64, 4), RequestArrival(31.0, [2] * 64, 4)])
     assert outcome.num_requests == 2
     assert WORLD.start_s <= outcome.ttft_p50_s <= WORLD.start_s + 3.0
     assert outcome.gpu_seconds < 2 * 20.0, "two groups, from the first request on"
 
 
 def test_the_same_simulation_gives_the_same_figures() -> None:
-    arrivals = tides(Shape(150, 4.0, 1024, 16), period_s=60.0)
+    arrivals = tides(TrafficShape(150, 4.0, 1024, 16), period_s=60.0)
     assert simulated(Autoscaled(SLOW), arrivals) == simulated(Autoscaled(SLOW), arrivals)
 
 

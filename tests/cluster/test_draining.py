@@ -16,7 +16,7 @@ from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.router import Path, Router
 from baton.cluster.membership import draining
 from baton.cluster.membership.draining import drain
-from baton.cluster.replay.engines import make_record
+from baton.cluster.simulation.virtual_engine import make_record
 from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.net.curve import ClusterKey

@@ -14,8 +14,8 @@ import yaml
 from ray.scripts import scripts as ray_scripts
 from ray.serve import scripts as serve_scripts
 
+from baton.cluster.cli.eval import eval_app
 from baton.cluster.cli.main import app as baton_app
-from baton.cluster.eval.recall import eval_app
 from baton.cluster.spec.files import load_specs
 from baton.engine.config import EngineConfig
 

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.cluster.autoscaling.load import GatewayLoad
+from baton.cluster.autoscaling.scaler import Scaler
 from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, ScalePlan
-
-from .load import GatewayLoad
-from .scaler import Scaler
 
 
 @dataclass
-class Fleet:
+class SimulatedFleet:
     """The groups of one role, and what each tells."""
 
     groups: list[EngineGroup] = field(default_factory=list)
@@ -30,7 +29,7 @@ class Sizer(Protocol):
         """Groups at the start."""
         ...
 
-    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, Fleet]) -> Mapping[Role, int]:
+    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, SimulatedFleet]) -> Mapping[Role, int]:
         """Asked once a second."""
         ...
 
@@ -47,7 +46,7 @@ class FixedSizes:
     def first(self) -> Mapping[Role, int]:
         return self._sizes
 
-    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, Fleet]) -> Mapping[Role, int]:
+    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, SimulatedFleet]) -> Mapping[Role, int]:
         return self._sizes
 
     def leaving(self, role: Role) -> list[str]:
@@ -65,7 +64,7 @@ class Autoscaled:
     def first(self) -> Mapping[Role, int]:
         return {role: bounds.min_replicas for role, bounds in self._plan.fleets.items()}
 
-    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, Fleet]) -> Mapping[Role, int]:
+    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, SimulatedFleet]) -> Mapping[Role, int]:
         self._scaler.hear_gateway("gateway", gateways)
         groups = [group for fleet in fleets.values() for group in fleet.groups]
         for fleet in fleets.values():
@@ -97,7 +96,7 @@ class OngoingRequests:
     def first(self) -> Mapping[Role, int]:
         return dict(self._sizes)
 
-    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, Fleet]) -> Mapping[Role, int]:
+    def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, SimulatedFleet]) -> Mapping[Role, int]:
         for role, bounds in self._plan.fleets.items():
             ongoing = sum(pulse.num_requests for pulses in fleets[role].pulses.values() for pulse in pulses)
             ongoing += gateways.unplaced if role is not Role.DECODE else 0

@@ -15,7 +15,7 @@ TRACE_BLOCK = 512  # tokens that a hash id of a trace stands for
 
 
 @dataclass(frozen=True)
-class Arrival:
+class RequestArrival:
     at_s: float
     prompt: list[int]
     output_tokens: int
@@ -34,7 +34,7 @@ class InvalidTrace(ValueError):
     """A trace file cannot be read as requests."""
 
 
-def trace(path: Path) -> list[Arrival]:
+def trace(path: Path) -> list[RequestArrival]:
     """Raises `InvalidTrace`."""
     try:
         lines = path.read_bytes().splitlines()
@@ -52,14 +52,14 @@ def trace(path: Path) -> list[Arrival]:
                 f"{path}, line {number}: input_length {entry.input_length} with {len(entry.hash_ids)} hash ids "
                 f"and output_length {entry.output_length}"
             )
-        arrivals.append(Arrival(entry.timestamp / 1e3, tokens[: entry.input_length], entry.output_length))
+        arrivals.append(RequestArrival(entry.timestamp / 1e3, tokens[: entry.input_length], entry.output_length))
     if not arrivals:
         raise InvalidTrace(f"{path} holds no requests: give a file with one a line")
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
 @dataclass(frozen=True)
-class Shape:
+class TrafficShape:
     """Random requests: Poisson arrivals, lengths spread by half to either side."""
 
     num_requests: int
@@ -69,18 +69,18 @@ class Shape:
     seed: int = 0
 
 
-def unshared(shape: Shape) -> list[Arrival]:
+def unshared(shape: TrafficShape) -> list[RequestArrival]:
     """No prompt has anything in common with another."""
     rng = random.Random(shape.seed)
     return [
-        Arrival(
+        RequestArrival(
             at_s, _tokens(rng.getrandbits(60), _spread(rng, shape.prompt_tokens)), _spread(rng, shape.output_tokens)
         )
         for at_s in _times(rng, shape)
     ]
 
 
-def shared(shape: Shape, *, num_systems: int, num_conversations: int) -> list[Arrival]:
+def shared(shape: TrafficShape, *, num_systems: int, num_conversations: int) -> list[RequestArrival]:
     """Conversations: each prompt is one of a few system prompts, all that was said before, and something new.
 
     Half of the mean prompt is the system prompt; which one follows Zipf's law, so one of them is hot. A conversation
@@ -96,11 +96,11 @@ def shared(shape: Shape, *, num_systems: int, num_conversations: int) -> list[Ar
         if not said[index] or len(said[index]) > 2 * shape.prompt_tokens:
             said[index] = list(rng.choices(systems, weights)[0])
         said[index] = said[index] + _tokens(rng.getrandbits(60), _spread(rng, max(2, shape.prompt_tokens // 4)))
-        arrivals.append(Arrival(at_s, said[index], _spread(rng, shape.output_tokens)))
+        arrivals.append(RequestArrival(at_s, said[index], _spread(rng, shape.output_tokens)))
     return arrivals
 
 
-def tides(shape: Shape, *, period_s: float, low: float = 0.1) -> list[Arrival]:
+def tides(shape: TrafficShape, *, period_s: float, low: float = 0.1) -> list[RequestArrival]:
     """Days: the rate follows a cosine from `low` of the mean to as much above it, and begins at its lowest."""
 
     def rate_at(at_s: float) -> float:
@@ -109,7 +109,7 @@ def tides(shape: Shape, *, period_s: float, low: float = 0.1) -> list[Arrival]:
     return _changing(shape, rate_at, 2 - low)
 
 
-def bursts(shape: Shape, *, every_s: float, lasting_s: float, times: float) -> list[Arrival]:
+def bursts(shape: TrafficShape, *, every_s: float, lasting_s: float, times: float) -> list[RequestArrival]:
     """A rate that is now and then so many times as high. It begins with the low one; `rate_per_s` is the mean."""
     share = lasting_s / every_s
     low = 1 / (1 - share + share * times)
@@ -120,19 +120,19 @@ def bursts(shape: Shape, *, every_s: float, lasting_s: float, times: float) -> l
     return _changing(shape, rate_at, low * times)
 
 
-def _changing(shape: Shape, rate_at: Callable[[float], float], highest: float) -> list[Arrival]:
+def _changing(shape: TrafficShape, rate_at: Callable[[float], float], highest: float) -> list[RequestArrival]:
     """Unshared prompts; `rate_at` and its `highest` value are shares of the mean."""
     rng, at_s = random.Random(shape.seed), 0.0
-    arrivals: list[Arrival] = []
+    arrivals: list[RequestArrival] = []
     while len(arrivals) < shape.num_requests:
         at_s += rng.expovariate(shape.rate_per_s * highest)
         if rng.random() * highest < rate_at(at_s):
             prompt = _tokens(rng.getrandbits(60), _spread(rng, shape.prompt_tokens))
-            arrivals.append(Arrival(at_s, prompt, _spread(rng, shape.output_tokens)))
+            arrivals.append(RequestArrival(at_s, prompt, _spread(rng, shape.output_tokens)))
     return arrivals
 
 
-def _times(rng: random.Random, shape: Shape) -> Iterator[float]:
+def _times(rng: random.Random, shape: TrafficShape) -> Iterator[float]:
     at_s = 0.0
     for _ in range(shape.num_requests):
         at_s += rng.expovariate(shape.rate_per_s)

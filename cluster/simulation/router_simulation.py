@@ -1,28 +1,34 @@
-"""One fleet, one policy, one list of requests: what clients and engines see."""
+"""Routing policies on the same requests, in virtual time: `baton bench router`."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+from rich.progress import track
+from rich.table import Table
 
 from baton.cluster.contracts import EngineView, Role
 from baton.cluster.gateway.routing.load import Placement
+from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
 
-from .engines import Speed, VirtualConnector, VirtualEngine, VirtualTime, make_config, make_record
-from .policies import OF_TIERS, POLICIES, Policy
-from .tiers import VirtualTiers
-from .traffic import Arrival
+from .router_policies import OF_TIERS, POLICIES, Policy, PolicyMaker
+from .traffic import RequestArrival, TrafficShape, shared, trace, unshared
+from .virtual_engine import Speed, VirtualConnector, VirtualEngine, VirtualTime, make_config, make_record
+from .virtual_tiers import VirtualTiers
+
+CONVERSATIONS_PER_ENGINE = 8
 
 
 @dataclass(frozen=True)
-class Fleets:
+class SimulatedFleets:
     """Either unified engines, or prefill and decode engines."""
 
     num_unified: int = 0
@@ -38,7 +44,7 @@ class Fleets:
         return self.num_host_blocks + self.num_disk_blocks
 
 
-class Report(msgspec.Struct, frozen=True):
+class SimulationReport(msgspec.Struct, frozen=True):
     """Times in ms of virtual time."""
 
     policy: str
@@ -57,7 +63,7 @@ class Report(msgspec.Struct, frozen=True):
 class _Served:
     """A request on its way."""
 
-    arrival: Arrival
+    arrival: RequestArrival
     gateway: int
     request: EngineRequest
     placement: Placement
@@ -72,10 +78,10 @@ class _Gateway:
         self.outstanding: Counter[int] = Counter()  # by rank
 
 
-class Replay:
+class RouterSimulation:
     """`run` once."""
 
-    def __init__(self, fleets: Fleets, policy: str, speed: Speed) -> None:
+    def __init__(self, fleets: SimulatedFleets, policy: str, speed: Speed) -> None:
         self._time = VirtualTime()
         self._policy = policy
         make_policy = (POLICIES | OF_TIERS)[policy]
@@ -93,18 +99,18 @@ class Replay:
             self._engines.append(engine)
         self._served: dict[str, _Served] = {}
 
-    def _tiers(self, fleets: Fleets, speed: Speed) -> VirtualTiers | None:
+    def _tiers(self, fleets: SimulatedFleets, speed: Speed) -> VirtualTiers | None:
         if not fleets.num_tier_blocks:
             return None
         return VirtualTiers(self._time, speed, fleets.num_host_blocks, fleets.num_disk_blocks)
 
-    def run(self, arrivals: Sequence[Arrival]) -> Report:
+    def run(self, arrivals: Sequence[RequestArrival]) -> SimulationReport:
         for index, arrival in enumerate(arrivals):
             self._time.after(arrival.at_s, functools.partial(self._arrive, index, arrival))
         self._time.run()
         return self._report()
 
-    def _arrive(self, index: int, arrival: Arrival) -> None:
+    def _arrive(self, index: int, arrival: RequestArrival) -> None:
         number = index % len(self._gateways)
         sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=arrival.prompt, sampling=sampling)
@@ -146,7 +152,7 @@ class Replay:
             served.placement = placement
             self._send(request, served.gateway, placement)
 
-    def _report(self) -> Report:
+    def _report(self) -> SimulationReport:
         served = list(self._served.values())
         ttft_ms = [1e3 * (each.first_s - each.arrival.at_s) for each in served]
         tpot_ms = [
@@ -156,7 +162,7 @@ class Replay:
         ]
         num_prompt_tokens = sum(len(each.arrival.prompt) for each in served)
         work = [engine.prompt_tokens for engine in self._engines if engine.record.role is not Role.DECODE]
-        return Report(
+        return SimulationReport(
             policy=self._policy,
             num_requests=len(served),
             ttft_mean_ms=statistics.fmean(ttft_ms),
@@ -172,3 +178,76 @@ class Replay:
 
 def _p99(values: Sequence[float]) -> float:
     return sorted(values)[round(0.99 * (len(values) - 1))] if values else 0.0
+
+
+class InvalidSimulation(ValueError):
+    """What was asked for cannot be replayed."""
+
+
+class RouterRow(msgspec.Struct, frozen=True):
+    traffic: str
+    report: SimulationReport
+
+
+def compare(
+    fleets: SimulatedFleets, shape: TrafficShape, trace_file: Path | None, policies: Collection[str]
+) -> list[RouterRow]:
+    """Raises `InvalidSimulation` and `InvalidTrace`. Shows its progress."""
+    _check(fleets, policies)
+    traffic = _traffic(fleets, shape, trace_file)
+    for name, arrivals in traffic.items():
+        longest = max((len(arrival.prompt) + arrival.output_tokens for arrival in arrivals), default=0)
+        if longest > fleets.num_blocks * BLOCK_SIZE:
+            raise InvalidSimulation(
+                f"{name}: {longest} tokens do not fit into {fleets.num_blocks} blocks of {BLOCK_SIZE}"
+            )
+    chosen = policies or _policies(fleets)
+    pairs = [(name, policy) for name in traffic for policy in chosen]
+    return [
+        RouterRow(name, RouterSimulation(fleets, policy, Speed()).run(traffic[name]))
+        for name, policy in track(pairs, description="replaying", transient=True)
+    ]
+
+
+def table(rows: Sequence[RouterRow]) -> Table:
+    """Columns of what there are none of are left out: restored tokens."""
+    columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "hits", "busiest"]
+    any_restored = any(row.report.restored_rate for row in rows)
+    shown = Table(*columns, *(["restored"] if any_restored else []))
+    for row in rows:
+        report = row.report
+        shown.add_row(
+            row.traffic,
+            report.policy,
+            *(f"{value:.0f}" for value in (report.ttft_mean_ms, report.ttft_p50_ms, report.ttft_p99_ms)),
+            *(f"{value:.1f}" for value in (report.tpot_mean_ms, report.tpot_p99_ms)),
+            f"{report.hit_rate:.0%}",
+            f"{report.imbalance:.2f}x",
+            *([f"{report.restored_rate:.0%}"] if any_restored else []),
+        )
+    return shown
+
+
+def _check(fleets: SimulatedFleets, policies: Collection[str]) -> None:
+    if bool(fleets.num_prefill) != bool(fleets.num_decode):
+        raise InvalidSimulation("prefill and decode engines need each other: give both numbers, or unified engines")
+    if not fleets.num_unified and not fleets.num_prefill:
+        raise InvalidSimulation("no engine was asked for")
+    if unknown := sorted(set(policies) - _policies(fleets).keys()):
+        of_tiers = f"; with tiers {', '.join(OF_TIERS)}" if not fleets.num_tier_blocks else ""
+        raise InvalidSimulation(f"{unknown[0]!r} is no policy: there are {', '.join(_policies(fleets))}{of_tiers}")
+
+
+def _policies(fleets: SimulatedFleets) -> Mapping[str, PolicyMaker]:
+    return POLICIES | OF_TIERS if fleets.num_tier_blocks else POLICIES
+
+
+def _traffic(fleets: SimulatedFleets, shape: TrafficShape, trace_file: Path | None) -> dict[str, list[RequestArrival]]:
+    if trace_file is not None:
+        return {trace_file.name: trace(trace_file)}
+    num_engines = fleets.num_unified or fleets.num_prefill
+    conversations = CONVERSATIONS_PER_ENGINE * num_engines
+    return {
+        "shared": shared(shape, num_systems=num_engines, num_conversations=conversations),
+        "unshared": unshared(shape),
+    }

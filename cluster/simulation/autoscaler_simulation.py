@@ -11,11 +11,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad, bucket_of
 from baton.cluster.contracts import EngineGroup, EnginePulse, EngineView, Role
 from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.load import Placement
 from baton.cluster.gateway.routing.router import Router
-from baton.cluster.replay.engines import (
+from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
+from baton.engine.core.sampling import SamplingParams
+
+from .fleet_sizing import SimulatedFleet, Sizer
+from .traffic import RequestArrival
+from .virtual_engine import (
     Speed,
     VirtualConnector,
     VirtualEngine,
@@ -23,12 +29,6 @@ from baton.cluster.replay.engines import (
     make_config,
     make_record,
 )
-from baton.cluster.replay.traffic import Arrival
-from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
-from baton.engine.core.sampling import SamplingParams
-
-from .load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad, bucket_of
-from .sizes import Fleet, Sizer
 
 TICK_S = 1.0  # as the directory's and the gateways' reports
 RETRY_S = 0.1  # of a request that finds no engine
@@ -36,7 +36,7 @@ GATEWAY = "gateway"
 
 
 @dataclass(frozen=True)
-class World:
+class SimulatedWorld:
     """What groups are like. One group is one GPU here."""
 
     speed: Speed
@@ -47,7 +47,7 @@ class World:
     inter_token_s: float
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ScalingOutcome(msgspec.Struct, frozen=True):
     """Of one run."""
 
     sizes: str
@@ -82,7 +82,7 @@ class _Group:
 
 @dataclass
 class _Served:
-    arrival: Arrival
+    arrival: RequestArrival
     request: EngineRequest
     placement: Placement | None = None
     first_s: float = 0.0
@@ -106,10 +106,10 @@ class _Counts:
         return GatewayLoad(**values)
 
 
-class Simulation:
+class AutoscalerSimulation:
     """`run` once."""
 
-    def __init__(self, world: World, sizer: Sizer) -> None:
+    def __init__(self, world: SimulatedWorld, sizer: Sizer) -> None:
         self._world, self._sizer = world, sizer
         self._time = VirtualTime()
         self._router = Router(
@@ -126,7 +126,7 @@ class Simulation:
         self._last_sizes: dict[Role, int] = {}
         self._to_come = 0
 
-    def run(self, arrivals: Sequence[Arrival]) -> Outcome:
+    def run(self, arrivals: Sequence[RequestArrival]) -> ScalingOutcome:
         self._to_come = len(arrivals)
         for index, arrival in enumerate(arrivals):
             self._time.after(arrival.at_s, functools.partial(self._arrive, index, arrival))
@@ -152,8 +152,8 @@ class Simulation:
         if self._to_come or self._counts.inflight:
             self._time.after(TICK_S, self._tick)
 
-    def _fleets(self) -> dict[Role, Fleet]:
-        fleets: defaultdict[Role, Fleet] = defaultdict(Fleet)
+    def _fleets(self) -> dict[Role, SimulatedFleet]:
+        fleets: defaultdict[Role, SimulatedFleet] = defaultdict(SimulatedFleet)
         for group in self._groups.values():
             fleet = fleets[group.role]
             if group.engine is None:
@@ -208,7 +208,7 @@ class Simulation:
 
     # ---- requests ----
 
-    def _arrive(self, index: int, arrival: Arrival) -> None:
+    def _arrive(self, index: int, arrival: RequestArrival) -> None:
         self._to_come -= 1
         sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=arrival.prompt, sampling=sampling)
@@ -271,13 +271,13 @@ class Simulation:
         self._send(served, placement, request)
         self._router.loads.read(placement)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> ScalingOutcome:
         for group in list(self._groups.values()):
             self._end(group)
         served, world = list(self._served.values()), self._world
         first_s = sorted(each.first_s - each.arrival.at_s for each in served)
         per_token_s = [(each.last_s - each.first_s) / max(1, each.arrival.output_tokens - 1) for each in served]
-        return Outcome(
+        return ScalingOutcome(
             sizes=self._sizer.name,
             num_requests=len(served),
             gpu_seconds=self._gpu_seconds,

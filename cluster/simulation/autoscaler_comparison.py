@@ -12,11 +12,11 @@ from rich.table import Table
 
 from baton.cluster.contracts import Bounds, Role, ScalePlan
 from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.replay.engines import Speed
-from baton.cluster.replay.traffic import Arrival, Shape, bursts, tides, trace
 
-from .simulation import Outcome, Simulation, World
-from .sizes import Autoscaled, FixedSizes, OngoingRequests, Sizer
+from .autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
+from .fleet_sizing import Autoscaled, FixedSizes, OngoingRequests, Sizer
+from .traffic import RequestArrival, TrafficShape, bursts, tides, trace
+from .virtual_engine import Speed
 
 NUM_BLOCKS = 4096  # of each group
 # An 8B model on one GPU of a small machine, in round numbers: so slow that a few requests a second are a load.
@@ -29,10 +29,10 @@ class InvalidSimulation(ValueError):
 
 
 @dataclass(frozen=True)
-class Case:
+class ScalingCase:
     """What all are compared on."""
 
-    shape: Shape
+    shape: TrafficShape
     trace_file: Path | None
     most: int  # groups of a fleet
     start_s: float
@@ -45,14 +45,14 @@ class Case:
             raise InvalidSimulation(f"--max-replicas {self.most}: there is nothing to scale; give 2 or more")
 
 
-class Row(msgspec.Struct, frozen=True):
+class AutoscalerRow(msgspec.Struct, frozen=True):
     traffic: str
-    outcome: Outcome
+    outcome: ScalingOutcome
 
 
-def compare(case: Case) -> list[Row]:
+def compare(case: ScalingCase) -> list[AutoscalerRow]:
     """Raises `InvalidTrace`. Shows its progress."""
-    world = World(
+    world = SimulatedWorld(
         speed=SPEED,
         rates=CostRates(prefill_tokens_per_s=SPEED.prefill_tokens_per_s),
         start_s=case.start_s,
@@ -63,12 +63,12 @@ def compare(case: Case) -> list[Row]:
     traffic = _traffic(case)
     runs = [(name, index) for name in traffic for index in range(len(_sizers(case)))]
     return [
-        Row(name, Simulation(world, _sizers(case)[index]).run(traffic[name]))
+        AutoscalerRow(name, AutoscalerSimulation(world, _sizers(case)[index]).run(traffic[name]))
         for name, index in track(runs, description="simulating", transient=True)
     ]
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[AutoscalerRow]) -> Table:
     shown = Table("traffic", "fleets", "GPU-seconds", "most", "changes", "TTFT met", "ITL met", "TTFT p50", "p99 s")
     for row in rows:
         each = row.outcome
@@ -86,7 +86,7 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def _sizers(case: Case) -> list[Sizer]:
+def _sizers(case: ScalingCase) -> list[Sizer]:
     """New ones: each remembers what it has seen."""
     plan = ScalePlan(
         fleets={role: Bounds(1, case.most) for role in (Role.PREFILL, Role.DECODE)},
@@ -108,7 +108,7 @@ def _sizers(case: Case) -> list[Sizer]:
     ]
 
 
-def _traffic(case: Case) -> dict[str, list[Arrival]]:
+def _traffic(case: ScalingCase) -> dict[str, list[RequestArrival]]:
     if case.trace_file is not None:
         return {case.trace_file.name: trace(case.trace_file)}
     return {

@@ -10,10 +10,9 @@ from typing import Any
 import ray
 from ray.serve.config import AutoscalingContext
 
-from baton.cluster.contracts import Role
-from baton.cluster.membership.directory import NAMESPACE, directory_name
-
-from .scaler import Wanted
+from .autoscaling.scaler import FleetTarget
+from .contracts import Role
+from .membership.directory import NAMESPACE, directory_name
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class FollowDirectory:
     """Serve calls it several times a second, on the controller's event loop; it must not wait."""
 
     def __init__(self) -> None:
-        self._wanted: Wanted | None = None
+        self._wanted: FleetTarget | None = None
         self._asking: asyncio.Task[None] | None = None
         self._asked_s = 0.0
 
@@ -47,7 +46,7 @@ class FollowDirectory:
             logger.warning("the autoscaler of %s does not answer: %s", context.app_name, type(error).__name__)
 
 
-def groups_to_have(wanted: Wanted, context: AutoscalingContext) -> int:
+def groups_to_have(wanted: FleetTarget, context: AutoscalingContext) -> int:
     """A group that leaves by our choice counts until its replica is gone: else Serve would stop another one, too."""
     running = {f"{context.deployment_name}-{replica.unique_id}" for replica in context.running_replicas}
     return wanted.replicas + len(running.intersection(wanted.leaving))

@@ -13,7 +13,7 @@ from baton.engine.core.tiers import CopyId, Restored, Stored, Tier, TierEvent, T
 from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.tier_index import IndexedTiers, Move, TierIndex
 
-from .engines import Speed, VirtualTime
+from .virtual_engine import Speed, VirtualTime
 
 
 @dataclass(frozen=True)

@@ -13,31 +13,40 @@ from typer.testing import CliRunner
 
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.cli.main import app
-from baton.cluster.replay.compare import InvalidReplay, compare
-from baton.cluster.replay.engines import Speed, VirtualTime
-from baton.cluster.replay.policies import OF_TIERS, POLICIES, RememberedBlocks
-from baton.cluster.replay.replay import Fleets, Replay, Report
-from baton.cluster.replay.traffic import Arrival, InvalidTrace, Shape, shared, trace, unshared
+from baton.cluster.simulation.router_policies import OF_TIERS, POLICIES, RememberedBlocks
+from baton.cluster.simulation.router_simulation import (
+    InvalidSimulation,
+    RouterSimulation,
+    SimulatedFleets,
+    SimulationReport,
+    compare,
+)
+from baton.cluster.simulation.traffic import InvalidTrace, RequestArrival, TrafficShape, shared, trace, unshared
+from baton.cluster.simulation.virtual_engine import Speed, VirtualTime
 
-UNIFIED = Fleets(num_unified=4, num_blocks=512)
-DIVIDED = Fleets(num_prefill=2, num_decode=2, num_blocks=512)
-TIERED = Fleets(num_unified=4, num_blocks=256, num_host_blocks=512, num_disk_blocks=4096)
-TIERED_AND_DIVIDED = Fleets(num_prefill=2, num_decode=2, num_blocks=256, num_disk_blocks=4096)
-SHAPE = Shape(num_requests=80, rate_per_s=20, prompt_tokens=1024, output_tokens=8)
+UNIFIED = SimulatedFleets(num_unified=4, num_blocks=512)
+DIVIDED = SimulatedFleets(num_prefill=2, num_decode=2, num_blocks=512)
+TIERED = SimulatedFleets(num_unified=4, num_blocks=256, num_host_blocks=512, num_disk_blocks=4096)
+TIERED_AND_DIVIDED = SimulatedFleets(num_prefill=2, num_decode=2, num_blocks=256, num_disk_blocks=4096)
+SHAPE = TrafficShape(num_requests=80, rate_per_s=20, prompt_tokens=1024, output_tokens=8)
 
 
-def run(fleets: Fleets, policy: str, arrivals: list[Arrival]) -> tuple[Report, Replay]:
-    replay = Replay(fleets, policy, Speed())
+def run(
+    fleets: SimulatedFleets, policy: str, arrivals: list[RequestArrival]
+) -> tuple[SimulationReport, RouterSimulation]:
+    replay = RouterSimulation(fleets, policy, Speed())
     return replay.run(arrivals), replay
 
 
-def conversations() -> list[Arrival]:
+def conversations() -> list[RequestArrival]:
     return shared(SHAPE, num_systems=4, num_conversations=16)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleets", [UNIFIED, DIVIDED], ids=["unified", "divided"])
-def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(fleets: Fleets, policy: str) -> None:
+def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(
+    fleets: SimulatedFleets, policy: str
+) -> None:
     arrivals = conversations()
     report, replay = run(fleets, policy, arrivals)
     assert report.num_requests == len(arrivals)
@@ -49,7 +58,7 @@ def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(fl
 
 @pytest.mark.parametrize("policy", POLICIES | OF_TIERS)
 @pytest.mark.parametrize("fleets", [TIERED, TIERED_AND_DIVIDED], ids=["unified", "divided"])
-def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: Fleets, policy: str) -> None:
+def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: SimulatedFleets, policy: str) -> None:
     arrivals = conversations()
     report, replay = run(fleets, policy, arrivals)
     assert report.num_requests == len(arrivals)
@@ -71,8 +80,8 @@ def test_a_router_that_knows_of_tiers_finds_more_and_answers_sooner() -> None:
 @pytest.mark.parametrize(("tier", "rate"), [("host", "host_tokens_per_s"), ("disk", "disk_tokens_per_s")])
 def test_a_prompt_out_of_a_tier_takes_what_the_formula_says(tier: str, rate: str) -> None:
     speed, prompt, other = Speed(), [1] * 1008 + [2], [3] * 1008 + [4]
-    fleets = Fleets(num_unified=1, num_blocks=64, **{f"num_{tier}_blocks": 200})
-    arrivals = [Arrival(at_s, tokens, 1) for at_s, tokens in ((0.0, prompt), (1.0, other), (2.0, prompt))]
+    fleets = SimulatedFleets(num_unified=1, num_blocks=64, **{f"num_{tier}_blocks": 200})
+    arrivals = [RequestArrival(at_s, tokens, 1) for at_s, tokens in ((0.0, prompt), (1.0, other), (2.0, prompt))]
     report, replay = run(fleets, "exact", arrivals)
     assert report.restored_rate == pytest.approx(1008 / (3 * 1009))
     (*_, last) = replay._served.values()
@@ -80,7 +89,7 @@ def test_a_prompt_out_of_a_tier_takes_what_the_formula_says(tier: str, rate: str
 
 
 @pytest.mark.parametrize("fleets", [UNIFIED, DIVIDED], ids=["unified", "divided"])
-def test_the_same_replay_gives_the_same_figures(fleets: Fleets) -> None:
+def test_the_same_replay_gives_the_same_figures(fleets: SimulatedFleets) -> None:
     assert run(fleets, "exact", conversations())[0] == run(fleets, "exact", conversations())[0]
 
 
@@ -97,10 +106,10 @@ def test_nothing_is_found_where_nothing_is_shared() -> None:
 
 def test_a_lone_request_takes_what_the_formula_says() -> None:
     speed = Speed()
-    report, _ = run(Fleets(num_unified=1), "exact", [Arrival(5.0, [1] * 4000, 3)])
+    report, _ = run(SimulatedFleets(num_unified=1), "exact", [RequestArrival(5.0, [1] * 4000, 3)])
     assert report.ttft_mean_ms == pytest.approx(1e3 * 4000 / speed.prefill_tokens_per_s)
     assert report.tpot_mean_ms == pytest.approx(1e3 * (speed.step_s + speed.row_s))
-    divided, _ = run(Fleets(num_prefill=1, num_decode=1), "exact", [Arrival(5.0, [1] * 4000, 3)])
+    divided, _ = run(SimulatedFleets(num_prefill=1, num_decode=1), "exact", [RequestArrival(5.0, [1] * 4000, 3)])
     assert divided.ttft_mean_ms == report.ttft_mean_ms
     transfer_s = speed.handoff_s + 4000 / speed.kv_tokens_per_s
     assert divided.tpot_mean_ms == pytest.approx(1e3 * (transfer_s + 2 * (speed.step_s + speed.row_s)) / 2)
@@ -163,8 +172,8 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fleets", "policies", "message"),
     [
-        (Fleets(num_prefill=1), [], "need each other"),
-        (Fleets(), [], "no engine"),
+        (SimulatedFleets(num_prefill=1), [], "need each other"),
+        (SimulatedFleets(), [], "no engine"),
         (
             UNIFIED,
             ["guess"],
@@ -172,11 +181,11 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
         ),
         (UNIFIED, ["exact-pools"], "'exact-pools' is no policy: .*; with tiers exact-pools"),
         (TIERED, ["guess"], "'guess' is no policy: there are .*, exact, exact-pools$"),
-        (Fleets(num_unified=1, num_blocks=4), [], "do not fit into 4 blocks"),
+        (SimulatedFleets(num_unified=1, num_blocks=4), [], "do not fit into 4 blocks"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(fleets: Fleets, policies: list[str], message: str) -> None:
-    with pytest.raises(InvalidReplay, match=message):
+def test_what_cannot_be_replayed_is_refused(fleets: SimulatedFleets, policies: list[str], message: str) -> None:
+    with pytest.raises(InvalidSimulation, match=message):
         compare(fleets, SHAPE, None, policies)
 
 
@@ -200,7 +209,7 @@ def test_the_command_shows_a_table_and_writes_the_figures(tmp_path: Path) -> Non
 
 
 def test_a_replay_loads_no_torch() -> None:
-    program = "import sys, baton.cluster.replay.compare; sys.exit('torch' in sys.modules)"
+    program = "import sys, baton.cluster.simulation.router_simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
@@ -208,11 +217,11 @@ def test_a_replay_loads_no_torch() -> None:
 def test_one_hot_prefix_makes_no_herd_however_many_gateways_send_it(num_gateways: int) -> None:
     """One engine has it. It stays the best place until its queue costs more than to read the prefix elsewhere."""
     tail, prefix = random.Random(5), list(range(4096))
-    arrivals = [Arrival(0.0, [*prefix, 1], 2)]  # whoever gets this one
+    arrivals = [RequestArrival(0.0, [*prefix, 1], 2)]  # whoever gets this one
     for index in range(400):
         at_s = arrivals[-1].at_s + tail.expovariate(300) + (index == 0)
-        arrivals.append(Arrival(at_s, [*prefix, *tail.choices(range(30_000), k=64)], 64))
-    report, replay = run(Fleets(num_unified=8, num_gateways=num_gateways), "exact", arrivals)
+        arrivals.append(RequestArrival(at_s, [*prefix, *tail.choices(range(30_000), k=64)], 64))
+    report, replay = run(SimulatedFleets(num_unified=8, num_gateways=num_gateways), "exact", arrivals)
     answered = [engine.stats.generation_tokens for engine in replay._engines]
     assert max(answered) < 2 * sum(answered) / len(answered)
     assert report.hit_rate > 0.9, "and yet it is read by each engine once, or hardly more"

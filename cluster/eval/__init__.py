@@ -1,1 +1,0 @@
-"""Checks of a running server's answers, over HTTP: any OpenAI-compatible server will do."""
