@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.cluster.contracts import EnginePulse, EngineRecord
 from baton.cluster.disks import full_disks
+from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.spec import Bundle
 
 from .launch import EngineLaunch, RankConfig, RankEndpoints
@@ -61,8 +62,9 @@ class WorkerGroup:
         self.has_returned_requests = False  # or is about to have
 
     @property
-    def actors(self) -> list[ActorHandle]:
-        return [worker.actor for worker in self.workers]
+    def actor_names(self) -> list[str]:
+        """Names of the actors. Ray keeps a connection to whichever process made a handle, also when that has died."""
+        return [self._name(worker.rank) for worker in self.workers]
 
     @property
     def leaders(self) -> list[Worker]:
@@ -110,8 +112,8 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Kill all workers. Doing so twice changes nothing."""
-        for actor in self.actors:
-            ray.kill(actor)
+        for worker in self.workers:
+            ray.kill(worker.actor)
         self.workers = []
 
     async def _assign_ranks(self) -> list[RankAssignment]:
@@ -129,12 +131,17 @@ class WorkerGroup:
                 )
         return assignments
 
+    def _name(self, rank: int) -> str:
+        return f"baton-rank:{self._launch.group_id}:{rank}"
+
     def _create(self, assignment: RankAssignment) -> ActorHandle:
         bundle = assignment.bundle
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
         own = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
         actor_class: Any = ray.remote(EngineWorker)
         return actor_class.options(
+            name=self._name(assignment.rank),
+            namespace=NAMESPACE,
             num_cpus=self._bundle.get("CPU", 0),
             num_gpus=self._bundle.get("GPU", 0),
             resources=own or None,

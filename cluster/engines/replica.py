@@ -85,7 +85,7 @@ class EngineReplica:
                 task.result()
 
     async def _register(self) -> None:
-        listed: EngineGroup = await self._directory.call("register_group", self._group, self._workers.actors)
+        listed: EngineGroup = await self._directory.call("register_group", self._group, self._workers.actor_names)
         self._group = listed.with_draining(self._group.draining)  # draining may have begun meanwhile
 
     async def _watch_workers(self) -> None:

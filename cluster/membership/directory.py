@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -70,15 +71,18 @@ class Directory:
     def _log_as(self, settings: LogSettings) -> None:
         configure(settings, "directory", ray.get_runtime_context().get_actor_name() or "directory")
 
-    async def register_group(self, group: EngineGroup, workers: list[ActorHandle]) -> EngineGroup:
-        """Lists the engines, with their ranks, until one of the processes ends. Registering twice changes nothing."""
+    async def register_group(self, group: EngineGroup, actor_names: list[str]) -> EngineGroup:
+        """List the engines, with their ranks, until one of the actors ends. Registering twice changes nothing.
+
+        Names, not handles: Ray keeps a socket for each process that made a handle, also when that process has died.
+        """
         version = self._members.version
         listed = self._members.add_group(group)
         where = f"pid {group.engines[0].pid} on {group.engines[0].node_ip}"
         what = f"engine group {group.group_id} ({where})"
         if self._members.version != version:
             logger.info("%s is listed, with rank %d and those behind it", what, listed.engines[0].rank)
-        self._watch(group.group_id, group.epoch, what, workers)
+        self._watch(group.group_id, group.epoch, what, lambda: _actors_named(actor_names))
         self._announce()
         return listed
 
@@ -95,7 +99,7 @@ class Directory:
             self._scaler = Scaler(record.scaling)
         if actor is not None:
             self._free_standing[record.identity] = actor
-            self._watch(record.identity, None, f"gateway {record.identity} (pid {record.pid})", [actor])
+            self._watch(record.identity, None, f"gateway {record.identity} (pid {record.pid})", lambda: [actor])
         self._announce()
 
     async def report_gateway(self, identity: str, load: GatewayLoad) -> None:
@@ -170,17 +174,15 @@ class Directory:
         self._changed.set()
         self._changed = asyncio.Event()  # those who waited have been woken; the next ones wait for the next change
 
-    def _watch(self, name: str, epoch: int | None, what: str, actors: list[ActorHandle]) -> None:
+    def _watch(self, name: str, epoch: int | None, what: str, find: Callable[[], list[ActorHandle]]) -> None:
         if (name, epoch) not in self._watched:
-            self._watched[name, epoch] = asyncio.create_task(self._watch_processes(name, epoch, what, actors))
+            self._watched[name, epoch] = asyncio.create_task(self._watch_processes(name, epoch, what, find))
 
-    async def _watch_processes(self, name: str, epoch: int | None, what: str, actors: list[ActorHandle]) -> None:
-        """Until one of them ends: the others are of no use without it."""
-        runs: list[asyncio.Future[None]] = [asyncio.ensure_future(actor.run.remote()) for actor in actors]
-        await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
-        errors = [run.exception() for run in runs if run.done() and not run.cancelled()]
-        for run in runs:
-            run.cancel()
+    async def _watch_processes(
+        self, name: str, epoch: int | None, what: str, find: Callable[[], list[ActorHandle]]
+    ) -> None:
+        """Wait until one of the actors ends, and remove the member: the others are of no use without it."""
+        errors = await _first_end(find)
         del self._watched[name, epoch]
         self._free_standing.pop(name, None)
         if any(isinstance(error, ray.exceptions.ActorUnavailableError) for error in errors):
@@ -239,6 +241,24 @@ class Directory:
         gateways = [gateway.identity for gateway in self._members.snapshot().gateways]
         for group_id, leave in scaler.update(time.monotonic(), gateways, self._members.groups()).items():
             self._members.ask_to_leave(group_id, leave)
+
+
+async def _first_end(find: Callable[[], list[ActorHandle]]) -> list[BaseException | None]:
+    """Return how those ended that did first. `find` may wait for Ray; it raises `ValueError` where one is dead."""
+    try:
+        actors = await asyncio.to_thread(find)
+    except ValueError as error:
+        return [error]
+    runs: list[asyncio.Future[None]] = [asyncio.ensure_future(actor.run.remote()) for actor in actors]
+    await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+    errors = [run.exception() for run in runs if run.done() and not run.cancelled()]
+    for run in runs:
+        run.cancel()
+    return errors
+
+
+def _actors_named(names: list[str]) -> list[ActorHandle]:
+    return [ray.get_actor(name, namespace=NAMESPACE) for name in names]
 
 
 def directory_name(app: str) -> str:

@@ -389,6 +389,8 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
 ) -> None:
     server.wait_until_whole(ROLES)
     expected = await answers(client, STREAMS, 60)
+    directory = server.process_named("ray::Directory")
+    sockets_before = num_sockets(directory.pid)
     stop = asyncio.Event()
     steps_before = server.rank_of(role)["stats"]["num_steps"]
     load = asyncio.gather(*(_keep_asking(client, number, stop) for number in range(STREAMS)))
@@ -416,7 +418,17 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
     assert await answers(client, 4, 60) == expected[:4]
     outcomes = [isinstance(result, openai.APIError) for its_results in results for result in its_results]
     assert sum(outcomes) <= len(outcomes) / 10, "the retry policy saves next to no request"
+    await asyncio.to_thread(
+        eventually,
+        lambda: num_sockets(directory.pid) <= sockets_before,
+        30.0,
+        "it keeps sockets of the dead",
+    )
     print(f"{role} {blow.name}: {sum(outcomes)} of {len(outcomes)} requests failed, whole again after {healed_s:.1f} s")
+
+
+def num_sockets(pid: int) -> int:
+    return sum(os.readlink(file).startswith("socket:") for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
 async def _keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Event) -> list[str | openai.APIError]:
