@@ -23,7 +23,6 @@ TO_DO = (  # folders and pages that are still to be rewritten
     "engine/layers",
     "engine/text",
     "engine/weights",
-    "README.md",
 )
 WIDTH = 120
 CELL = 160

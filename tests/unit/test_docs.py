@@ -1,5 +1,6 @@
 """What the documentation names exists, and the HTTP API's page lists the fields that the gateway takes."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -58,6 +59,28 @@ def test_the_glossary_has_thirty_words_at_most_in_order() -> None:
     words = re.findall(r"^\| \*\*([^*]+)\*\*", (ROOT / "docs/reference/glossary.md").read_text(), re.MULTILINE)
     assert words == sorted(set(words), key=str.lower)
     assert 0 < len(words) <= 30
+
+
+def defined_in(file: Path) -> set[str]:
+    """Names at the top of a module, and methods as `Class.method`."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef):
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def test_the_hops_of_the_tour_are_in_the_files_that_it_links() -> None:
+    page = ROOT / "docs/start/tour.md"
+    hops = re.findall(r"^\| \[[^]]+\]\(([^)]+)\) `([^`]+)` \|", page.read_text(), re.MULTILINE)
+    assert len(hops) > 30
+    assert [(file, name) for file, name in hops if name not in defined_in(page.parent / file)] == []
 
 
 def test_contracts_are_in_the_files_that_are_named_for_them() -> None:
