@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..absent import FETCH_AGAIN, absent_file
-from ..models import MODELS
+from ..models import families
+from ..models.family import Family
 from ..weights.checkpoint import Checkpoint
-from .defaults import DEFAULTS
 from .errors import InvalidModelConfig, UnsupportedArchitecture
 from .keys import Keys
 
@@ -19,7 +19,7 @@ from .keys import Keys
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
     path: Path
-    architecture: str  # a key of `baton.engine.models.MODELS`
+    family: Family
     keys: Keys  # config.json, and what `transformers` assumes for what that leaves out
     generation: Mapping[str, Any]  # generation_config.json; empty where there is none
     checkpoint: Checkpoint | None  # None: its weights are not asked for
@@ -30,11 +30,11 @@ class ModelFolder:
         raw = _read_json(path, "config.json")
         defaults = path / "generation_config.json"
         generation = _read_json(path, defaults.name) if defaults.is_file() or defaults.is_symlink() else {}
-        architecture = _architecture(raw)
+        family = _family(raw)
         return cls(
             path=path,
-            architecture=architecture,
-            keys=Keys("config.json", {**DEFAULTS[architecture], **raw}),
+            family=family,
+            keys=Keys("config.json", {**family.defaults, **raw}),
             generation=generation,
             checkpoint=Checkpoint.open(path) if with_weights else None,
         )
@@ -63,11 +63,11 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
+def _family(raw: Mapping[str, Any]) -> Family:
     given = raw.get("architectures") or []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
     for name in given:
-        if name in MODELS:
-            return name
-    raise UnsupportedArchitecture(given, MODELS)
+        if name in families():
+            return families()[name]
+    raise UnsupportedArchitecture(given, families())

@@ -24,12 +24,8 @@ class LatentShape:
         return self.nope_dim + self.rope_dim
 
 
-def read_latent(architecture: str, keys: Keys) -> LatentShape | None:
-    """None for an architecture without latents. Raises `ModelError`."""
-    if architecture not in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
-        return None
-    if architecture == "DeepseekV3ForCausalLM" and not keys.flag("rope_interleave", False):  # V2 knows no other way
-        raise UnsupportedModel("config.json: rope_interleave false is not supported: neighbouring dimensions turn")
+def read_latent(keys: Keys) -> LatentShape:
+    """Read the shape of DeepSeek's latents. Raises `ModelError`."""
     straight = keys.values.get("q_lora_rank", 1536) is None  # null says something else here than a key left out
     shape = LatentShape(
         rank=keys.integer("kv_lora_rank", 512),

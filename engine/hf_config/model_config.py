@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.layout import KVLayout
+from ..models import families
+from ..models.family import CacheShape, Family
 from ..weights.checkpoint import Checkpoint
 from .errors import (
     InvalidModelConfig,
@@ -22,11 +24,11 @@ from .errors import (
     UnsupportedModel,
     WeightsError,
 )
-from .experts import ExpertsConfig, read_experts
+from .experts import ExpertsConfig, checked_experts
 from .folder import ModelFolder
 from .generation import GenerationDefaults, read_eos_token_ids, read_generation
 from .keys import Keys
-from .latent import LatentShape, read_latent
+from .latent import LatentShape
 from .quantization import Quantization, read_quantization
 from .rope import Rope, reachable_positions, read_rope
 from .windows import read_layer_windows
@@ -50,20 +52,11 @@ _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheShape:
-    """The shape of what one token keeps in one layer's cache."""
-
-    num_kv_heads: int
-    num_planes: int  # 2: a key and a value; 1: a latent
-    head_dim: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model, the type it computes in, the longest sequence it serves, and which weights it has."""
 
     folder: Path
-    architecture: str  # a key of `baton.engine.models.MODELS`
+    architecture: str  # a key of `baton.engine.models.families()`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -92,10 +85,12 @@ class ModelConfig:
     identity: str  # equal where the weights and what is computed with them are; 32 hex digits
 
     @property
+    def family(self) -> Family:
+        return families()[self.architecture]
+
+    @property
     def cache(self) -> CacheShape:
-        if self.latent is not None:
-            return CacheShape(num_kv_heads=1, num_planes=1, head_dim=self.latent.rank + self.latent.rope_dim)
-        return CacheShape(num_kv_heads=self.num_kv_heads, num_planes=2, head_dim=self.head_dim)
+        return self.family.cache(self)
 
     @property
     def layout(self) -> KVLayout:
@@ -161,13 +156,14 @@ def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
 
 def _computed(folder: ModelFolder) -> dict[str, Any]:
     """The fields of `ModelConfig` that say what the layers compute."""
-    keys = folder.keys
+    keys, family = folder.keys, folder.family
     _refuse_what_no_layer_computes(keys)
-    latent = read_latent(folder.architecture, keys)
+    latent = None if family.latent is None else family.latent(keys)
     shape = _shape(keys, latent)
     num_layers = shape["num_layers"]
+    moe = None if family.experts is None else checked_experts(family.experts(keys, num_layers), folder.tensors)
     return {
-        "architecture": folder.architecture,
+        "architecture": family.architecture,
         **shape,
         "latent": latent,
         "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
@@ -176,8 +172,8 @@ def _computed(folder: ModelFolder) -> dict[str, Any]:
         "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
         "rope": read_rope(keys.values, keys.integer("max_position_embeddings")),
         "quantization": read_quantization(keys, folder.tensors),
-        "moe": read_experts(folder.architecture, keys, num_layers, folder.tensors),
-        "layer_windows": read_layer_windows(folder.architecture, keys, num_layers),
+        "moe": moe,
+        "layer_windows": read_layer_windows(family.windows, keys, num_layers),
     }
 
 

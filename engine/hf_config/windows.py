@@ -7,53 +7,41 @@ from dataclasses import dataclass
 from .errors import InvalidModelConfig, UnsupportedModel
 from .keys import Keys
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """The keys that tell an architecture's layers with a `sliding_window`. Others may be there and mean nothing."""
+class WindowRule:
+    """The keys that tell a family's layers with a `sliding_window`. Others may be there and mean nothing."""
 
     switched: bool = False  # nowhere, unless `use_sliding_window`
     listed: bool = False  # where `layer_types` names the layer's kind, if that is given
     from_layer: bool = False  # else from layer `max_window_layers` on
-    turns: tuple[str, ...] = (_SLIDING,)  # else these kinds in turns
+    turns: tuple[str, ...] = (SLIDING,)  # else these kinds in turns
 
 
-# An architecture that is not here has no windows.
-_RULES = {
-    "MistralForCausalLM": _Rule(listed=True),
-    "MixtralForCausalLM": _Rule(),
-    "Qwen2ForCausalLM": _Rule(switched=True, listed=True, from_layer=True),
-    "Qwen3ForCausalLM": _Rule(switched=True, listed=True, from_layer=True),
-    "Qwen3MoeForCausalLM": _Rule(switched=True),
-    "GptOssForCausalLM": _Rule(listed=True, turns=(_SLIDING, _FULL)),
-}
-
-
-def read_layer_windows(architecture: str, keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+def read_layer_windows(rule: WindowRule | None, keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     """Return for each layer how many keys a query sees, itself included; None: all. Raises `ModelError`."""
-    rule = _RULES.get(architecture)
     if rule is None or keys.values.get("sliding_window") is None:
         return (None,) * num_layers
     if rule.switched and not keys.flag("use_sliding_window", False):
         return (None,) * num_layers
     window = keys.integer("sliding_window")
-    return tuple(window if kind == _SLIDING else None for kind in _kinds(rule, keys, num_layers))
+    return tuple(window if kind == SLIDING else None for kind in _kinds(rule, keys, num_layers))
 
 
-def _kinds(rule: _Rule, keys: Keys, num_layers: int) -> list[str]:
+def _kinds(rule: WindowRule, keys: Keys, num_layers: int) -> list[str]:
     given = keys.values.get("layer_types") if rule.listed else None
     first = (keys.optional_integer("max_window_layers") or 0) if rule.from_layer else 0
     if given is not None:
         return _checked(given, num_layers)
-    return [_FULL if layer < first else rule.turns[layer % len(rule.turns)] for layer in range(num_layers)]
+    return [FULL if layer < first else rule.turns[layer % len(rule.turns)] for layer in range(num_layers)]
 
 
 def _checked(kinds: object, num_layers: int) -> list[str]:
     if not isinstance(kinds, list):
         raise InvalidModelConfig(f"config.json: 'layer_types' must be a list, not {kinds!r}")
-    unknown = sorted({str(kind) for kind in kinds if kind not in (_FULL, _SLIDING)})
+    unknown = sorted({str(kind) for kind in kinds if kind not in (FULL, SLIDING)})
     if unknown:
         raise UnsupportedModel(f"config.json: layer_types {', '.join(unknown)} are not supported")
     if len(kinds) != num_layers:

@@ -1,1 +1,44 @@
-"""The blocks that models are built from. A model file holds only what sets its architecture apart."""
+"""The blocks that models are built from. A model file says which of them its layer has, and how they follow each other.
+
+    Embedding ─> LayerStep: attend(Attention) ─> feed_forward(GatedMLP | MoE) ─> ... ─> RMSNorm ─> Head
+                     └── ResidualStream: the sum that every block reads through a norm and adds to
+
+    weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
+    attention    `attention` (keys and values), `mla` (latents), `rotary`
+    MLPs         `mlp`, `moe` with `experts`
+    around       `norm`, `residual`, `embedding`, `decoder`
+
+Importing this package loads no torch: a block is loaded when it is first named, so that model files can be imported
+where configs are read and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import Attention
+    from .decoder import LayerStep
+    from .mla import LatentAttention
+    from .mlp import FeedForward, GatedMLP
+    from .moe import MoE
+    from .norm import RMSNorm
+
+__all__ = ["Attention", "FeedForward", "GatedMLP", "LatentAttention", "LayerStep", "MoE", "RMSNorm"]
+
+_MODULES = {
+    "Attention": "attention",
+    "FeedForward": "mlp",
+    "GatedMLP": "mlp",
+    "LatentAttention": "mla",
+    "LayerStep": "decoder",
+    "MoE": "moe",
+    "RMSNorm": "norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

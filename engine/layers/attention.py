@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.parallel.groups import Group, ParallelGroups
-from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention
+from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
+from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
 from baton.kernels.linear import RowNorm
 from baton.kernels.rope_kv import rope_and_cache
 
 from .base import Layer, Parameter, Share
 from .fp8 import ScalarScale
 from .linear import Linear, MergedLinear
-from .norm import RMSNorm
+from .norm import RMSNorm, norms_over_ranks
 from .rows import rows_at
 
 
@@ -36,6 +38,11 @@ class SelfAttention(Layer, abc.ABC):
     window: int | None = None  # keys that a query sees, itself included; None: all before it
     num_heads: int  # of queries, on this rank
     num_kv_heads: int  # in this rank's cache
+
+    @abc.abstractmethod
+    def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
+        """Return what the attention of all layers like this one shares in a step, worked out once before the first."""
+        ...
 
     @abc.abstractmethod
     def __call__(
@@ -58,15 +65,21 @@ class SelfAttention(Layer, abc.ABC):
 class Attention(SelfAttention):
     """Projections, rotation, the KV write and attention of one decoder layer.
 
-    A subclass that sets `q_norm` and `k_norm` has every query and key head normed before the rotation; one that sets
-    `sinks`, one in float32 for each query head, has them take weight from the keys.
+    qk_norm     "head": RMSNorm of every query and key head before the rotation
+                "width": RMSNorm of all query heads together, and of all key heads
+    sinks       a score without a key for every query head, which takes weight from the others and gives no value
     """
 
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
-    sinks: Parameter | None = None
-
-    def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool = False, output_bias: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: Literal["head", "width"] | None = None,
+        sinks: bool = False,
+    ) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
@@ -74,12 +87,21 @@ class Attention(SelfAttention):
         # What cached keys and values are to be multiplied by; None: nothing.
         self.k_scale = ScalarScale() if config.cache_scales else None
         self.v_scale = ScalarScale() if config.cache_scales else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm is not None:
+            q_width, k_width = (dim, dim) if qk_norm == "head" else (heads * dim, kv_heads * dim)
+            self.q_norm = RMSNorm(q_width, config.rms_norm_eps)
+            self.k_norm = RMSNorm(k_width, config.rms_norm_eps)
+        self.sinks = Parameter(heads, dtype=torch.float32) if sinks else None
         self.layer = layer
         self.window = config.layer_windows[layer]
         self.scale = dim**-0.5
         self.eps = config.rms_norm_eps
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
         self._head_dim = dim
+        self._norms_width = qk_norm == "width"
+        self._group: Group = ALONE  # over which heads are divided
         self._rule: AttentionRule | None = None
 
     def divide(self, groups: ParallelGroups) -> None:
@@ -88,7 +110,16 @@ class Attention(SelfAttention):
         q, kv = heads.times(self._head_dim), kv_heads.times(self._head_dim)
         self.qkv_proj.keep_parts({"q_proj": q, "k_proj": kv, "v_proj": kv})
         self.o_proj.keep_columns(q, groups.tp)
+        if self.sinks is not None:
+            self.sinks.keep(0, heads)
+        if self._norms_width and self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.weight.keep(0, q)
+            self.k_norm.weight.keep(0, kv)
+        self._group = groups.tp
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
+
+    def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
+        return prepare(batch, kv, num_heads=self.num_heads)
 
     def finish(self) -> None:
         super().finish()
@@ -113,8 +144,13 @@ class Attention(SelfAttention):
         assert rule is not None, "finish() comes before the first call"
         qkv = self.qkv_proj(hidden, norm=norm).unflatten(-1, (-1, self._head_dim))
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q_norm = None if self.q_norm is None else self.q_norm.weight.data
-        k_norm = None if self.k_norm is None else self.k_norm.weight.data
+        q_norm = k_norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            if self._norms_width:
+                normed = norms_over_ranks([(self.q_norm, q.flatten(1)), (self.k_norm, k.flatten(1))], self._group)
+                q, k = (part.unflatten(1, (-1, self._head_dim)) for part in normed)
+            else:
+                q_norm, k_norm = self.q_norm.weight.data, self.k_norm.weight.data
         q = rope_and_cache(
             q,
             k,

@@ -8,21 +8,26 @@ checkpoint tensors share one parameter (q, k and v in one matrix), the layer say
 Models are made whole, and know nothing of ranks. `divide` then makes of each layer what one rank holds of it, before
 memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor.
 
-Layers are plain objects: inference needs neither autograd nor hooks, and a step makes hundreds of calls.
+Layers are plain objects: inference needs neither autograd nor hooks, and a step makes hundreds of calls. Importing this
+module loads no torch, as model files begin with it.
 """
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.parallel.groups import Group, ParallelGroups
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .decoder import LayerStep
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class Parameter:
         return self._data
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        import torch
+
         self._data = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
 
     def release(self) -> None:
@@ -234,6 +241,14 @@ class Layer:
         """Called once all slots are filled: lays weights out for the kernels, one layer at a time."""
         for _, child in self.children():
             child.finish()
+
+
+class DecoderLayer(Layer, abc.ABC):
+    """One layer of a decoder: blocks as attributes under their names in checkpoints, and how they follow each other."""
+
+    @abc.abstractmethod
+    def __call__(self, step: LayerStep) -> None:
+        """Add to the residual stream of `step` what each block makes of it."""
 
 
 Kind = TypeVar("Kind", bound=Layer)

@@ -1,7 +1,4 @@
-"""A decoder-only language model with pre-norm residual layers: what Llama, Mistral, Qwen2 and Qwen3 share.
-
-An architecture is a subclass of `CausalLM` that names its attention (and, where it differs, its feed-forward layer).
-"""
+"""A decoder-only language model: embedding, the layers of a family (`engine.models`), last norm, head."""
 
 from __future__ import annotations
 
@@ -13,42 +10,48 @@ import torch
 from torch import Tensor
 
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.kernels.attention import AttentionBatch, prepare
+from baton.kernels.attention import AttentionBatch
 
-from .attention import Attention, LayerContext, SelfAttention
-from .base import Layer
+from .attention import LayerContext, SelfAttention
+from .base import DecoderLayer, Layer
 from .embedding import Embedding, Head, TiedHead
-from .mlp import FeedForward, GatedMLP
+from .mlp import FeedForward
 from .norm import RMSNorm
 from .residual import ResidualStream
 from .rotary import cos_sin_table
 from .rows import RankRows, TokenRows, rows_at
 
 
-class DecoderLayer(Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class LayerStep:
+    """A step as decoder layers see it: the residual stream, and what attention and MLPs read beside it.
 
-    def __init__(self, config: ModelConfig, attention: SelfAttention, mlp: FeedForward) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
+    step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
+    step.feed_forward(self.mlp, behind=norm)         x = x + norm(mlp(x))
+    """
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Layers of the same kind run the same kernels over the same shapes."""
-        return type(self.self_attn), self.self_attn.window, type(self.mlp)
+    def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
+        """Behind attention only the `wanted` tokens [R] go on, where that is given."""
+        self._stream = stream
+        self._context = context
+        self._wanted = wanted
+        self._rows = TokenRows(context.batch.slots, context.rows_of_ranks)
 
-    def __call__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
-        """Adds to the stream; behind the attention only the `wanted` tokens [R] go on."""
-        x, norm = stream.read(self.input_layernorm)
-        rows = TokenRows(context.batch.slots, context.rows_of_ranks)
+    def attend(self, attention: SelfAttention, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
+        """Add `behind(attention(before(x)))` to the stream."""
+        stream, wanted = self._stream, self._wanted
+        x, norm = stream.read(before)
         if wanted is not None:
             stream.keep(wanted)
-            rows = replace(rows, slots=rows_at(rows.slots, wanted))
-        stream.take(self.self_attn(x, context, wanted, norm=norm, add_to=stream.target))
-        x, norm = stream.read(self.post_attention_layernorm)
-        stream.take(self.mlp(x, rows, norm=norm, add_to=stream.target))
+            self._rows = replace(self._rows, slots=rows_at(self._rows.slots, wanted))
+        add_to = stream.target if behind is None else None
+        stream.take(attention(x, self._context, wanted, norm=norm, add_to=add_to), behind)
+
+    def feed_forward(self, mlp: FeedForward, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
+        """Add `behind(mlp(before(x)))` to the stream."""
+        stream = self._stream
+        x, norm = stream.read(before)
+        add_to = stream.target if behind is None else None
+        stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
 
 
 class Decoder(Layer):
@@ -72,10 +75,11 @@ class Decoder(Layer):
             context = replace(context, rows_of_ranks=ranks.tokens)
             last = replace(context, rows_of_ranks=ranks.wanted)
         stream = ResidualStream(hidden, in_place=not hidden.is_cpu)
+        step = LayerStep(stream, context)
         for layer in self.layers[:-1]:
-            layer(stream, context)
+            layer(step)
         # Of most prompt tokens only the KV is used: the last layer ends for them where that is written.
-        self.layers[-1](stream, last, wanted)
+        self.layers[-1](LayerStep(stream, last, wanted))
         return stream.normed(self.norm)
 
 
@@ -84,11 +88,10 @@ class CausalLM(Layer):
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        layers = [
-            DecoderLayer(config, self.make_attention(config, layer), self.make_mlp(config, layer))
-            for layer in range(config.num_layers)
-        ]
+        layers = [config.family.layer(config, index) for index in range(config.num_layers)]
         self.model = Decoder(config, layers)
+        # In a tuple, so that it is no layer below this one.
+        self._attention = tuple(child for _, child in layers[0].children() if isinstance(child, SelfAttention))
         self.lm_head: Head | TiedHead
         if config.tie_word_embeddings:
             self.lm_head = TiedHead(self.model.embed_tokens)
@@ -99,12 +102,12 @@ class CausalLM(Layer):
     @property
     def num_heads(self) -> int:
         """The number of query heads on this rank."""
-        return self.model.layers[0].self_attn.num_heads
+        return self._attention[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
         """In this rank's cache."""
-        return self.model.layers[0].self_attn.num_kv_heads
+        return self._attention[0].num_kv_heads
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
@@ -113,15 +116,8 @@ class CausalLM(Layer):
         Rope frequencies and a second copy of a tied embedding say nothing new; scales are for a cache in 8 bits.
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied)
-
-    @classmethod
-    def make_attention(cls, config: ModelConfig, layer: int) -> SelfAttention:
-        return Attention(config, layer)
-
-    @classmethod
-    def make_mlp(cls, config: ModelConfig, layer: int) -> FeedForward:
-        return GatedMLP(config.hidden_size, config.intermediate_size)
+        by_family = self.config.family.ignored_tensors(self.config)
+        return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied, *by_family)
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)
@@ -129,11 +125,11 @@ class CausalLM(Layer):
 
     def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
         """Return what the layers' attention shares in a step, worked out once before the first of them."""
-        return prepare(batch, kv, num_heads=self.num_heads)
+        return self._attention[0].prepare(batch, kv)
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within, the model has one layer of each kind, and the last one: all kernels of a step, each once."""
+        """Leave the model one layer of each kind, and the last one, while within: all kernels of a step, each once."""
         layers = self.model.layers
         self.model.layers = [*self._one_of_each_kind(), layers[-1]]
         try:
@@ -146,7 +142,7 @@ class CausalLM(Layer):
         self.model.layers = list(dict.fromkeys([*self._one_of_each_kind(), self.model.layers[-1]]))
 
     def _one_of_each_kind(self) -> list[DecoderLayer]:
-        return list({layer.kind: layer for layer in reversed(self.model.layers)}.values())
+        return list({_kernels_of(layer): layer for layer in reversed(self.model.layers)}.values())
 
     @torch.inference_mode()
     def forward(
@@ -177,3 +173,10 @@ class CausalLM(Layer):
         """
         logits = self.lm_head.logits(hidden, out=out)
         return logits.float() if logits.is_cpu else logits
+
+
+def _kernels_of(layer: Layer) -> tuple[object, ...]:
+    """Return what is equal for layers that run the same kernels over the same shapes."""
+    window = layer.window if isinstance(layer, SelfAttention) else None
+    shapes = tuple(parameter.shape for _, parameter in layer.parameters())
+    return type(layer), window, shapes, tuple(_kernels_of(child) for _, child in layer.children())

@@ -15,8 +15,9 @@ from baton.engine.hf_config.latent import LatentShape
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import Rope, YarnRope
 from baton.engine.parallel.groups import ParallelGroups
+from baton.kernels.attention import AttentionBatch
 from baton.kernels.linear import RowNorm
-from baton.kernels.mla import UpProjection, latent_and_cache, mla_attention
+from baton.kernels.mla import UpProjection, latent_and_cache, mla_attention, prepare
 
 from .attention import LayerContext, SelfAttention
 from .base import Layer, Parameter, Share
@@ -78,6 +79,9 @@ class LatentAttention(SelfAttention):
         self.kv_b_proj.keep_heads(heads)
         self.o_proj.keep_columns(heads.times(self._shape.value_dim), groups.tp)
         self.num_heads = heads.size
+
+    def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
+        return prepare(batch, num_heads=self.num_heads, head_dim=self._shape.head_dim)
 
     def __call__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from baton.kernels.expert_map import ExpertMap
 from baton.kernels.linear import RowNorm
 from baton.kernels.p2p import RoutedTokens
 
-from .base import Share
+from .base import Layer, Share
 from .experts import Experts, Router
 from .mlp import FeedForward, GatedMLP
 from .rows import TokenRows
@@ -22,16 +24,22 @@ from .rows import TokenRows
 class MoE(FeedForward):
     """shared(x) + the weighted sum of the experts that `gate(x)` chooses.
 
-    In the checkpoint `gate`, `experts.0`, `experts.1`, ..., and `shared_experts` where there are any.
+    In the checkpoint `gate` (or what `gate_name` says), `experts` (see `layers.plain_experts`), and `shared_experts`
+    where there are any.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+    def __init__(self, hidden_size: int, config: ExpertsConfig, *, gate_name: str = "gate") -> None:
         self.gate = Router(hidden_size, config)
         self.experts = Experts(hidden_size, config)
         shared_size = config.shared_intermediate_size
         self.shared_experts = GatedMLP(hidden_size, shared_size) if shared_size else None
         self.spread: SpreadExperts | None = None  # None: every expert is here, or a stretch of its width
         self._group: Group = ALONE  # over which results are summed
+        self._gate_name = gate_name
+
+    def children(self) -> Iterator[tuple[str, Layer]]:
+        for name, child in super().children():
+            yield self._gate_name if child is self.gate else name, child
 
     def divide(self, groups: ParallelGroups) -> None:
         """Give every rank a stretch of the shared experts' width, and of the others' unless those are spread.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
+from baton.engine.parallel.groups import Group
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import rms_norm
 
@@ -31,3 +35,18 @@ class RMSNorm(Layer):
         """(norm of x + residual, x + residual) in one pass."""
         normed, total = rms_norm(x, self.weight.data, self.eps, residual)
         return normed, total
+
+
+def norms_over_ranks(parts: Sequence[tuple[RMSNorm, Tensor]], group: Group) -> list[Tensor]:
+    """Normalize tensors [T, N] each by its norm, over widths of which every rank of the group holds an equal part.
+
+    Parts that several ranks hold count as often, so that they do not change the mean. One all-reduce for all tensors.
+    """
+    if group.size == 1:
+        return [norm(x) for norm, x in parts]
+    means = torch.stack([x.float().square().mean(-1) for _, x in parts])
+    means = group.all_reduce(means) / group.size
+    return [
+        (x.float() * torch.rsqrt(mean[:, None] + norm.eps) * norm.weight.data.float()).to(x.dtype)
+        for (norm, x), mean in zip(parts, means, strict=True)
+    ]

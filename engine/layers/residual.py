@@ -13,8 +13,9 @@ from .rows import rows_at
 class ResidualStream:
     """Hidden states [T, hidden_size], to which one layer after the other adds.
 
-        x, norm = stream.read(self.input_layernorm)
-        stream.take(layer(x, norm=norm, add_to=stream.target))      the layer of norm(sum), added to the sum
+        x, norm = stream.read(before)
+        stream.take(layer(x, norm=norm, add_to=stream.target))      the layer of before(sum), added to the sum
+        stream.take(layer(x, norm=norm), behind)                    behind(the layer of before(sum)), added to the sum
 
     in_place    the product that ends a layer adds to the sum, and the one that begins the next norms it: no pass of
                 their own over the hidden states, and with few tokens no kernels of their own
@@ -32,26 +33,36 @@ class ResidualStream:
         """Return the tensor to which the next layer adds its result; None where it returns the result alone."""
         return self._sum if self._in_place else None
 
-    def read(self, norm: RMSNorm) -> tuple[Tensor, RowNorm | None]:
-        """The next layer's input, and the norm that it has to go through first, if it has not yet."""
+    def read(self, norm: RMSNorm | None) -> tuple[Tensor, RowNorm | None]:
+        """Return the next layer's input, and the norm that it has to go through first, if it has not yet."""
+        if norm is None:
+            self._add_last()
+            return self._sum, None
         return (self._sum, norm.of_rows) if self._in_place else (self.normed(norm), None)
 
     def normed(self, norm: RMSNorm) -> Tensor:
+        """Return the norm of the sum."""
         if self._last is None:
             return norm(self._sum)
         normed, self._sum = norm.after_add(self._last, self._sum)
         self._last = None
         return normed
 
-    def take(self, result: Tensor) -> None:
-        """Take the result of a layer that had `target` to add to."""
-        if self._in_place:
+    def take(self, result: Tensor, behind: RMSNorm | None = None) -> None:
+        """Take the result of a layer that had `target` to add to, or none where a norm follows it."""
+        assert self._last is None, "a layer reads the stream before it adds to it"
+        if not self._in_place:
+            self._last = result if behind is None else behind(result)
+        elif behind is None:
             self._sum = result
         else:
-            assert self._last is None, "a layer reads the stream before it adds to it"
-            self._last = result
+            self._sum = self._sum.add_(behind(result))
+
+    def _add_last(self) -> None:
+        if self._last is not None:
+            self._sum, self._last = self._sum + self._last, None
 
     def keep(self, wanted: Tensor) -> None:
-        """Only the `wanted` tokens [R] go on. Comes after the stream was read."""
+        """Let only the `wanted` tokens [R] go on. Comes after the stream was read."""
         assert self._last is None, "what waits has to be added first"
         self._sum = rows_at(self._sum, wanted)

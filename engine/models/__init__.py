@@ -1,11 +1,14 @@
-"""One file an architecture: its differences from the shared blocks of `engine.layers`.
+"""The families of models, one file each: config reading, caches, and the forward of a layer (README.md).
 
-Importing this package loads no torch: `MODELS` names the classes, `load_model` imports the one it needs.
+Importing this package loads no torch: families read configs, and `make_model` builds the layers.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import pkgutil
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from baton.engine.parallel.groups import ALL_ALONE, ParallelGroups
@@ -17,25 +20,22 @@ if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
     from baton.engine.weights.progress import Progress
 
-# `architectures` of config.json -> (module of this package, class)
-MODELS: dict[str, tuple[str, str]] = {
-    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
-    "MistralForCausalLM": ("mistral", "MistralForCausalLM"),
-    "Qwen2ForCausalLM": ("qwen2", "Qwen2ForCausalLM"),
-    "Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM"),
-    "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2ForCausalLM"),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", "DeepseekV3ForCausalLM"),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "MixtralForCausalLM": ("mixtral", "MixtralForCausalLM"),
-    "GptOssForCausalLM": ("gpt_oss", "GptOssForCausalLM"),
-}
+    from .family import Family
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class of a supported architecture (a key of `MODELS`)."""
-    module, name = MODELS[architecture]
-    cls: type[CausalLM] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return cls
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """Return every family by its architecture: the `FAMILY` of each file of this package."""
+    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {family.architecture: family for family in found}
+
+
+def make_model(config: ModelConfig) -> CausalLM:
+    """Return the whole model of `config`, before it is divided and has memory."""
+    from baton.engine.layers.decoder import CausalLM
+
+    return CausalLM(config)
 
 
 def load_model(
@@ -45,15 +45,15 @@ def load_model(
     progress: Progress | None = None,
     groups: ParallelGroups = ALL_ALONE,
 ) -> CausalLM:
-    """The model of `config` on `device`, its weights loaded as `config.load_format` says and laid out for the kernels.
+    """Return the model of `config` on `device`, its weights loaded as `config.load_format` says, ready for steps.
 
-    Of a group's rank, its share of the model. `progress` is called with (bytes done, bytes in all) after each tensor.
+    In a group, the rank's share of the model. `progress` is called with (bytes done, bytes in all) after each tensor.
     Raises `WeightsError` where the checkpoint's tensors are not exactly the model's parameters; that is known before
     any weight is read.
     """
     from baton.engine.weights.loader import load_weights
 
-    model = model_class(config.architecture)(config)
+    model = make_model(config)
     model.divide(groups)
     load_weights(model, device=device, progress=progress)
     return model
@@ -63,7 +63,7 @@ def check_weights(config: ModelConfig) -> None:
     """Raises `WeightsError` where `load_model` would, before it reads a weight."""
     from baton.engine.weights.loader import check_weights
 
-    check_weights(model_class(config.architecture)(config))
+    check_weights(make_model(config))
 
 
 def stub_model(config: ModelConfig, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE) -> CausalLM:
@@ -73,7 +73,7 @@ def stub_model(config: ModelConfig, *, device: torch.device | str, groups: Paral
     """
     from baton.engine.weights.loader import allocate_unfilled
 
-    model = model_class(config.architecture)(config)
+    model = make_model(config)
     model.shorten()
     model.divide(groups)
     allocate_unfilled(model, device=device)

@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
-from .deepseek_v2 import DeepseekV2ForCausalLM
+from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
+from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.latent import LatentShape, read_latent
+from baton.engine.hf_config.model_config import ModelConfig
+
+from .deepseek_v2 import DeepseekV2Layer
+from .family import Family, latents
 
 
-class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """As V2; its experts are chosen by corrected sigmoids (`hf_config.experts`)."""
+class DeepseekV3Layer(DeepseekV2Layer):
+    """The layer of V2. Its experts are chosen by corrected sigmoids, which is a matter of the config."""
 
-    @property
-    def ignored_tensors(self) -> tuple[str, ...]:
-        """The layers behind the last one predict further tokens, which nobody asks for."""
-        first, count = self.config.num_layers, self.config.num_draft_layers
-        return (*super().ignored_tensors, *(f"model.layers.{first + index}.*" for index in range(count)))
+
+def read_v3_latent(keys: Keys) -> LatentShape:
+    if not keys.flag("rope_interleave", False):  # V2 knows no other way
+        raise UnsupportedModel("config.json: rope_interleave false is not supported: neighbouring dimensions turn")
+    return read_latent(keys)
+
+
+def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
+    require(keys, "scoring_func", "sigmoid", "DeepSeek-V3")
+    require(keys, "topk_method", "noaux_tc", "DeepSeek-V3")
+    num_experts = read_num_experts(keys, ("n_routed_experts", "num_local_experts", "num_experts"), 256)
+    num_groups = keys.integer("n_group", 8)
+    if num_groups > 1 and num_experts // num_groups < 2:
+        raise InvalidModelConfig(
+            f"config.json: groups are rated by their two best experts, but {num_experts} experts in {num_groups} "
+            "groups (n_group) leave one for each"
+        )
+    width = keys.integer("moe_intermediate_size", 2048)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        top_k=keys.integer("num_experts_per_tok", 8),
+        intermediate_size=width,
+        shared_intermediate_size=width * keys.integer("n_shared_experts", 1, maximum=1024),
+        scoring="sigmoid",
+        renormalize=keys.flag("norm_topk_prob", False),
+        scale=keys.number("routed_scaling_factor", 2.5),
+        num_groups=num_groups,
+        top_groups=keys.integer("topk_group", 4),
+        group_score="top2",
+        score_correction=True,
+        sparse_layers=sparse_behind_dense(keys, 3, num_layers),
+    )
+
+
+def draft_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Return patterns of the layers behind the last one: they predict further tokens, which nobody asks for."""
+    return tuple(f"model.layers.{config.num_layers + index}.*" for index in range(config.num_draft_layers))
+
+
+FAMILY = Family(
+    architecture="DeepseekV3ForCausalLM",
+    layer=DeepseekV3Layer,
+    defaults={"norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 1},
+    experts=read_experts,
+    latent=read_v3_latent,
+    cache=latents,
+    ignored_tensors=draft_layers,
+)

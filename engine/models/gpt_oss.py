@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-
+from baton.engine import layers
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
+from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.layers.attention import Attention
-from baton.engine.layers.base import Layer, Parameter, Share
-from baton.engine.layers.decoder import CausalLM
-from baton.engine.layers.mlp import FeedForward
-from baton.engine.layers.moe import MoE
-from baton.engine.parallel.groups import ParallelGroups
+from baton.engine.hf_config.windows import FULL, SLIDING, WindowRule
+from baton.engine.layers.base import DecoderLayer
+
+from .family import Family
 
 
-class GptOssAttention(Attention):
-    """Every head has a sink: a score without a key, which takes weight from the others and gives no value."""
+class GptOssLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + experts(norm(x)); biases, a sink in every head, a window in every second layer.
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer, qkv_bias=config.attention_bias, output_bias=config.attention_bias)
-        self.sinks: Parameter = Parameter(config.num_heads, dtype=torch.float32)
+    The activations of experts have limits, and checkpoints call the gate that chooses them a router.
+    """
 
-    def divide(self, groups: ParallelGroups) -> None:
-        self.sinks.keep(0, Share.part(self.num_heads, groups.tp))
-        super().divide(groups)
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        assert config.moe is not None, "a config of this family has experts"
+        bias = config.attention_bias
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, sinks=True)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.MoE(config.hidden_size, config.moe, gate_name="router")
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
 
 
-class GptOssMoE(MoE):
-    """Checkpoints call its gate a router."""
+def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=read_num_experts(keys, ("num_local_experts", "num_experts"), 128),
+        top_k=keys.integer("num_experts_per_tok", 4),
+        intermediate_size=keys.integer("intermediate_size"),
+        intermediate_size_key="intermediate_size",
+        shared_intermediate_size=0,
+        renormalize=True,  # softmax over the chosen experts' logits: the same as over all, divided by the sum
+        router_bias=True,
+        expert_biases=True,
+        gate_slope=keys.number("swiglu_alpha", 1.702),
+        gate_limit=keys.number("swiglu_limit", 7.0),
+        up_shift=1.0,
+        stored="transposed",
+        sparse_layers=(True,) * num_layers,
+    )
 
-    def children(self) -> Iterator[tuple[str, Layer]]:
-        for name, child in super().children():
-            yield "router" if child is self.gate else name, child
 
-
-class GptOssForCausalLM(CausalLM):
-    """Biases everywhere, sinks, windows in every second layer, and experts whose activations have limits."""
-
-    @classmethod
-    def make_attention(cls, config: ModelConfig, layer: int) -> Attention:
-        return GptOssAttention(config, layer)
-
-    @classmethod
-    def make_mlp(cls, config: ModelConfig, layer: int) -> FeedForward:
-        assert config.moe is not None, "a config of this architecture has experts"
-        return GptOssMoE(config.hidden_size, config.moe)
+FAMILY = Family(
+    architecture="GptOssForCausalLM",
+    layer=GptOssLayer,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    windows=WindowRule(listed=True, turns=(SLIDING, FULL)),
+    experts=read_experts,
+)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from baton.engine import layers
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.layers.attention import Attention
-from baton.engine.layers.decoder import CausalLM
-from baton.engine.layers.mlp import FeedForward, GatedMLP
+from baton.engine.layers.base import DecoderLayer
+
+from .family import Family
 
 
-class LlamaForCausalLM(CausalLM):
-    """The plain decoder; biases where the config asks for them."""
+class LlamaLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)); biases where the config asks for them."""
 
-    @classmethod
-    def make_attention(cls, config: ModelConfig, layer: int) -> Attention:
-        return Attention(config, layer, qkv_bias=config.attention_bias, output_bias=config.attention_bias)
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        bias = config.attention_bias
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
-    @classmethod
-    def make_mlp(cls, config: ModelConfig, layer: int) -> FeedForward:
-        return GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+FAMILY = Family(architecture="LlamaForCausalLM", layer=LlamaLayer)

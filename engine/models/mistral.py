@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
-from baton.engine.layers.decoder import CausalLM
+from baton.engine import layers
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.windows import WindowRule
+from baton.engine.layers.base import DecoderLayer
+
+from .family import Family
 
 
-class MistralForCausalLM(CausalLM):
-    """The plain decoder without biases. Its sliding window is a value of the config (`layer_windows`)."""
+class MistralLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)); no biases. The window is a value of the config."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+FAMILY = Family(
+    architecture="MistralForCausalLM",
+    layer=MistralLayer,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    windows=WindowRule(listed=True),
+)

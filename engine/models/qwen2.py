@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from baton.engine import layers
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.layers.attention import Attention
-from baton.engine.layers.decoder import CausalLM
+from baton.engine.hf_config.windows import WindowRule
+from baton.engine.layers.base import DecoderLayer
+
+from .family import Family
 
 
-class Qwen2ForCausalLM(CausalLM):
-    """Queries, keys and values have a bias, whatever the config says; nothing else has."""
+class Qwen2Layer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    @classmethod
-    def make_attention(cls, config: ModelConfig, layer: int) -> Attention:
-        return Attention(config, layer, qkv_bias=True)
+    Queries, keys and values have a bias, whatever the config says; nothing else has.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index, qkv_bias=True)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    layer=Qwen2Layer,
+    defaults={"num_key_value_heads": 32, "max_window_layers": 28},
+    windows=WindowRule(switched=True, listed=True, from_layer=True),
+)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from baton.engine import layers
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.layers.attention import Attention
-from baton.engine.layers.decoder import CausalLM
-from baton.engine.layers.norm import RMSNorm
+from baton.engine.hf_config.windows import WindowRule
+from baton.engine.layers.base import DecoderLayer
+
+from .family import Family
 
 
-class Qwen3Attention(Attention):
-    """Grouped-query attention with a norm on every query and key head before the rotation."""
+class Qwen3Layer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)); a norm on every query and key head before the rotation."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer, qkv_bias=config.attention_bias, output_bias=config.attention_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        bias = config.attention_bias
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="head")
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
 
 
-class Qwen3ForCausalLM(CausalLM):
-    @classmethod
-    def make_attention(cls, config: ModelConfig, layer: int) -> Attention:
-        return Qwen3Attention(config, layer)
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    layer=Qwen3Layer,
+    defaults={"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+    windows=WindowRule(switched=True, listed=True, from_layer=True),
+)

@@ -21,7 +21,7 @@ from baton.cluster.spec import load_spec, specs_in_file
 from baton.engine.config import EngineConfig
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
-from baton.engine.models import model_class
+from baton.engine.models import make_model
 from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -89,7 +89,7 @@ def test_as_many_weights_are_planned_as_a_model_has(
     groups = ALL_ALONE if ranks == 1 else ParallelGroups(tp=Rank(1, ranks))
     if dp_size > 1:
         groups = ParallelGroups(dp=Rank(1, dp_size), ep=Rank(1, dp_size), spread=ExpertSpread())
-    layers = model_class(model.architecture)(model)
+    layers = make_model(model)
     layers.divide(groups)
     layers.allocate("meta", torch.bfloat16)
     config = EngineConfig(

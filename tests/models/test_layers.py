@@ -168,6 +168,22 @@ def test_a_stream_is_the_sum_of_its_layers(in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("with_norms_before", [True, False])
+def test_norms_behind_layers_norm_what_is_added_to_a_stream(in_place: bool, with_norms_before: bool) -> None:
+    layers = (Linear(32, 32), GatedMLP(32, 48), Linear(32, 32))
+    norms = [RMSNorm(32, 1e-6) for _ in range(2 * len(layers) + 1)]
+    for layer in (*layers, *norms):
+        filled(layer, "layer")
+    expected = torch.randn(6, 32)
+    stream = ResidualStream(expected.clone(), in_place=in_place)
+    for layer, before, behind in zip(layers, norms[::2], norms[1::2], strict=False):
+        x, its_norm = stream.read(before if with_norms_before else None)
+        stream.take(layer(x, norm=its_norm), behind)
+        expected = expected + behind(layer(before(expected) if with_norms_before else expected))
+    torch.testing.assert_close(stream.normed(norms[-1]), norms[-1](expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
 def test_tokens_that_nobody_wants_leave_a_stream_after_it_was_read(in_place: bool) -> None:
     linear, norm, wanted = Linear(32, 32), RMSNorm(32, 1e-6), torch.tensor([1, 4])
     for layer in (linear, norm):

@@ -15,7 +15,6 @@ from small_config import SIZES
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.latent import LatentShape
 from baton.engine.hf_config.model_config import (
-    CacheShape,
     InvalidModelConfig,
     MaxModelLenTooLong,
     ModelConfig,
@@ -24,6 +23,7 @@ from baton.engine.hf_config.model_config import (
     UnsupportedModel,
 )
 from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from baton.engine.models.family import CacheShape
 
 PLAIN: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

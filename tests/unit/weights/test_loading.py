@@ -16,7 +16,7 @@ from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.models import load_model, model_class
+from baton.engine.models import load_model, make_model
 from baton.kernels.attention import AttentionBatch
 
 Change = Callable[[dict[str, Tensor]], None]
@@ -143,7 +143,7 @@ def test_progress_ends_at_the_size_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_has_exactly_the_tensors_that_transformers_saves(architecture: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, architecture)
-    model = model_class(ModelConfig.from_folder(folder).architecture)(ModelConfig.from_folder(folder))
+    model = make_model(ModelConfig.from_folder(folder))
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert {slot.name: slot.shape for slot in model.slots()} == stored
 
