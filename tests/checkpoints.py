@@ -24,6 +24,7 @@ ARCHITECTURES = (
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "olmo2",
 )
 
 # Values under which the variants differ visibly within a hundred positions of a tiny model.
@@ -61,6 +62,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"head_dim": 32, "sliding_window": 24},
     "qwen2": {},
+    "olmo2": {},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {
         "head_dim": 32,

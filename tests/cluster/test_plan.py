@@ -35,6 +35,7 @@ CLASSES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 WIDER = {"hidden_size": 512, "vocab_size": 1024}  # so that biases and norms, which a plan leaves out, weigh little
 SERVED = {  # a config: the model's shapes, GPUs of a node, GB of each, nodes that it takes

@@ -46,6 +46,7 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v2": ("deepseek_v2", {}, 2),
     "deepseek_v3": ("deepseek_v3", {}, 2),
     "gpt_oss": ("gpt_oss", {}, 2),
+    "olmo2": ("olmo2", {}, 2),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 2),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, 2),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, 2),
@@ -53,6 +54,7 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v2-low-rank-queries": ("deepseek_v2", {"q_lora_rank": 24, "attention_bias": True}, 2),
     "qwen3-more-ranks-than-kv-heads": ("qwen3", {"num_attention_heads": 8}, 4),
     "qwen2-more-ranks-than-kv-heads": ("qwen2", {"num_key_value_heads": 1}, 4),
+    "olmo2-more-ranks-than-kv-heads": ("olmo2", {}, 4),
     "deepseek_v2-four": ("deepseek_v2", {}, 4),
     "gpt_oss-four": ("gpt_oss", {}, 4),
     "qwen3_moe-odd-vocabulary": ("qwen3_moe", {"vocab_size": 251}, 4),
@@ -97,7 +99,9 @@ def test_divided_says_what_the_whole_says(pool: MemberPool, folder_of: Callable[
             assert logprob_error(our.prompt_logprobs, their.prompt_logprobs) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmo2"]
+)
 def test_divided_says_what_transformers_says(pool: MemberPool, folder_of: Callable[[str], Path], name: str) -> None:
     architecture, keys, ranks = DIVISIONS[name]
     reference = make_model(architecture, **keys)

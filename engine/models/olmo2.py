@@ -1,0 +1,27 @@
+"""OLMo 2 (arXiv:2501.00656)."""
+
+from __future__ import annotations
+
+from baton.engine import layers
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.layers.base import DecoderLayer
+
+from .family import Family
+
+
+class Olmo2Layer(DecoderLayer):
+    """x + norm(attention(x)), then x + norm(mlp(x)); all query heads together are normed, and all key heads."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        bias = config.attention_bias
+        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="width")
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
+        self.post_feedforward_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, behind=self.post_attention_layernorm)
+        step.feed_forward(self.mlp, behind=self.post_feedforward_layernorm)
+
+
+FAMILY = Family(architecture="Olmo2ForCausalLM", layer=Olmo2Layer, defaults={"rms_norm_eps": 1e-5})
