@@ -1,4 +1,4 @@
-"""API keys: those of a gateway's settings, and those of a file that may change while it serves; and what each may do.
+"""API keys, from the gateway's settings and from a file that may change while it serves, and the rights of each key.
 
 sk-one                        a line of the file: a key
 sk-two min_priority=-10       a key whose requests may ask for a priority of -10 or more
@@ -22,34 +22,34 @@ from .settings import GatewaySettings, sendable
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between looks at the file
+LOOK_S = 1.0  # between checks of the file
 
 Version = tuple[int, int, int]
 
 
 class InvalidKeys(ValueError):
-    """A file of API keys gives none that could be used. The message says which file, and never a key."""
+    """A file of API keys has no usable key. The message names the file, and never a key."""
 
 
 @dataclass(frozen=True)
 class KeyRights:
-    """What the line of a key allows its requests."""
+    """Rights of one API key, as the rest of its line grants them."""
 
-    min_priority: int | None = None  # None: that of the settings
+    min_priority: int | None = None  # None: the one in the settings
 
 
 @dataclass(frozen=True)
 class Caller:
-    """What a gateway knows about the sender of a request."""
+    """The authenticated sender of a request."""
 
-    key: bytes | None  # a digest of its API key; None where no key is asked for
+    key: bytes | None  # digest of its API key; None if the gateway asks for none
     min_priority: int
 
 
 def keys_in(file: str) -> dict[str, KeyRights]:
-    """Return the keys of a file, one a line, and their rights; the last line of a key counts.
+    """Return the keys of a file, one a line, and their rights; if a key occurs twice, its last line counts.
 
-    Never empty, for without keys everyone could call. Raises `InvalidKeys`.
+    The result is never empty, because a gateway without keys would serve everyone. Raises `InvalidKeys`.
     """
     try:
         lines = Path(file).read_text().splitlines()
@@ -70,7 +70,7 @@ def keys_in(file: str) -> dict[str, KeyRights]:
 
 
 def _rights(words: list[str]) -> KeyRights:
-    """Raises `ValueError`, without the words: they may be a part of a key."""
+    """Parse the words after a key. Raises `ValueError` without the words, which may be a part of a key."""
     if not words:
         return KeyRights()
     given = re.fullmatch(r"min_priority=(-?[0-9]{1,10})", words[0])
@@ -82,38 +82,38 @@ def _rights(words: list[str]) -> KeyRights:
 
 
 class ApiKeys:
-    """The keys that open, and their rights.
+    """The valid API keys and their rights.
 
-    file ──other keys──> they count from the next request on; what has begun goes on
-         ──gone, empty, unreadable──> nothing changes, and the log says so; it is tried again at every look
+    file ──has other keys──> they count from the next request on; requests under way go on
+         ──gone, empty, unreadable──> the old keys stay valid, a warning is logged, and each check tries again
 
-    So a slip lets nobody in, and shuts nobody out.
+    So a mistake in the file neither lets strangers in nor locks clients out.
     """
 
     def __init__(self, settings: GatewaySettings, now_s: Callable[[], float] = time.monotonic) -> None:
-        """Raises `InvalidKeys` where there is a file and it gives none."""
+        """Read the keys. Raises `InvalidKeys` if a file is configured and has no usable key."""
         self._given, self._file, self._now_s = settings.api_keys, settings.api_keys_file, now_s
         self._min_priority = settings.min_priority
         self._version = _version(self._file)
         self._look_at_s = now_s() + LOOK_S
-        self._trouble = ""  # with the file, as the log has said
+        self._trouble = ""  # the newest error of the file, which has been logged
         self._rights = self._read()  # by digest of the key
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is asked for."""
+        """True if the gateway asks for no key."""
         return not self._rights
 
     @property
     def anonymous(self) -> Caller:
-        """A client that sends no key, where none is asked for."""
+        """Return the caller of a gateway that asks for no key."""
         return Caller(None, self._min_priority)
 
     def caller(self, key: bytes) -> Caller | None:
-        """The client with this key; None where the key does not open."""
+        """Return the caller with this key; None if the key is not valid."""
         self._look()
         given = _digest(key)
-        # Each comparison takes the same time, and all are made.
+        # Compare with every key, each in constant time.
         matches = [rights for digest, rights in self._rights.items() if hmac.compare_digest(given, digest)]
         if not matches:
             return None
@@ -121,7 +121,7 @@ class ApiKeys:
         return Caller(given, self._min_priority if own is None else own)
 
     def _look(self) -> None:
-        """One `stat` a second at most, while nothing is wrong."""
+        """Read the file again if it has changed: at most one `stat` a second, unless the last read failed."""
         now_s = self._now_s()
         if not self._file or now_s < self._look_at_s:
             return
@@ -134,7 +134,7 @@ class ApiKeys:
         except InvalidKeys as error:
             if str(error) != self._trouble:
                 logger.warning("%s; the keys of before stay valid", error)
-            self._trouble = str(error)  # what ends it, as another mode or a mount, need not change the version
+            self._trouble = str(error)  # the cause, such as file permissions, may go away without a new version
         else:
             logger.info("gateway.api_keys_file: %s has been read: %d keys open now", self._file, len(self._rights))
             self._version, self._trouble = version, ""
@@ -145,12 +145,15 @@ class ApiKeys:
 
 
 def cache_salt_of_key(digest: bytes | None) -> str:
-    """What requests with this key have in common, at every gateway. Not the digest: engines need not know that."""
+    """Return a cache salt that all requests with this key share, at every gateway.
+
+    It is not the key's digest, which engines need not know.
+    """
     return "" if digest is None else hashlib.blake2b(digest, digest_size=16, person=b"baton circle").hexdigest()
 
 
 def _version(file: str) -> Version | None:
-    """Another one whenever the file has been written, or replaced as Kubernetes does; None where there is none."""
+    """Return a value that changes whenever the file is written or replaced, as Kubernetes does; None without a file."""
     try:
         found = os.stat(file)
     except OSError:

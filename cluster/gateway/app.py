@@ -36,8 +36,8 @@ from .tracing import RequestSpans
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HEALTH_RETRY_S = 1.0
 READ = ["GET", "HEAD"]
-EXPOSED_HEADERS = ["x-request-id", "x-baton-path", "retry-after"]  # to scripts of pages
-# Those that a client looks for; operators' are in the documentation.
+EXPOSED_HEADERS = ["x-request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
+# Routes for clients, named in 404 responses; those for operators are in the documentation.
 CLIENT_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize")
 
 
@@ -52,12 +52,13 @@ def create_app(
     spans: RequestSpans | None = None,
     scales_from_zero: bool = False,
 ) -> FastAPI:
-    """An application for one model. It needs no lifespan events, and leaves `client` to whoever made it.
+    """Return the HTTP application for one model. It needs no lifespan events and does not close `client`.
 
-    Whoever has `drain` can make it say that it leaves, whoever has `metrics` reads them without HTTP, and whoever has
-    `bodies` starts and ends the processes that read large ones. Requests are
-    told to `spans`. With `scales_from_zero` it is ready without engines: they come with the first request. Raises
-    `InvalidKeys`.
+    `drain` lets its owner announce that the gateway leaves, `metrics` can be read without HTTP, `bodies` starts and
+    stops the processes that read large bodies, and finished requests are recorded in `spans`. With `scales_from_zero`
+    the application is ready without engines, which start with the first request.
+
+    Raises `InvalidKeys`.
     """
     keys = ApiKeys(settings)
     drain = drain or Drain()
@@ -74,7 +75,7 @@ def create_app(
     bodies = bodies or BodyService(model, settings, metrics)
     gateway = GatewayServices(model, settings, metrics, admission, serving, bodies, spans)
 
-    # A redirect would name the scheme and the host that this gateway sees: behind a balancer neither is the client's.
+    # A redirect would hold the scheme and host of this gateway, which differ from the client's behind a balancer.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
@@ -128,7 +129,7 @@ def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
 def _add_token_routes(app: FastAPI, model: ServedModel) -> None:
     @app.api_route("/tokenizer_info", methods=READ)
     async def tokenizer_info() -> Response:
-        """As in vLLM: what an evaluation must know that lets this server tokenize."""
+        """Return what evaluation harnesses need that tokenize with this server, as vLLM does."""
         tokens = {"bos_token": None, "eos_token": None, "pad_token": None} | model.tokenizer.special_tokens
         template = {"chat_template": model.tokenizer.chat_template_source}
         return _json({**tokens, **template, "model_max_length": model.max_model_len})
@@ -169,7 +170,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """The framework's own refusals, in the common shape."""
+    """Answer errors that the framework raises in the same JSON as all others."""
     assert isinstance(error, HTTPException)
     there = f"There are {', '.join(CLIENT_ROUTES)}."
     not_allowed = f"{request.method} is not allowed here."

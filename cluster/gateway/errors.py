@@ -1,4 +1,4 @@
-"""Every way in which the gateway says no, in the shape that OpenAI's clients understand."""
+"""All error responses of the gateway, as JSON that OpenAI's clients understand."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from starlette.responses import Response
 from baton.cluster.counted import counted
 from baton.engine.core.messages import EngineError, ErrorKind
 
-MAX_TEXT_CHARS = 2048  # of an error's message
-EXCERPT_CHARS = 100  # of what a client sent, in a message
-CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it, it is only counted
+MAX_TEXT_CHARS = 2048  # of an error message
+EXCERPT_CHARS = 100  # of a client's text within a message
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; it is only counted, since the client has left
 
 
 class ApiError(Exception):
-    """An answer that is not 200. `param` names the field that has to change, where there is one.
+    """An error response. `param` names the field that the client has to change, if there is one.
 
-    `gpu_time_spent`: whether an engine may have worked for it; None where that is not asked, as for a bad request.
+    `gpu_time_spent` says if an engine may have worked on the request; None if that is of no interest, as for a bad
+    request.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class ApiError(Exception):
 
     @property
     def is_about_load(self) -> bool:
-        """The request was right, and might be served at another time: whether it cost anything is worth to know."""
+        """True if the same request may succeed later, so that clients want to know if it has cost GPU time."""
         return self.status in (408, 429) or self.status >= 500
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call fields as the client does, in `param` and where the message quotes them. `names`: ours -> theirs.
+        """Replace our field names by the client's, in `param` and where the message quotes them. `names`: ours ->
+        theirs.
 
-        A place within a field has the name of the field, where it has none of its own.
+        A path within a field takes the field's new name, unless the path has a new name of its own.
         """
         if self.param is not None:
             within = [ours for ours in names if re.match(rf"{re.escape(ours)}($|[.\[])", self.param)]
@@ -62,7 +64,7 @@ class ApiError(Exception):
             self.message = self.message.replace(f"'{ours}'", f"'{theirs}'")
 
     def body(self) -> bytes:
-        """`{"error": {"message", "type", "param", "code"}}`, also the payload of an error event in a stream."""
+        """Return `{"error": {"message", "type", "param", "code"}}`, which error events of streams hold as well."""
         error: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         if self.gpu_time_spent is not None:
             error["gpu_time_spent"] = self.gpu_time_spent
@@ -73,22 +75,22 @@ class ApiError(Exception):
 
 
 def _shortened(text: str) -> str:
-    """Names and values of a client may be of any length; what is told of them is not."""
+    """Shorten a text that may hold names and values of a client, which may be of any length."""
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
 def shown(text: str) -> str:
-    """Return as much of a client's text as an answer repeats: an answer must not be as large as what a client sends."""
+    """Shorten a client's text, so that an error message is never as large as the request."""
     return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
 
 
 def excerpt(text: str) -> str:
-    """The same in quotes."""
+    """Shorten a client's text and put it in quotes."""
     return repr(shown(text))
 
 
 def field_name(place: Iterable[str | int]) -> str | None:
-    """Keys and indices from the top, as `param` tells them: `messages[0].content`. None is the whole."""
+    """Write a path of keys and indices as `param` has it: `messages[0].content`. None stands for the whole body."""
     names = (f"[{part}]" if isinstance(part, int) else f".{shown(part)}" for part in place)
     return "".join(names).lstrip(".") or None
 
@@ -103,7 +105,7 @@ def model_not_found(model: str, served: str) -> ApiError:
 
 
 def priority_not_allowed(asked: int, least: int) -> ApiError:
-    """Refuse a request that would be served before those of others, without the right to be."""
+    """Refuse a priority that the client's key or the settings do not allow."""
     message = (
         f"'priority' must be {least} or more, not {asked}: lower is served sooner. Which requests may ask for less the "
         "operator says, by gateway.min_priority or by the API key (min_priority=N in its line of api_keys_file)."
@@ -112,13 +114,13 @@ def priority_not_allowed(asked: int, least: int) -> ApiError:
 
 
 def prompt_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiError:
-    """Of a prompt that nobody has counted to its end."""
+    """Refuse a prompt that is too long before all of it was tokenized."""
     message = f"This model's maximum context length is {max_model_len} tokens. Your prompt has {least_tokens} or more."
     return bad_request(param, message, "context_length_exceeded")
 
 
 def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, max_tokens: int | None) -> ApiError:
-    """OpenAI's refusal of a prompt that leaves no room: for anything where `max_tokens` is None, else for that many."""
+    """Refuse a prompt that leaves no room in the context for `max_tokens` more, or for any token if that is None."""
     if max_tokens is None:
         length = counted(prompt_tokens, "token")
         asked = f"Your prompt has {length}, which leaves no room for an answer. Shorten the prompt."
@@ -144,12 +146,12 @@ def no_capacity(message: str, retry_after_s: float) -> ApiError:
 
 
 def too_expensive(reason: str) -> ApiError:
-    """Refuse a body that exceeds what reading one may take."""
+    """Refuse a body that took more time or memory to read than one body may."""
     return bad_request(None, f"The body {reason}: send less in one request.", "body_too_expensive")
 
 
 def memory_full(limit_bytes: int, retry_after_s: float) -> ApiError:
-    """Refuse a request whose body or prompt would exceed what requests may hold together."""
+    """Refuse a request whose body or prompt exceeds the memory that all requests share."""
     message = (
         f"The requests of this gateway hold all of the {limit_bytes} bytes that they may have together, or large "
         f"bodies their part of them. Try again in {retry_after_s:g} s."
@@ -158,7 +160,7 @@ def memory_full(limit_bytes: int, retry_after_s: float) -> ApiError:
 
 
 def readers_full(retry_after_s: float) -> ApiError:
-    """Refuse a large body where many wait to be read."""
+    """Refuse a large body because too many others wait to be read."""
     message = f"As many large bodies as may wait to be read wait already. Try again in {retry_after_s:g} s."
     return _unavailable(message, "readers_full", retry_after_s)
 
@@ -173,7 +175,7 @@ def no_retries_left(message: str, retry_after_s: float) -> ApiError:
 
 
 def draining() -> ApiError:
-    """Of a gateway that is about to leave, to whoever asks for its health."""
+    """Report in health checks that this gateway is about to end."""
     return ApiError(503, "This gateway is about to end: send requests elsewhere.", type="service_unavailable")
 
 
@@ -214,7 +216,7 @@ def internal(message: str) -> ApiError:
 
 
 def from_engine(error: EngineError, retry_after_s: float) -> ApiError:
-    """The HTTP form of an engine's refusal that no other engine could make good."""
+    """Return the HTTP error for an engine's error that no other engine could make good."""
     match error.kind:
         case ErrorKind.INVALID if error.field:
             return bad_request(error.field, f"{error.field!r} {error.message}.")

@@ -1,4 +1,4 @@
-"""What a gateway counts, for Prometheus. Names are vLLM's with another prefix, so that its dashboards fit."""
+"""The gateway's Prometheus metrics. Names are vLLM's with another prefix, so that its dashboards fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 
 DECISION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 10, 15, 30, 60)
 
-STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # with which a stream can end behind its first byte
+STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # statuses of errors after a stream's first byte
 BODY_OUTCOMES = ("read", "refused", "too_slow", "broken")
 
 ENGINE_LABELS = ["model_name", "engine", "role"]
@@ -35,8 +35,9 @@ StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, MessageCounter
 
 
 def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
-    """What has never happened is told as well: a rate begins with the second value of a series, so the first event of
-    one that came with it would be in none.
+    """Return zero for each outcome, so that series exist before their first event.
+
+    A rate begins with the second value of a series: the first event of a new series would be in no rate.
     """
     return {str(outcome): 0 for outcome in outcomes}
 
@@ -131,7 +132,9 @@ TIER_BLOCKS: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
 TIER_FAILURES: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
     "kv_tier_failures_total": (
         "Blocks that a tier lost, by reason.",
-        lambda stats: _zeros([*Loss, "slow"]) | stats.failures,  # "slow" is the engine's own word: it waited no longer
+        lambda stats: (
+            _zeros([*Loss, "slow"]) | stats.failures
+        ),  # "slow" is counted by the engine, which waited no longer
     ),
 }
 
@@ -194,11 +197,11 @@ class GatewayMetrics:
         registry.register(_DirectoryCollector(listed))
 
     def body_read(self, outcome: str) -> None:
-        """Count a body that was read, or not, in a process of its own."""
+        """Count a large body by the outcome of reading it in another process."""
         self._bodies.labels(outcome).inc()
 
     def watch_memory(self, held_bytes: Callable[[], float]) -> None:
-        """Show what requests hold together."""
+        """Show the number of bytes that requests hold together."""
         self._memory.set_function(held_bytes)
 
     def observe_decision(self, failure: str, seconds: float) -> None:
@@ -206,17 +209,17 @@ class GatewayMetrics:
         self.decisions_s.labels(failure).observe(seconds)
 
     def circuit_opened(self, peer: tuple[object, ...]) -> None:
-        """Of an engine, or of a prefill and a decode engine."""
+        """Count a circuit that opened, for an engine or for a pair of a prefill and a decode engine."""
         self.circuits_opened.labels("engine" if len(peer) == 1 else "pair").inc()
 
     def observe_parts(self, timeline: Timeline) -> None:
-        """Of a choice that was answered."""
+        """Observe the parts of the latency of a choice that was answered."""
         _, *parts = timeline.parts()
         for part in parts:
             self._parts_s[part.stamp].observe(part.part_s)
 
     def load(self) -> GatewayLoad:
-        """What the autoscaler wants to know."""
+        """Return the load figures that the autoscaler reads."""
         return GatewayLoad(
             requests=_sum(self.requests),
             prompt_tokens=_sum(self.prompt_tokens),
@@ -228,12 +231,12 @@ class GatewayMetrics:
         )
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """Reads the engines' newest statistics when somebody asks."""
+    """Collects the engines' newest statistics at each scrape."""
 
     def __init__(self, model_id: str, engines: Callable[[], Sequence[EngineView]]) -> None:
         self._model_id = model_id
@@ -264,20 +267,20 @@ class _EngineCollector(Collector):
 
 
 def _sum(metric: Counter | Gauge) -> float:
-    """What it has counted."""
+    """Return a metric's sum over all its labels."""
     (family,) = metric.collect()
     return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
 
 
 def _counts(histogram: Histogram) -> tuple[float, ...]:
-    """Of each bucket alone; the samples are of all buckets up to one."""
+    """Return the count of each bucket alone; Prometheus' samples are cumulative."""
     (family,) = histogram.collect()
     cumulative = [sample.value for sample in family.samples if sample.name.endswith("_bucket")]
     return tuple(upto - below for below, upto in itertools.pairwise([0.0, *cumulative]))
 
 
 class _ClientCollector(Collector):
-    """The gateway's own connections to engines."""
+    """Collects counters of the gateway's own connections to engines."""
 
     def __init__(self, counters: Callable[[], ClientCounters]) -> None:
         self._counters = counters
@@ -289,7 +292,7 @@ class _ClientCollector(Collector):
 
 
 class _DirectoryCollector(Collector):
-    """What the directory has counted: all gateways show the same."""
+    """Collects counters of the directory; all gateways show the same."""
 
     def __init__(self, listed: Callable[[], DirectorySnapshot]) -> None:
         self._listed = listed
@@ -310,7 +313,7 @@ def _labelled(
     label: str,
     engines: Sequence[tuple[list[str], StatsT]],
 ) -> Iterator[Metric]:
-    """One family a metric, with a sample an engine and value of the label."""
+    """Yield one family for each metric, with a sample for each engine and label value."""
     for name, (help, values) in metrics.items():
         family = kind(f"baton_{name}", help, labels=[*ENGINE_LABELS, label])
         for own, stats in engines:
@@ -324,7 +327,7 @@ def _families(
     metrics: dict[str, tuple[str, Callable[[StatsT], float]]],
     engines: Sequence[tuple[list[str], StatsT]],
 ) -> Iterator[Metric]:
-    """One family a metric, with a sample an engine."""
+    """Yield one family for each metric, with a sample for each engine."""
     for name, (help, value) in metrics.items():
         family = kind(f"baton_{name}", help, labels=ENGINE_LABELS)
         for labels, stats in engines:

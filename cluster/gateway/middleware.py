@@ -1,5 +1,4 @@
-"""What every HTTP exchange goes through first and last: request id, API key, one count, no exception unanswered, and
-good-byes."""
+"""Middleware around every HTTP exchange: request id, API key, response count, last-resort errors, and draining."""
 
 from __future__ import annotations
 
@@ -21,40 +20,40 @@ from .metrics import GatewayMetrics
 logger = logging.getLogger(__name__)
 
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-OPEN_PATHS = ("/health", "/live", "/metrics")  # probes and scrapers have no key
-REQUEST_ID = "baton.request_id"  # its key in the scope
+OPEN_PATHS = ("/health", "/live", "/metrics")  # health probes and scrapers send no key
+REQUEST_ID = "baton.request_id"  # keys in the ASGI scope
 CALLER = "baton.caller"
-FAILURE = "baton.failure"  # the error that it was answered with
-REFUSED = "baton.refused"  # the status that the HTTP server has answered with, where a body did not arrive
+FAILURE = "baton.failure"  # the error that was sent
+REFUSED = "baton.refused"  # the status that the HTTP server itself sent because a body did not arrive
 
 
 def request_id_of(scope: Scope) -> str:
-    """The client's `x-request-id`, or ours."""
+    """Return the client's `x-request-id`, or the one that was generated."""
     return scope[REQUEST_ID]
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return what the client's API key says about it."""
+    """Return the caller that the request's API key belongs to."""
     return scope[CALLER]
 
 
 class Drain:
     """SERVING ──begin──> DRAINING
 
-    While it drains, `/health` says 503 and every answer closes its connection, but requests are taken as before:
-    a balancer sends some until its next check. Closing the port afterwards is the HTTP server's part.
+    While a gateway drains, `/health` answers 503 and every response closes its connection, but requests are served as
+    before: a balancer sends some until its next health check. The HTTP server closes the port afterwards.
     """
 
     def __init__(self) -> None:
         self.has_begun = False
 
     def begin(self) -> None:
-        """Beginning twice changes nothing."""
+        """Begin to drain. Calling this again changes nothing."""
         self.has_begun = True
 
 
 class RequestMiddleware:
-    """ASGI middleware; streams pass through it untouched."""
+    """ASGI middleware that passes streams through unchanged."""
 
     def __init__(
         self, app: ASGIApp, *, metrics: GatewayMetrics, keys: ApiKeys, routes: Collection[str], drain: Drain
@@ -62,7 +61,7 @@ class RequestMiddleware:
         self._app = app
         self._drain = drain
         self._metrics = metrics
-        self._routes = frozenset(routes)  # paths that are counted by name; others could be anything
+        self._routes = frozenset(routes)  # paths that are counted by name; all others are counted as "other"
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +78,7 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 marks = [(b"x-request-id", request_id.encode())]
-                if self._drain.has_begun:  # no further request on a connection that is about to be closed
+                if self._drain.has_begun:  # the client must not reuse this connection
                     marks.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *marks]
             await send(message)
@@ -94,7 +93,7 @@ class RequestMiddleware:
             status = status or CLIENT_CLOSED_REQUEST
         except Exception:
             if status:
-                raise  # too late for a status: the server cuts the connection, and tells the exception
+                raise  # too late for a status: the server closes the connection and logs the exception
             logger.exception("a fault of the gateway")
             scope[FAILURE] = fault = internal("The gateway failed to serve the request.")
             await fault.response()(scope, receive, send_marked)
@@ -102,7 +101,7 @@ class RequestMiddleware:
             status = scope.get(REFUSED, status)
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.responses.labels(route, status).inc()
-            if scope["path"] not in OPEN_PATHS:  # a balancer's probe that fails is asked again every second
+            if scope["path"] not in OPEN_PATHS:  # balancers repeat failing probes every second
                 tell_failure(scope, status, time.monotonic() - began_s)
 
     def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> Caller:
@@ -116,7 +115,7 @@ class RequestMiddleware:
 
 
 def tell_failure(scope: Scope, status: int, took_s: float) -> None:
-    """Log a line where the request has failed: before its answer began, or in it."""
+    """Log a line if the request failed, be it before its response began or within it."""
     error: ApiError | None = scope.get(FAILURE)
     if status == CLIENT_CLOSED_REQUEST:
         what, level = "was given up by its client", logging.INFO

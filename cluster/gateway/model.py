@@ -1,4 +1,4 @@
-"""What a gateway must know of the model that the engines run."""
+"""The part of the served model that a gateway needs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class ServedModel:
     """A model's name, text and limits. No weights."""
 
-    model_id: str  # what clients call it
+    model_id: str  # the name that clients send
     tokenizer: Tokenizer
-    max_model_len: int  # tokens of prompt and answer together
-    vocab_size: int  # of the model: its embedding may be larger than the tokenizer's vocabulary
+    max_model_len: int  # tokens of prompt and output together
+    vocab_size: int  # of the model, whose embedding may be larger than the tokenizer's vocabulary
     eos_token_ids: tuple[int, ...] = ()
-    generation_defaults: Mapping[str, float] = field(default_factory=dict)  # sampling where the client is silent
+    generation_defaults: Mapping[str, float] = field(
+        default_factory=dict
+    )  # sampling parameters that the client does not send
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
 
     @classmethod
     def from_folder(
         cls, folder: str | Path, *, model_id: str | None = None, max_model_len: int | None = None
     ) -> ServedModel:
-        """Reads a checkpoint's configuration and tokenizer; its weights need not be there.
+        """Read a checkpoint's configuration and tokenizer; its weights need not be there.
 
         Raises `ModelError` or `TokenizerError` for a folder that is not a checkpoint.
         """

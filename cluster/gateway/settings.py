@@ -1,4 +1,4 @@
-"""What an operator may set at a gateway."""
+"""Settings of a gateway."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from .routing.cost import CostRates
 
 
 def sendable(key: str) -> str:
-    """The key, if it fits into `Authorization: Bearer KEY`. Raises `ValueError`, also of an empty one, as of a variable
-    that is not set: it would let everyone in.
+    """Return the key if it fits into `Authorization: Bearer KEY`.
+
+    Raises `ValueError` otherwise, also for an empty one (as of an unset variable), which would let everyone in.
     """
     if not re.fullmatch(r"[\x21-\x7e]+", key):
         raise ValueError("must be printable ASCII without blanks, and not empty")
@@ -26,7 +27,7 @@ ApiKey = Annotated[str, AfterValidator(sendable)]
 
 
 class QueueLimits(BaseModel):
-    """An engine takes no more prompts where so much waits in it. Where all are full, gateways let nobody in: 503."""
+    """An engine whose queue is this long gets no more prompts. If all engines are full, the gateway answers 503."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,7 +39,9 @@ class QueueLimits(BaseModel):
 
 
 class BreakerSettings(BaseModel):
-    """When an engine, or a pair of engines that hand over, is left alone for a while. Times are seconds."""
+    """Circuit breaker: which failures take an engine, or a pair that hands over, out of use for a while. Times are
+    seconds.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

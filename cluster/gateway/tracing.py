@@ -1,10 +1,10 @@
-"""Requests as OpenTelemetry spans, where the environment names an exporter.
+"""OpenTelemetry spans of requests, if the environment names an exporter.
 
     POST /v1/completions     with an event for every stamp, at its time
       └─ admitted, routed, prefill_queued, ..., last_token, last_byte     a child for each part of each choice
 
-All of it is made when the request has ended, of its timelines. So engines know nothing of traces, nothing waits for an
-exporter, and without one there is no cost. The variables are OpenTelemetry's own.
+Spans are made from a request's timelines after it has ended. So engines need no tracing, no request waits for an
+exporter, and nothing is spent without one. The environment variables are OpenTelemetry's own.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from .serving.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # that a gateway which ends waits for its collector
+CLOSE_S = 2.0  # longest wait for the collector at the gateway's end
 EXPORTER = "OTEL_TRACES_EXPORTER"
 OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
-EXTRAS = {"otlp_proto_http": "tracing", "otlp_proto_grpc": "tracing-grpc"}  # of this package, that bring them
+EXTRAS = {
+    "otlp_proto_http": "tracing",
+    "otlp_proto_grpc": "tracing-grpc",
+}  # extras of this package that install the exporters
 
 
 class TraceExporterError(RuntimeError):
-    """The environment asks for traces, and nothing here can send them so. The message says what to change."""
+    """The environment asks for an exporter that is not installed or does not start. The message says what to change."""
 
 
 class RequestSpans:
-    """Of one gateway."""
+    """Records the finished requests of one gateway."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -49,13 +52,13 @@ class RequestSpans:
 
     @classmethod
     def from_environment(cls, gateway_id: str) -> Self | None:
-        """None where no exporter is named. Raises `TraceExporterError` where it is not installed, or does not start."""
+        """Return None if no exporter is named. Raises `TraceExporterError` if it is not installed or does not start."""
         name = os.environ.get(EXPORTER, "none")
         if name in ("", "none"):
             return None
         ours = Resource({SERVICE_NAME: "baton-gateway", "service.instance.id": gateway_id})
         resource = ours.merge(OTELResourceDetector().detect())
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it would wait at the process' end
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it would block the process's exit
         provider.add_span_processor(_sending(_exporter_entry(name)))
         return cls(provider)
 
@@ -68,7 +71,7 @@ class RequestSpans:
         ended_s: float,
         timelines: Sequence[Timeline],
     ) -> None:
-        """A request that has ended. Times are `time.monotonic`'s."""
+        """Record a request that has ended. Times are `time.monotonic`'s."""
         offset_ns = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
             f"POST {route}",
@@ -103,8 +106,9 @@ class RequestSpans:
                 child.end(_ns(reached_s, offset_ns))
 
     def close(self) -> None:
-        """Sends what is left, unless that takes longer than `CLOSE_S`: exporters wait for a collector that is gone, and
-        try again, for half a minute.
+        """Send the remaining spans, for at most `CLOSE_S`.
+
+        If the collector is gone, exporters themselves would retry for half a minute.
         """
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
@@ -114,7 +118,7 @@ class RequestSpans:
 
 
 def _exporter_entry(name: str) -> EntryPoint:
-    """Raises `TraceExporterError`."""
+    """Return the exporter's entry point. Raises `TraceExporterError`."""
     if name == "otlp":
         name = _otlp_exporter()
     installed = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
@@ -128,10 +132,10 @@ def _exporter_entry(name: str) -> EntryPoint:
 
 
 def _sending(entry: EntryPoint) -> SpanProcessor:
-    """Raises `TraceExporterError`."""
+    """Return a processor that sends spans through the exporter. Raises `TraceExporterError`."""
     try:
         return BatchSpanProcessor(entry.load()())
-    except Exception as error:  # what exporters raise for the variables that they read has no common type
+    except Exception as error:  # exporters raise errors of no common type for wrong variables
         raise TraceExporterError(
             f"{EXPORTER} asks for {entry.name!r}, which does not start ({type(error).__name__}: {error}): look at the "
             "other variables OTEL_EXPORTER_* and OTEL_BSP_*, or unset it."
@@ -139,7 +143,10 @@ def _sending(entry: EntryPoint) -> SpanProcessor:
 
 
 def _otlp_exporter() -> str:
-    """Raises `TraceExporterError` for a protocol that is none of OTLP's. An empty variable is as good as none."""
+    """Return the OTLP exporter for the protocol in the environment, where an empty variable counts as unset.
+
+    Raises `TraceExporterError` for a protocol that OTLP does not have.
+    """
     variable, protocol = next(((each, os.environ[each]) for each in OTLP_PROTOCOLS if os.environ.get(each)), ("", ""))
     if variable and protocol not in OTLP_EXPORTERS:
         raise TraceExporterError(f"{variable} is {protocol!r}; it can be one of {', '.join(OTLP_EXPORTERS)}.")

@@ -1,1 +1,1 @@
-"""OpenAI's API: requests read and prepared, answers written."""
+"""OpenAI's API: requests are validated and prepared, responses are written."""

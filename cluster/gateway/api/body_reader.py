@@ -1,4 +1,4 @@
-"""Reads bodies of every kind: the same in the event loop, for small ones, and in the process that reads large ones."""
+"""Turns request bodies into prepared requests: small ones in the event loop, large ones in a process of their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .responses import parse_response, prepare_response
 
 
 class RequestKind(enum.StrEnum):
-    """What a body asks for."""
+    """The kind of a request, by its route."""
 
     COMPLETION = "completion"
     CHAT = "chat"
@@ -45,7 +45,7 @@ class BodyReader:
     """Reads bodies of requests to one model. Its methods raise `ApiError` that names the field."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
-        """`in_event_loop`: raises `TooLargeForEventLoop` for what would hold it up."""
+        """With `in_event_loop`, methods raise `TooLargeForEventLoop` for requests that would block it."""
         preparer = self._preparer = Preparer(model, settings, in_event_loop=in_event_loop)
         self._model = model
         self._parsers: dict[RequestKind, Callable[[dict[str, Any]], Any]] = {
@@ -61,13 +61,13 @@ class BodyReader:
         self._answers = {RequestKind.TOKENIZE: self._tokenize, RequestKind.DETOKENIZE: self._detokenize}
 
     async def prepare(self, kind: RequestKind, text: bytes, key_salt: str) -> PreparedRequest:
-        """Prepare a generation. `key_salt`: of those who may find prefixes that this client leaves; "": everyone."""
+        """Prepare a generation. `key_salt` separates the cached prefixes of different API keys; "" shares them."""
         data = parse_object(text)
         check_sizes(data, self._model.max_model_len)
         return await self._preparers[kind](self._parsers[kind](data), key_salt)
 
     async def answer(self, kind: RequestKind, text: bytes) -> bytes:
-        """Return the whole answer, JSON, of a kind that generates nothing."""
+        """Return the whole JSON response to a request that generates nothing."""
         data = parse_object(text)
         check_sizes(data, self._model.max_model_len)
         asked = data.get("model")

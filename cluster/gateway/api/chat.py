@@ -1,4 +1,4 @@
-"""The JSON of `/v1/chat/completions`."""
+"""Responses of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class CallDelta(msgspec.Struct):
-    """The first of a call has its id and name, the others what its arguments gained."""
+    """A piece of a tool call: the first has its id and name, the others more of its arguments."""
 
     index: int
     function: FunctionDelta
@@ -90,7 +90,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
 
 
 class ChatRenderer:
-    """See `Renderer`."""
+    """The `Renderer` of chat completions."""
 
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
         self._id = f"chatcmpl-{job.request_id}"
@@ -135,8 +135,8 @@ class ChatRenderer:
         for index, deltas in enumerate(choices):
             delta = join(deltas)
             self._tally.add(index, delta)
-            prompt = prompt or delta.prompt_logprobs  # the same for all choices
-            message = self._message(index, delta)  # before the reason, which depends on its calls
+            prompt = prompt or delta.prompt_logprobs  # equal in all choices
+            message = self._message(index, delta)  # first, because the finish reason depends on its calls
             reason = self._finish_reason(index, delta)
             answer.append(ChatChoice(index, message, self._logprobs(delta), reason, delta.stop_reason))
         completion = ChatCompletion(self._id, self._job.created, self._model_id, answer, self._tally.usage())
@@ -150,7 +150,7 @@ class ChatRenderer:
         return sse(ChatChunk(self._id, self._job.created, self._model_id, choices, usage), event_id)
 
     def _gained(self, index: int, delta: ChoiceDelta) -> list[ChatDelta]:
-        """By one choice, in order."""
+        """Return what a delta adds to a choice, in order."""
         return [self._as_delta(index, part) for part in self._read(index, delta)]
 
     def _read(self, index: int, delta: ChoiceDelta) -> list[OutputPart]:
@@ -185,7 +185,7 @@ class ChatRenderer:
         return message
 
     def _finish_reason(self, index: int, delta: ChoiceDelta) -> str | None:
-        """`tool_calls` asks the client for calls: for none where one is cut."""
+        """Return `tool_calls` only if all calls are complete, since it asks the client to run them."""
         reader = self._readers[index]
         asks = reader.num_calls > 0 and not reader.is_in_call
         return "tool_calls" if asks and delta.finish_reason == "stop" else delta.finish_reason

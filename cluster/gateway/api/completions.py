@@ -1,4 +1,4 @@
-"""The JSON of `/v1/completions`."""
+"""Responses of `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
-    """A whole answer, or a chunk of one."""
+    """A whole response, or a chunk of one."""
 
     id: str
     created: int
@@ -36,7 +36,7 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
 
 
 class CompletionRenderer:
-    """See `Renderer`."""
+    """The `Renderer` of completions."""
 
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
         self._job = job
@@ -74,7 +74,7 @@ class CompletionRenderer:
         return Completion(f"cmpl-{self._job.request_id}", self._job.created, self._model_id, choices, usage, timelines)
 
     def _count(self, index: int, delta: ChoiceDelta) -> ChoiceDelta:
-        if self._job.scores_only:  # the one token that the engine had to generate is nobody's
+        if self._job.scores_only:  # the engine had to generate one token, which nobody asked for
             delta = ChoiceDelta(
                 num_cached_tokens=delta.num_cached_tokens,
                 prompt_logprobs=delta.prompt_logprobs,

@@ -1,12 +1,12 @@
-"""How long a client waits: for its whole answer, and for the first token of it.
+"""Deadlines of a request: for its whole response, and for the first token.
 
-The operator's settings hold in any case; a client may ask for less:
+The operator's settings are upper limits; a client may ask for less:
 
-    request-timeout-ms: 20000           all of the answer
-    first-token-timeout-ms: 1500        its beginning
+    request-timeout-ms: 20000           the whole response
+    first-token-timeout-ms: 1500        its first token
 
-Clients have timeouts of their own, of which the server knows nothing: what some SDKs tell (`x-stainless-read-timeout`)
-is how long a stream may be silent, not until when somebody waits.
+Clients have timeouts of their own that the server does not know: the header that some SDKs send
+(`x-stainless-read-timeout`) says how long a stream may be silent, not when the client gives up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_MS = 10**9 - 1
 
 
 class RequestDeadlines:
-    """Of one request, from its construction on. Raises `ApiError` (400) for a header that is no time."""
+    """Deadlines of one request, which count from construction. Raises `ApiError` (400) for a malformed header."""
 
     def __init__(self, settings: GatewaySettings, headers: Mapping[str, str]) -> None:
         asked_s = _seconds(headers, WHOLE_HEADER)
@@ -35,16 +35,16 @@ class RequestDeadlines:
         self._began_s = asyncio.get_running_loop().time()
         self._timeout: asyncio.Timeout | None = None
         self._has_token = False
-        self.is_clients = asked_s < settings.request_timeout_s  # its end says nothing of the engines
+        self.is_clients = asked_s < settings.request_timeout_s  # then a timeout says nothing about the engines
 
     @property
     def deadline_s(self) -> float:
-        """Of the whole answer, by the event loop's clock."""
+        """The deadline of the whole response, by the event loop's clock."""
         return self._began_s + self._whole_s
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cancels what takes too long. Raises `ApiError` (408) then."""
+        """Cancel the enclosed work at the deadline, and raise `ApiError` (408)."""
         try:
             async with asyncio.timeout_at(self._began_s + min(self._whole_s, self._first_token_s)) as self._timeout:
                 yield
@@ -52,7 +52,7 @@ class RequestDeadlines:
             raise self._over() from None
 
     def first_token(self) -> None:
-        """It is there; later calls change nothing."""
+        """Note the first token, which ends its deadline. Later calls change nothing."""
         if not self._has_token and self._timeout is not None and not self._timeout.expired():
             self._has_token = True
             self._timeout.reschedule(self.deadline_s)
@@ -65,7 +65,7 @@ class RequestDeadlines:
 
 
 def _seconds(headers: Mapping[str, str], name: str) -> float:
-    """Infinite where the client does not say."""
+    """Return a header's time in seconds; infinity if the client did not send it."""
     given = headers.get(name)
     if given is None:
         return math.inf

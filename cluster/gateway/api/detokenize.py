@@ -1,4 +1,4 @@
-"""An engine's tokens become text: whole characters only, cut at stop strings, with their log probabilities."""
+"""Detokenizes an engine's outputs: whole characters only, cut at stop strings, with their log probabilities."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ from ..serving.timeline import TimelineReport
 
 
 class ChoicePosition(msgspec.Struct, frozen=True, array_like=True):
-    """How far a choice is."""
+    """The number of tokens sent of a choice, with their checksum."""
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     checksum: Annotated[int, msgspec.Meta(ge=0)] = 0  # CRC-32 of the tokens' ids
     is_whole: bool = False
 
     def after(self, tokens: Sequence[int], *, is_whole: bool) -> ChoicePosition:
+        """Return the position behind further tokens."""
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
         return ChoicePosition(self.num_tokens + len(tokens), zlib.crc32(packed, self.checksum), is_whole)
 
     def is_after(self, other: ChoicePosition) -> bool:
-        """It is further on."""
+        """Return whether this position is further on than the other."""
         return (self.num_tokens, self.is_whole) > (other.num_tokens, other.is_whole)
 
 
 class LocatedToken(msgspec.Struct, frozen=True):
-    """A token's log probabilities, and where its text begins in the choice's text, in characters."""
+    """A token's log probabilities, and its offset in the choice's text, in characters."""
 
     offset: int
     logprobs: TokenLogprobs
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """What one engine output adds to a choice."""
+    """The addition to a choice that one engine output makes."""
 
     text: str = ""
-    tokens: list[LocatedToken] = []  # where log probabilities were asked for
+    tokens: list[LocatedToken] = []  # if log probabilities were asked for
     num_tokens: int = 0  # generated, visible or not
     num_cached_tokens: int = 0  # of the prompt; with the first output
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
-    mark: ChoicePosition | None = None  # how far the choice is, where its stream is resumable
-    timeline: TimelineReport | None = None  # with the last one, where it was asked for
+    mark: ChoicePosition | None = None  # the choice's position, if the stream is resumable
+    timeline: TimelineReport | None = None  # in the last delta, if it was asked for
 
     @property
     def says_all(self) -> bool:
-        """The model has ended its answer: one that a limit or a stop string cuts has no end."""
+        """True if the model itself ended its answer, rather than a limit or a stop string."""
         return self.finish_reason not in (None, "length") and not isinstance(self.stop_reason, str)
 
 
 class SequenceDetokenizer:
-    """The text of one sequence, piece by piece.
+    """Turns the outputs of one sequence into text deltas.
 
-    A token's log probabilities leave with the first text that reaches beyond the token's beginning, so a client never
-    has tokens whose text a stop string took away.
+    A token's log probabilities are sent with the first text behind the token's beginning, so that clients never get log
+    probabilities of text that a stop string removed.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class SequenceDetokenizer:
         params: SamplingParams,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Special tokens that are `shown` belong to the text in any case."""
+        """`shown` are special tokens whose text is kept in any case."""
         self._params = params
         self._stream = TextStream(tokenizer, params, prompt_token_ids, shown)
         self._waiting: deque[LocatedToken] = deque()
         self._emitted = 0  # characters
 
     def push(self, output: EngineOutput) -> ChoiceDelta:
-        """After a delta with a finish reason no more may be pushed."""
+        """Return the delta that an output makes. No output may follow a delta with a finish reason."""
         if self._params.logprobs is None:
             piece = self._stream.push(
                 output.token_ids, finished=output.finish_reason is not None, stop_token_id=output.stop_token_id
@@ -101,7 +102,7 @@ class SequenceDetokenizer:
         )
 
     def _push_each(self, output: EngineOutput) -> tuple[str, str | None, int]:
-        """Text, stop string and number of tokens; notes where each token begins."""
+        """Push tokens one by one to record their offsets; return text, stop string and number of tokens."""
         text, last = "", len(output.token_ids) - 1
         hides_last = output.stop_token_id is not None and not self._params.include_stop_str_in_output
         for index, (token, logprobs) in enumerate(zip(output.token_ids, output.logprobs or (), strict=True)):

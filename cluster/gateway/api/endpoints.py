@@ -1,7 +1,7 @@
-"""The generating endpoints: read, prepare, dispatch, write.
+"""ASGI endpoints that generate: read the body, prepare the request, serve its sequences, write the response.
 
-Nothing is written before the first token is there, so everything that can go wrong until then has an HTTP status, and
-the headers can say which way the request went. What goes wrong later becomes an event in the stream.
+Nothing is sent before the first token has arrived, so any failure until then has an HTTP status, and the headers can
+name the engines. A later failure becomes an error event in the stream.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GatewayServices:
-    """What every request needs."""
+    """The parts of a gateway that every request uses."""
 
     model: ServedModel
     settings: GatewaySettings
@@ -56,28 +56,30 @@ class GatewayServices:
     admission: AdmissionControl
     serving: ServingContext
     bodies: BodyService
-    spans: RequestSpans | None  # where somebody collects them
+    spans: RequestSpans | None  # None: no exporter is configured
 
 
 @dataclass(frozen=True)
 class _RequestContext:
-    """What is known of a request beside its body."""
+    """A request's headers, deadlines and caller: everything beside its body."""
 
     request_id: str
-    rank: int | None  # the engine that the client wishes
+    rank: int | None  # rank of the engine that the client asks for
     session_id: str | None
     started_s: float  # by `time.monotonic`
     patience: RequestDeadlines
     last_event_id: str | None
-    key_salt: str  # of those who may find prefixes that this client has left; "": everyone
-    min_priority: int  # that this client may ask for
+    key_salt: str  # separates cached prefixes of API keys; "": shared with everyone
+    min_priority: int  # the lowest that this client may ask for
 
 
 class GenerationEndpoint:
-    """An ASGI app rather than a handler function: it must notice a client that leaves while it waits for tokens."""
+    """A generating route. An ASGI app rather than a handler function, so that it notices a client that disconnects
+    early.
+    """
 
     def __init__(self, gateway: GatewayServices, kind: RequestKind, renderer: Callable[..., Renderer]) -> None:
-        """`kind` and `renderer` are what tells one endpoint from the others."""
+        """`kind` and `renderer` distinguish one route from the others."""
         self._gateway = gateway
         self._kind = kind
         self._renderer = renderer
@@ -103,7 +105,7 @@ class GenerationEndpoint:
                     await run_until_disconnect(receive, self._generate(call, body, held, answer))
         except ApiError as error:
             await self._fail(scope, answer, error)
-        except asyncio.CancelledError:  # the server ends, and has waited long enough: the last word is ours
+        except asyncio.CancelledError:  # the server ends, and its drain time is over
             await self._fail(scope, answer, draining())
         except (ClientDisconnected, ClientDisconnect):
             if REFUSED not in scope:
@@ -144,7 +146,7 @@ class GenerationEndpoint:
             gateway.spans.record(http.scope["path"], http.headers, what, started_s, ended_s, timelines)
 
     async def _fail(self, scope: Scope, answer: ResponseWriter, error: ApiError) -> None:
-        """Whoever may come again is told whether this time has cost anything."""
+        """Send an error. If the client may retry, the error says whether GPU time was spent."""
         scope[FAILURE] = error
         if answer.begun:
             self._gateway.metrics.stream_errors.labels(error.status).inc()
@@ -175,11 +177,11 @@ class GenerationEndpoint:
                 else:
                     await answer.write_whole(renderer, steps)
         except ApiError as error:
-            error.rename(prepared.names)  # an engine's refusal has the engine's
+            error.rename(prepared.names)  # engines name fields as the wire does
             raise
 
     def _job(self, prepared: PreparedRequest, call: _RequestContext, told: StreamPosition | None) -> GenerationJob:
-        """Return the work; the same as before where the client knows a part of the answer."""
+        """Return the job; for a resumed stream, the same one as before."""
         tokenizer = self._gateway.model.tokenizer
         if told is None:
             return GenerationJob.of(prepared, call.request_id, tokenizer)
@@ -188,7 +190,7 @@ class GenerationEndpoint:
         return dataclasses.replace(GenerationJob.of(prepared, told.request_id, tokenizer), created=told.created)
 
     def _sequences(self, job: GenerationJob, call: _RequestContext) -> list[ServedSequence]:
-        """Return one for each choice. Choices of a prompt share the names of its blocks."""
+        """Return a sequence for each choice. Choices of one prompt share its block names."""
         admitted_s, patience = time.monotonic(), call.patience
         return [
             ServedSequence(
@@ -213,7 +215,7 @@ class GenerationEndpoint:
         *,
         tells_timeline: bool,
     ) -> AsyncGenerator[ChoiceDelta, None]:
-        """What the engines generate for one choice, as text."""
+        """Yield the deltas of one choice."""
         model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
         text = SequenceDetokenizer(model.tokenizer, sequence.prompt_token_ids, job.sampling, job.shown_token_ids)
         retelling = None if trail is None else trail.retelling(index)
@@ -235,7 +237,7 @@ class GenerationEndpoint:
 
 
 class _TokenTimes:
-    """When the tokens of one choice came."""
+    """Observes the latency of a choice's tokens."""
 
     def __init__(self, metrics: GatewayMetrics, call: _RequestContext, timeline: Timeline) -> None:
         self.num_tokens = 0
@@ -264,7 +266,7 @@ MAX_LENGTH = 256
 
 
 def session_id_of(header: str | None) -> str | None:
-    """None where the client names no session. Raises `ApiError` (400) for a name that is empty or too long."""
+    """Return the session that the client names, or None. Raises `ApiError` (400) if the name is empty or too long."""
     if header is None:
         return None
     session_id = header.strip()
@@ -274,7 +276,9 @@ def session_id_of(header: str | None) -> str | None:
 
 
 class TokenEndpoint:
-    """An ASGI app: it writes a long answer in pieces, none before its client has taken the one before."""
+    """`/tokenize` and `/detokenize`. An ASGI app, so that it writes a long response in pieces as fast as its client
+    reads.
+    """
 
     def __init__(self, bodies: BodyService, max_body_bytes: int, kind: RequestKind) -> None:
         self._bodies, self._max_body_bytes, self._kind = bodies, max_body_bytes, kind

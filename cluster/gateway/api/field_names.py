@@ -1,4 +1,4 @@
-"""What a client calls a field that an engine refuses: ours -> the client's, as `ApiError.rename` takes it."""
+"""The client's names for fields that engines refuse, as `ApiError.rename` expects them: ours -> the client's."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ TAG = f"{GRAMMAR}.structural_tag"
 def client_names(
     request: GenerationRequest, constraint: StructuredOutputsParams | None, names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the names of the request's fields where they differ; `names` are those that its endpoint has."""
+    """Return the client's names of fields where they differ; `names` holds those of its endpoint."""
     result = {"bad_words_token_ids": "bad_words", **names}
     if constraint is not None:
         asked_by = _asked_by(request)
         result |= {GRAMMAR: asked_by, f"{GRAMMAR}.{constraint.kind}": asked_by}
-        if constraint.structural_tag is not None and asked_by != TAG:  # of which the client knows the parts
+        if constraint.structural_tag is not None and asked_by != TAG:  # the client sent parts of it, not the tag
             result |= _names_within(request, constraint.structural_tag)
     return result
 
 
 def _asked_by(request: GenerationRequest) -> str:
-    """Return the field that says most of what the answer must be."""
+    """Return the field that determines the answer's grammar."""
     asked, wanted = request.structured_outputs, request.response_format
     if asked is not None:
         kinds = asked.model_dump(by_alias=True, exclude_none=True, exclude_defaults=True)
@@ -41,7 +41,7 @@ def _asked_by(request: GenerationRequest) -> str:
 
 
 def _names_within(request: GenerationRequest, tag: str) -> dict[str, str]:
-    """Return names for the parts of a structural tag that hold what the client sent."""
+    """Return names for those parts of a structural tag that the client sent."""
     sources = list(_sources(request))
     result = {}
     for place, part in parts_of(tag):

@@ -1,8 +1,8 @@
-"""What a request's body becomes, and the work that follows from it.
+"""A prepared request, and the generation job that is made of it.
 
     body ──Preparer──> PreparedRequest ──with a name and a seed──> GenerationJob: one sequence for each choice
 
-`PreparedRequest` is plain data: it is the same whether this process has read the body or another one.
+`PreparedRequest` is plain data, so that it can be made in this process or another one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from baton.engine.text import ParserConfig, ReasoningStart, Tokenizer, ToolCallF
 
 
 class UsageOptions(msgspec.Struct, frozen=True):
-    """Where in a stream usage is told."""
+    """Options of token usage in a stream."""
 
     at_end: bool = False
     in_each_chunk: bool = False
 
 
 class ResponseEcho(msgspec.Struct, frozen=True):
-    """What an answer of `/v1/responses` repeats of its request."""
+    """Fields of a request to `/v1/responses` that its response repeats."""
 
     instructions: str | None
     max_output_tokens: int | None
@@ -47,7 +47,7 @@ class ResponseEcho(msgspec.Struct, frozen=True):
 
 
 class ParserOptions(msgspec.Struct, frozen=True):
-    """How answers are read: `ParserConfig` without the model's form of calls, which every process knows."""
+    """Serializable part of a `ParserConfig`: without the model's tool-call format, which every process knows."""
 
     has_form: bool = False
     functions: dict[str, Any] = {}
@@ -64,12 +64,12 @@ class ParserOptions(msgspec.Struct, frozen=True):
 
 
 class PreparedRequest(msgspec.Struct, kw_only=True):
-    """A body that is read, checked, and turned into tokens."""
+    """A request that is validated and tokenized."""
 
     prompts: list[list[int]]
-    block_names: list[bytes]  # of each prompt's full blocks that an engine may find in its cache, packed
+    block_names: list[bytes]  # packed names of each prompt's full blocks, by which engines find them in their caches
     limits: list[int]  # how many tokens may follow each prompt
-    sampling: SamplingParams  # as asked, with `n`, `stop` and `seed`
+    sampling: SamplingParams  # as the client sent them, with `n`, `stop` and `seed`
     priority: int
     cache_salt: str
     streams: bool
@@ -77,33 +77,33 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     is_resumable: bool
     tells_timeline: bool
     echoes: list[str] | None = None  # with `echo`: each prompt's text
-    shows_prompt_logprobs: bool = False  # as the extra field `prompt_logprobs`; `echo` may need them, too
+    shows_prompt_logprobs: bool = False  # in the field `prompt_logprobs`; `echo` may need them as well
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
     parser_options: ParserOptions = ParserOptions()
     asked: ResponseEcho | None = None  # of `/v1/responses`
-    names: dict[str, str] = {}  # an engine's field -> what the client calls it
+    names: dict[str, str] = {}  # an engine's field name -> the client's
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """One HTTP request's work: `n` sequences for each prompt, in the order of the choices."""
+    """The sequences of one HTTP request: `n` for each prompt, in the order of the choices."""
 
     request_id: str
     created: int  # Unix time
     prompts: list[list[int]]
     sequences: list[EngineRequest]
-    sampling: SamplingParams  # as asked, with `n` and `stop`
+    sampling: SamplingParams  # as the client sent them, with `n` and `stop`
     block_names: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
     echoes: list[str] | None = None
     shows_prompt_logprobs: bool = False
     scores_only: bool = False
     parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
-    shown_token_ids: frozenset[int] = frozenset()  # special tokens that are text, since the reading needs them
+    shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
     asked: ResponseEcho | None = None
 
     @classmethod
@@ -129,8 +129,8 @@ class GenerationJob:
 def _sequences(prepared: PreparedRequest, request_id: str, now_s: float) -> list[EngineRequest]:
     sampling = prepared.sampling
     seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
-    unique = f"{request_id}-{random.getrandbits(48):012x}"  # clients may repeat theirs
-    wire = msgspec.structs.replace(sampling, n=1, stop=[], bad_words=[], seed=None)  # what engines act on
+    unique = f"{request_id}-{random.getrandbits(48):012x}"  # clients may reuse request ids
+    wire = msgspec.structs.replace(sampling, n=1, stop=[], bad_words=[], seed=None)  # the part that engines act on
     sequences: list[EngineRequest] = []
     for tokens, limit in zip(prepared.prompts, prepared.limits, strict=True):
         for choice in range(sampling.n):

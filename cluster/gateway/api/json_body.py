@@ -1,4 +1,9 @@
-"""Reads JSON strictly: a request's text becomes Python data, or a refusal that says what is wrong with it."""
+r"""Parses JSON strictly, and refuses values that later steps could not process:
+
+"\ud800"        half a surrogate pair, which no encoding and no tokenizer accepts
+1e999           an infinity; also an integer beyond all doubles, which breaks sums and messages
+[[[[ ... ]]]]   so deeply nested that another recursion, higher on the stack, would fail
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,12 @@ MAX_KEY_CHARS = 4096
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse an object, and refuse duplicate keys and whatever `first_json_fault` finds.
+    """Parse a JSON object; refuse duplicate keys and whatever `first_json_fault` finds.
 
     Raises `ApiError` (400) that names the field.
     """
     try:
-        # Not `json.loads(body)`: that guesses encodings.
+        # Not `json.loads(body)`, which guesses encodings.
         value = json.loads(body.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise bad_request(None, f"The body is not valid JSON: {error}.", "invalid_json") from None
@@ -56,25 +61,27 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 MAX_DEPTH = 128
-MAX_DIGITS = 308  # of an integer: all of these are less than the largest double
+MAX_DIGITS = 308  # of an integer, so that it is less than the largest double
 
-_SUSPECT = re.compile(rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1))  # other texts have only their depth
+_SUSPECT = re.compile(
+    rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1)
+)  # a text without a match can only be too deep
 
-JsonPath = tuple[str | int, ...]  # keys and indices, from the top
+JsonPath = tuple[str | int, ...]  # keys and indices from the top
 
 
 class JsonFault(NamedTuple):
     place: JsonPath
-    message: str  # without a full stop; the name of the place goes before it
+    message: str  # without a full stop; it follows the name of the path
 
     @property
     def name(self) -> str | None:
-        """None is the whole."""
+        """The path as error messages write it; None for the whole body."""
         return field_name(self.place)
 
 
 def first_json_fault(text: bytes, value: Any) -> JsonFault | None:
-    """`value` is what Python's parser made of `text`."""
+    """Return the first value that cannot be processed, or None. `value` is the parsed `text`."""
     may_be_deep = text.count(b"[") + text.count(b"{") > MAX_DEPTH
     return _find(value, ()) if may_be_deep or _SUSPECT.search(text) else None
 
@@ -112,5 +119,5 @@ def _is_text(value: str) -> bool:
 
 
 def _are_tokens(values: list[Any]) -> bool:
-    """There may be millions of these: looked at without a step of Python for each."""
+    """Return whether all values are token ids. There may be millions: no Python step is spent on each."""
     return set(map(type, values)) == {int} and max(values) < 2**63 and min(values) >= 0

@@ -1,6 +1,6 @@
-"""Limits of a request's lists and objects, looked at before anything is validated or rendered.
+"""Size limits of a request's lists and objects, checked before validation and rendering.
 
-A body may hold so many values in all (`bodies/json_structure.py`); these are the parts that cost more than others.
+`bodies/json_structure.py` limits the number of values in a body; the parts limited here cost more than others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TURNS = ("messages", "input")
 
 
 def check_sizes(data: dict[str, Any], max_model_len: int) -> None:
-    """Raises `ApiError` (400) that names the field."""
+    """Check all limits. Raises `ApiError` (400) that names the field."""
     if len(data) > MAX_FIELDS:
         raise bad_request(None, f"The body has {len(data)} fields, more than {MAX_FIELDS}.", "too_many_values")
     _check_metadata(data.get("metadata"))
@@ -61,7 +61,7 @@ def _check_chars(data: dict[str, Any], field: str, most: int) -> None:
 
 
 def _check_arguments(field: str, turns: list[Any]) -> None:
-    """All calls together: each is parsed, and most templates write each as JSON."""
+    """Limit the arguments of all tool calls together: each is parsed, and most templates write each as JSON."""
     scan = StructureScan()
     for place, arguments in _arguments(field, turns):
         scan.feed(arguments.encode(errors="replace"))
@@ -76,7 +76,7 @@ def _check_arguments(field: str, turns: list[Any]) -> None:
 
 
 def _arguments(field: str, turns: list[Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Where arguments of calls are, and what they are: strings that hold JSON."""
+    """Yield the path and the text of the arguments of each tool call."""
     for index, turn in enumerate(turns):
         if not isinstance(turn, dict):
             continue

@@ -1,4 +1,4 @@
-"""Log probabilities in the three forms that clients know: legacy completions, chat, and vLLM's for prompts."""
+"""Log probabilities in the three formats of the API: legacy completions, chat, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int] = []
 
     def add(self, tokenizer: Tokenizer, tokens: Sequence[LocatedToken], offset: int) -> None:
-        """`offset`: characters of the choice's text before the sequence's own, i.e. an echoed prompt."""
+        """Add generated tokens. `offset` is the length of an echoed prompt, in characters."""
         for token in tokens:
             self._add(tokenizer, token.logprobs, offset + token.offset)
 
     def add_prompt(
         self, tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text: str
     ) -> None:
-        """Those of a prompt that is echoed as `text`. Nothing precedes its first token, so that has none."""
+        """Add the tokens of a prompt that is echoed as `text`. The first has none: nothing precedes it."""
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         for token_id, entry in zip(prompt, logprobs, strict=True):
             offset = detokenizer.length
@@ -41,7 +41,7 @@ class CompletionLogprobs(msgspec.Struct):
                 self.text_offset.append(offset)
             else:
                 self._add(tokenizer, entry, offset)
-            is_framing = token_id in tokenizer.special_token_ids  # put around the text by the tokenizer, not in it
+            is_framing = token_id in tokenizer.special_token_ids  # the tokenizer adds it around the text
             if not is_framing or text.startswith(tokenizer.token_text(token_id), offset):
                 detokenizer.push([token_id])
 
@@ -92,7 +92,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[LocatedToken]) -> ChatL
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, PromptLogprob] | None]:
-    """vLLM's form: for each prompt token but the first, its own and the likeliest ones by token id."""
+    """Return vLLM's format: for each prompt token but the first, its own and the likeliest ones by token id."""
     result: list[dict[str, PromptLogprob] | None] = []
     for entry in entries:
         if entry is None:
@@ -108,7 +108,7 @@ def prompt_logprobs(
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as a key that tells tokens apart: parts of characters are spelled as OpenAI does, `bytes:\\xe2\\x80`."""
+    """Return a distinct key for each token: incomplete characters are written as OpenAI does, `bytes:\\xe2\\x80`."""
     piece = tokenizer.token_bytes(token_id)
     try:
         return piece.decode()

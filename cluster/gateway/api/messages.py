@@ -1,4 +1,4 @@
-"""What a chat is made of: turns, calls of functions in them, and the functions that may be called."""
+"""Messages of a chat, the tool calls in them, and the tools that may be called."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def _json_object(value: str) -> str:
 class CalledFunction(ReplayedModel):
     name: FunctionName
     arguments: Annotated[str, AfterValidator(_json_object)]
-    parsed_arguments: Any = None  # what the official client read in them, and sends along
+    parsed_arguments: Any = None  # added by the official client, which parses them
 
 
 class ToolCall(ReplayedModel):
-    """What an answer asked its client to run."""
+    """A tool call in an earlier answer."""
 
     id: str = Field(min_length=1, max_length=128)
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Integer | None = None  # among its answer's calls, as streams count them
+    index: Integer | None = None  # index among the answer's calls, as in streams
 
     def for_template(self) -> dict[str, Any]:
-        """Chat templates take arguments as an object."""
+        """Return the call as chat templates expect it, with its arguments as an object."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {"id": self.id, "type": self.type, "function": function}
 
@@ -64,7 +64,7 @@ def _text_parts(value: Any) -> Any:
 
 
 class ChatMessage(ReplayedModel):
-    """One turn. Messages that this server sent can be sent back as they are, or as the official client keeps them."""
+    """A message. The server's own messages can be sent back as they are, or as the official client keeps them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts)] = []
@@ -72,11 +72,11 @@ class ChatMessage(ReplayedModel):
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
     function_call: None = None
-    reasoning_content: str | None = None  # what the model thought: its template decides what becomes of it
+    reasoning_content: str | None = None  # the model's template decides what becomes of it
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
-    parsed: Any = None  # what the official client read in `content`, and sends along
+    parsed: Any = None  # added by the official client, which parses `content`
 
     @model_validator(mode="after")
     def _has_what_its_role_has(self) -> Self:
@@ -92,7 +92,7 @@ class ChatMessage(ReplayedModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it. `developer` is OpenAI's newer name for `system`."""
+        """Return the message as chat templates expect it. `developer` is OpenAI's newer name for `system`."""
         calls = [call.for_template() for call in self.tool_calls or ()]
         content = [part.model_dump() for part in self.content]
         message = {
@@ -105,7 +105,7 @@ class ChatMessage(ReplayedModel):
 
 
 def answered_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Check that each message of a tool answers a call of a message before it."""
+    """Check that each tool message answers a call of an earlier message."""
     made: set[str] = set()
     for index, message in enumerate(messages):
         made |= {call.id for call in message.tool_calls or ()}
@@ -117,12 +117,12 @@ def answered_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 class Function(StrictModel):
-    """What may be called. `parameters` is a JSON schema; without it there are none."""
+    """A function that may be called. `parameters` is a JSON schema; without it the function takes no arguments."""
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # whether arguments must fit the schema; those of a call that must come do anyhow
+    strict: bool | None = None  # arguments match the schema; those of a required call do in any case
 
 
 class Tool(StrictModel):
@@ -148,7 +148,7 @@ class _FunctionsName(StrictModel):
 
 
 class ThisTool(StrictModel):
-    """The function that must be called."""
+    """A `tool_choice` of one function, which must be called."""
 
     type: Literal["function"]
     function: _FunctionsName
@@ -160,7 +160,7 @@ class _AllowedFunctions(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """Some of `tools`: only these may be called, or one of them must be. The model is told of all."""
+    """A `tool_choice` of several functions, which may or must be called. The prompt still lists all `tools`."""
 
     type: Literal["allowed_tools"]
     allowed_tools: _AllowedFunctions

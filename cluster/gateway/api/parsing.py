@@ -1,7 +1,7 @@
-"""A body becomes a request, or a 400 that names the first field that is wrong.
+"""Validates a body as a request, or refuses the first wrong field with a 400.
 
-What OpenAI or vLLM know and this server does not do yet is in `NOT_SUPPORTED` and refused by name; what is left is
-refused as unknown.
+Fields that OpenAI or vLLM have and this server lacks are in `NOT_SUPPORTED` and refused as such; all others are refused
+as unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import bad_request
 from .validation_errors import first_error
 from .validators import StrictModel
 
-# Field -> values that ask for nothing, so that clients that spell out defaults are served.
+# Field -> values without effect, which are accepted from clients that send defaults.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None,),
@@ -60,7 +60,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 
-# What older versions of vLLM called it.
+# Names in older versions of vLLM.
 RENAMED = {
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
@@ -73,7 +73,7 @@ RequestT = TypeVar("RequestT", bound=StrictModel)
 
 
 def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:
-    """Raises `ApiError` (400) that names the first field that is wrong."""
+    """Validate a body as a request. Raises `ApiError` (400) that names the first wrong field."""
     asked = {key: value for key, value in data.items() if not _asks_for_nothing(kind, key, value, data)}
     try:
         return kind.model_validate(asked)
@@ -95,5 +95,5 @@ def _asks_for_nothing(kind: type[BaseModel], key: str, value: Any, data: dict[st
 
 
 def is_among(value: Any, others: Sequence[Any]) -> bool:
-    """As JSON: `true` is not 1."""
+    """Compare as JSON does: `true` is not 1."""
     return any(value == other and type(value) is type(other) for other in others)

@@ -1,4 +1,4 @@
-"""A validated request becomes engine requests: text to tokens, defaults filled in, limits checked."""
+"""Prepares a validated request for the engines: renders, tokenizes, fills in defaults, and checks limits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .tools import parser_config, tool_call_rules
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates take steps for each pair
-CHARS_A_TOKEN = 8  # more than most texts have
-CUT_TOKENS = 64  # by which a text that is cut may have more tokens than it has as a part of a longer one
-MAX_PROMPT_LOGPROBS = 2**18  # of all choices: an engine's message is decoded in one piece
-COPIED = [  # from the request into `SamplingParams`, under the same name
+INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates are quadratic in messages
+CHARS_A_TOKEN = 8  # more than in most texts
+CUT_TOKENS = 64  # bound on the extra tokens that cutting a text may cause
+MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: an engine's message is decoded in one piece
+COPIED = [  # fields that `SamplingParams` has under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
     *("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output", "seed"),
@@ -38,11 +38,11 @@ RENDER_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "conti
 
 
 class TooLargeForEventLoop(Exception):
-    """The event loop would be held up by this request: another process prepares it."""
+    """The request would block the event loop, so another process has to prepare it."""
 
 
 class Preparer:
-    """Prepares in the event loop what is short, with a thread for longer texts; or, in a process of its own, all."""
+    """Prepares requests: in the event loop, with a thread for longer texts; or all of it in a process of its own."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
         self._model = model
@@ -51,7 +51,7 @@ class Preparer:
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
     async def completion(self, request: CompletionRequest, key_salt: str = "") -> PreparedRequest:
-        """Raises `ApiError` that names the field."""
+        """Prepare a completion. Raises `ApiError` that names the field."""
         self._check_model(request.model)
         echo = bool(request.echo)
         if echo and request.prompt_logprobs is not None and request.prompt_logprobs != request.logprobs:
@@ -83,7 +83,7 @@ class Preparer:
         return prepared
 
     async def chat(self, request: ChatRequest, key_salt: str = "") -> PreparedRequest:
-        """Raises `ApiError` that names the field."""
+        """Prepare a chat completion. Raises `ApiError` that names the field."""
         self._check_model(request.model)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise bad_request("max_tokens", "Give 'max_completion_tokens' or its old name 'max_tokens', not both.")
@@ -115,7 +115,7 @@ class Preparer:
         return prepared
 
     async def chat_tokens(self, request: ChatInput) -> list[int]:
-        """The prompt that the messages make."""
+        """Return the token ids of a chat's prompt."""
         return await self._encode_chat(await self._chat_prompt(request), request.add_special_tokens)
 
     async def _chat_prompt(self, request: ChatInput) -> ChatPrompt:
@@ -150,7 +150,7 @@ class Preparer:
         return await self._compute(len(prompt.text), encode)
 
     async def _check_beginning(self, field: str, text: str, add_special_tokens: bool) -> None:
-        """Refuses a text that is long beside the context where its beginning alone shows that it does not fit."""
+        """Refuse a text much longer than the context if its beginning alone shows that it does not fit."""
         head = text[: CHARS_A_TOKEN * self._model.max_model_len]
         if len(text) > 2 * len(head):
             num_tokens = len(await self.tokenize(head, add_special_tokens))
@@ -158,11 +158,12 @@ class Preparer:
                 raise prompt_too_long(field, self._model.max_model_len, num_tokens - CUT_TOKENS)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids."""
         encode = functools.partial(self._model.tokenizer.encode, text, add_special_tokens)
         return await self._compute(len(text), encode)
 
     async def _compute(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Does what a text of so many characters is for, away from the event loop where it is long."""
+        """Run work on a text of `num_chars`, in a thread if the text is long."""
         if not self._in_event_loop or num_chars <= self._settings.inline_tokenize_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -176,7 +177,7 @@ class Preparer:
             raise model_not_found(model, self._model.model_id)
 
     async def _prompts(self, request: CompletionRequest) -> list[list[int]]:
-        """`prompt` in any of its four forms, as lists of tokens."""
+        """Return `prompt`, in any of its four forms, as lists of token ids."""
         given = _separate(request.prompt)
         self._check_choices(len(given), request.n or 1)
         prompts = []
@@ -201,7 +202,7 @@ class Preparer:
             raise bad_request("n" if n > prompts else "prompt", message)
 
     def _check_length(self, field: str, least_tokens: int) -> None:
-        """Before seconds are spent on a text that can only be refused."""
+        """Refuse a text that cannot fit, before seconds are spent on tokenizing it."""
         if least_tokens > self._model.max_model_len:
             raise prompt_too_long(field, self._model.max_model_len, least_tokens)
 
@@ -244,13 +245,13 @@ class Preparer:
         return sampling
 
     def _max_tokens(self, asked: int | None, tokens: Sequence[int], default: int, prompt: str, field: str) -> int:
-        """How many tokens may follow this prompt."""
+        """Return how many tokens may follow this prompt."""
         limit, room = self._model.max_model_len, self._model.max_model_len - len(tokens)
         if room < 1:
             raise context_length_exceeded(prompt, limit, len(tokens), None)
         if asked is not None and asked > room:
             raise context_length_exceeded(field, limit, len(tokens), asked)
-        return min(default, room) if asked is None else max(1, asked)  # 0 only comes with `scores_only`
+        return min(default, room) if asked is None else max(1, asked)  # 0 occurs only with `scores_only`
 
     def _prepared(
         self,
@@ -260,7 +261,7 @@ class Preparer:
         limits: list[int],
         sampling: SamplingParams,
     ) -> PreparedRequest:
-        """`key_salt`: of those who may find these prefixes; "": everyone."""
+        """Return the prepared request. `key_salt` separates the cached prefixes of API keys; "" shares them."""
         _check_prompt_logprobs(sampling, prompts)
         for limit in limits:
             if sampling.min_tokens > limit:
@@ -284,7 +285,9 @@ class Preparer:
 
 
 def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """An engine tells them in one message, and an answer has those of all choices."""
+    """Limit the log probabilities of prompts: an engine sends them in one message, and a response has those of all
+    choices.
+    """
     if sampling.prompt_logprobs is None:
         return
     count = sum(map(len, prompts)) * sampling.n * (sampling.prompt_logprobs + 1)
@@ -297,7 +300,7 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[
 
 
 def _separate(prompt: Prompt) -> list[str | list[int]]:
-    """The prompts of a completions request: one or several, as texts or as tokens."""
-    if isinstance(prompt, str) or isinstance(prompt[0], int):  # validated: one item is as all are
+    """Return the prompts of a completions request, which has one or several, as texts or as token ids."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):  # validation ensures that all items are of one type
         return [prompt]
     return prompt  # type: ignore[return-value]

@@ -1,10 +1,10 @@
-"""The requests of OpenAI's completions and chat endpoints, with vLLM's extras: what works is a field here.
+"""Requests of OpenAI's completions and chat endpoints, with vLLM's extensions. Every supported field is here.
 
-What is none is refused (parsing.py). Types are strict: `"1"` and `true` are not numbers, and 16.0 is an integer, as it
-is in JSON. Ranges are `SamplingParams`' business.
+Other fields are refused (parsing.py). Types are strict: `"1"` and `true` are not numbers; 16.0 is an integer, as it is
+in JSON. `SamplingParams` checks ranges.
 
-Accepted without effect, because nobody's answer depends on it: `user`, `metadata`, `safety_identifier`,
-`prompt_cache_key`, `service_tier` (`auto`, `default`), `store` (`false`).
+Accepted without effect, because no answer depends on them: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`,
+`service_tier` (`auto`, `default`), `store` (`false`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .messages import ChatMessage, Tool, ToolChoice, Tools, answered_calls
 from .reasoning import Effort
 from .validators import FieldError, Integer, StrictModel, json_type_name
 
-# Of one request: what it asks for must not keep the gateway or an engine's step from everyone else.
+# Limits of one request, so that it delays neither the gateway nor an engine's step for others.
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096
@@ -34,7 +34,7 @@ Prompt = str | list[str] | Tokens | list[Tokens]
 
 
 def _check_prompt(value: Any) -> Any:
-    """Looks at each item once: a union of lists would try every member on every token, and name none in its errors."""
+    """Check each item once: a union of lists would try every member on every token, and name none in its errors."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -57,14 +57,14 @@ def _one_or_many(value: Any) -> Any:
 
 
 def _object_or_text(value: Any) -> Any:
-    """A union would name its members in its errors."""
+    """Accept an object or a string. A union would name its members in errors."""
     if not isinstance(value, str | dict):
         raise ValueError(f"must be an object, or one as a string, not {json_type_name(value)}")
     return value
 
 
 def _token_keys(value: Any) -> Any:
-    """JSON's keys are strings: `{"50256": -100}`."""
+    """Convert the keys of `{"50256": -100}`, which JSON writes as strings, to token ids."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_LOGIT_BIAS:
@@ -78,19 +78,19 @@ def _token_keys(value: Any) -> Any:
 class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = None  # padding against who measures events: TLS' business
-    resumable: bool = False  # ours: see `resume.py`
+    include_obfuscation: Literal[False] | None = None  # padding against traffic analysis is TLS's task
+    resumable: bool = False  # Baton's own: see `resume.py`
 
 
 class JsonSchemaFormat(StrictModel):
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # answers fit in any case
+    strict: bool | None = None  # answers match in any case
 
 
 class ResponseFormat(StrictModel):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's field for JSON answers."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -103,7 +103,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's way to say what an answer must be. `StructuredOutputsParams` says what goes together."""
+    """vLLM's field for constrained answers. `StructuredOutputsParams` checks which parts go together."""
 
     json_: Annotated[str | dict[str, Any], PlainValidator(_object_or_text)] | None = Field(None, alias="json")
     regex: str | None = None
@@ -117,7 +117,7 @@ class StructuredOutputs(StrictModel):
 
 
 class SamplingRequest(StrictModel):
-    """What all generating endpoints share. `None` means that the client did not say."""
+    """Fields that all generating endpoints share. `None` means that the client did not send the field."""
 
     model: str
     temperature: float | None = None
@@ -141,7 +141,7 @@ class SamplingRequest(StrictModel):
     stream: bool | None = None
     priority: Integer = Field(0, ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)  # lower is served sooner; see `KeyRights`
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    baton_timeline: bool = False  # ours: see `timeline.py`
+    baton_timeline: bool = False  # Baton's own: see `timeline.py`
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -151,7 +151,7 @@ class SamplingRequest(StrictModel):
 
 
 class GenerationRequest(SamplingRequest):
-    """What completions and chat share."""
+    """Fields that completions and chat share."""
 
     n: Integer | None = None
     max_tokens: Integer | None = None
@@ -170,19 +170,19 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatInput(StrictModel):
-    """How messages become a prompt."""
+    """Fields that determine a chat's prompt."""
 
     messages: Annotated[list[ChatMessage], AfterValidator(answered_calls)] = Field(min_length=1, fail_fast=True)
     tools: Tools = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # templates write them
+    add_special_tokens: bool = False  # templates write them themselves
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """What the model is told of."""
+        """The tools that the prompt lists."""
         return self.tools or []
 
 

@@ -1,10 +1,10 @@
-"""Which of an answer's tokens wrote its thoughts, and which its words.
+"""Reasoning: its effort, as the chat template understands it, and the tokens that a model spent on it.
 
-Who reads an answer tells parts of its text, later than their tokens came and without the marks around them:
+A parser reports the parts of an answer later than their tokens arrived, and without the marks around them:
 
-    tokens   <think>  a  fox  </think>  \\n\\n  the  dog  <tool_call>  ...
-    parts             ReasoningPart                 ContentPart      ToolCallStart
-    whose    ────────── thoughts ───────────  words ───  nobody's ─────
+    tokens          <think>  a  fox  </think>  \\n\\n  the  dog  <tool_call>  ...
+    parts                    ReasoningPart             ContentPart  ToolCallStart
+    attributed to   ───────── reasoning ─────────────  content ───  neither ─────
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .detokenize import ChoiceDelta, LocatedToken
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 
 EFFORT = "reasoning_effort"
-THINKS = ("enable_thinking", "thinking")  # what templates call it that only know whether to think
+THINKS = ("enable_thinking", "thinking")  # variables of templates that switch reasoning on and off
 
 
 def effort_variables(effort: Effort | None, known: Collection[str]) -> dict[str, Any]:
-    """What the template is to be told; `known` are the variables that it reads.
+    """Return the template variables for a reasoning effort; `known` are the variables that the template reads.
 
-    Raises `ApiError` (400) for an effort that the template would not hear of. `none` always holds of a model that has
-    no thoughts.
+    Raises `ApiError` (400) for an effort that the template would ignore. `none` is always accepted for a model that
+    does not reason.
     """
     if effort is None:
         return {}
@@ -45,7 +45,7 @@ def effort_variables(effort: Effort | None, known: Collection[str]) -> dict[str,
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Text that came together, and its tokens: one that is known, or those of a delta."""
+    """Text that arrived together, and its tokens: one whose log probabilities are known, or all those of a delta."""
 
     text: str
     num_tokens: int
@@ -53,8 +53,9 @@ class TokenRun:
 
 
 def token_runs(delta: ChoiceDelta, start: int, *, known: bool) -> Iterator[TokenRun]:
-    """The delta's text, which begins at `start` (characters), cut where its tokens begin. Where it is not known where
-    they do, each is taken to be as long as the others.
+    """Yield the text of a delta, cut where its tokens begin. `start` is its offset in the answer, in characters.
+
+    If offsets are not known, all tokens are taken to be of equal length.
     """
     if not known:
         parts, tokens_each = max(1, delta.num_tokens), min(1, delta.num_tokens)
@@ -62,7 +63,7 @@ def token_runs(delta: ChoiceDelta, start: int, *, known: bool) -> Iterator[Token
         yield from (TokenRun(delta.text[begin:end], tokens_each) for begin, end in pairwise(cuts))
         return
     begins = [token.offset - start for token in delta.tokens]
-    rest = delta.text[: begins[0]] if begins else delta.text  # of a token that has left before
+    rest = delta.text[: begins[0]] if begins else delta.text  # of a token in an earlier delta
     if rest:
         yield TokenRun(rest, 0)
     for token, (begin, end) in zip(delta.tokens, pairwise([*begins, len(delta.text)]), strict=True):
@@ -70,13 +71,13 @@ def token_runs(delta: ChoiceDelta, start: int, *, known: bool) -> Iterator[Token
 
 
 class TokenAttribution:
-    """Of one answer."""
+    """Attributes the tokens of one answer to its reasoning and its content."""
 
     def __init__(self) -> None:
         self.num_reasoning_tokens = 0
-        self._text = ""  # that no part has taken
-        self._begin = 0  # of it
-        self._runs: deque[tuple[int, TokenRun]] = deque()  # of it, with where they begin
+        self._text = ""  # text that is not yet attributed
+        self._begin = 0  # its offset in the answer
+        self._runs: deque[tuple[int, TokenRun]] = deque()  # runs of that text, with their offsets
         self._thinks = False
 
     def push(self, run: TokenRun) -> None:
@@ -84,17 +85,17 @@ class TokenAttribution:
         self._text += run.text
 
     def take(self, parts: Sequence[OutputPart]) -> list[list[LocatedToken]]:
-        """What each of the parts that are told now has of the known tokens: only words have any."""
+        """Return for each reported part the tokens with log probabilities that wrote it: only content has any."""
         return [self._take(part, is_last=number == len(parts)) for number, part in enumerate(parts, 1)]
 
     def _take(self, part: OutputPart, *, is_last: bool) -> list[LocatedToken]:
         if not isinstance(part, ReasoningPart | ContentPart):
             self._thinks = False
-            if is_last:  # it is not known how the model wrote a call
+            if is_last:  # the text of a call is not reported
                 self._advance(len(self._text))
                 self._pop(self._begin)
             return []
-        # Parts are told as soon as they can be: what is like the last one and stands before it is a mark.
+        # Parts are reported as soon as possible, so an equal text before the last part is a mark.
         at = self._text.rfind(part.text) if is_last else self._text.find(part.text)
         self._advance(at if at >= 0 else len(self._text))
         before = self._pop(self._begin, whole=True)
@@ -113,7 +114,7 @@ class TokenAttribution:
         self._begin += length
 
     def _pop(self, end: int, *, whole: bool = False) -> list[TokenRun]:
-        """The token_runs that begin before there; with `whole`, those that end there, too."""
+        """Remove and return the runs that begin before `end`; with `whole`, only those that also end before it."""
         passed = []
         while self._runs and self._runs[0][0] < end:
             begin, run = self._runs[0]

@@ -1,4 +1,4 @@
-"""What the answers of both endpoints have in common: usage, server-sent events, a choice put together."""
+"""Parts that all responses share: token usage, server-sent events, and joining a choice's deltas."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ class Usage(msgspec.Struct):
 
 
 class Renderer(Protocol):
-    """One answer's JSON. Call either `event` for each delta and `end`, or `whole`."""
+    """Writes one response as JSON. Call either `event` for each delta and then `end`, or `whole`."""
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
-        """Server-sent events for what one choice gained; empty where a client would see no difference. The last one has
-        the id, where one is given.
+        """Return server-sent events for a choice's delta; empty if it adds nothing that clients see.
+
+        The last event has the id, if one is given.
         """
         ...
 
     def end(self) -> bytes: ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event, in place of `end`, of a stream that something happened to."""
+        """Return the last event, in place of `end`, of a stream that failed."""
         ...
 
     def whole(self, choices: list[list[ChoiceDelta]]) -> bytes: ...
 
 
 class UsageCounter:
-    """Counts an answer's tokens. A prompt counts once, however many choices it has."""
+    """Counts a response's tokens. A prompt counts once, however many choices it has."""
 
     def __init__(self, job: GenerationJob) -> None:
         self._n = job.sampling.n
@@ -73,17 +74,17 @@ class UsageCounter:
         )
 
     def timelines(self) -> list[TimelineReport] | UnsetType:
-        """Of the choices, in their order, where they were asked for."""
+        """Return the timelines that were asked for, in the order of the choices."""
         return [self._timelines[index] for index in sorted(self._timelines)] or UNSET
 
     def in_chunk(self, options: UsageOptions) -> Usage | UnsetType | None:
-        """A stream's chunks say `null` where usage comes at the end, and nothing where nobody asked."""
+        """Return the `usage` of a chunk: null if it comes at the end of the stream, and unset if nobody asked."""
         if options.in_each_chunk:
             return self.usage()
         return None if options.at_end else UNSET
 
     def at_end(self, options: UsageOptions) -> tuple[Usage | UnsetType, list[TimelineReport] | UnsetType] | None:
-        """What a stream's last chunk tells, which has no choices; None where nobody asked for one."""
+        """Return usage and timelines of a stream's last chunk, which has no choices; None if nobody asked for one."""
         timelines = self.timelines()
         if not options.at_end and timelines is UNSET:
             return None
@@ -100,7 +101,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 def join(deltas: Iterable[ChoiceDelta]) -> ChoiceDelta:
-    """A choice's deltas as one."""
+    """Join the deltas of a choice."""
     deltas = list(deltas)
     first, last = deltas[0], deltas[-1]
     return ChoiceDelta(

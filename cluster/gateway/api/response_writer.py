@@ -1,4 +1,4 @@
-"""One request's HTTP response: whole, or a stream of events; or an error, wherever it comes in between."""
+"""Writes one HTTP response: whole or as a stream of events, or an error at any point."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .resume import ResumableStream
 
 Steps = AsyncGenerator[list[tuple[int, ChoiceDelta]], None]
 
-INLINE_LOGPROBS = 64  # tokens with log probabilities that are written in the event loop
+INLINE_LOGPROBS = 64  # responses with more tokens with log probabilities are written in a thread
 JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # or nginx collects tokens
+    "x-accel-buffering": "no",  # otherwise nginx buffers tokens
 }
 
 
@@ -31,8 +31,8 @@ class ResponseWriter:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0  # 0: not begun
-        self.sequences: Sequence[ServedSequence] = ()  # of its choices
-        self._streaming: Renderer | None = None  # of events, once there is one
+        self.sequences: Sequence[ServedSequence] = ()  # one for each choice
+        self._streaming: Renderer | None = None  # set once events are streamed
 
     @property
     def begun(self) -> bool:
@@ -51,11 +51,11 @@ class ResponseWriter:
         event = renderer.event if trail is None else partial(trail.event, renderer)
         async for step in steps:
             events = await _written(_num_logprobs(step), lambda: b"".join([event(*item) for item in step]))  # noqa: B023
-            if not self.begun and (events or trail is None):  # before there is news the answer may still be a 409
+            if not self.begun and (events or trail is None):  # until a new event the response may still become a 409
                 await self.begin(STREAM_HEADERS | _path_header([self.sequences[step[0][0]]]))
             if events:
                 await self.write(events)
-        if not self.begun:  # the client had it all, but for the end
+        if not self.begun:  # the client has all events but the end
             await self.begin(STREAM_HEADERS | _path_header(self.sequences))
         await self.write(renderer.end(), more=False)
 
@@ -71,9 +71,9 @@ class ResponseWriter:
         await self.write(body, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Ends the response: with the error's status where none is sent yet, else with a last event and no `[DONE]`.
+        """End the response with an error: as its status if nothing is sent yet, else as a last event without `[DONE]`.
 
-        A whole answer that is broken off stays shorter than was said, and the server closes the connection.
+        A whole response that breaks off stays shorter than its `content-length`, and the server closes the connection.
         """
         if self.begun:
             if self._streaming is not None:
@@ -86,15 +86,15 @@ class ResponseWriter:
 
 
 def _num_logprobs(step: Iterable[tuple[int, ChoiceDelta]]) -> int:
-    """Return how many tokens are told with log probabilities: those take ten times as long to write as text."""
+    """Return the number of tokens with log probabilities: they take ten times as long to write as text."""
     return sum(len(delta.tokens) + len(delta.prompt_logprobs or ()) for _, delta in step)
 
 
 async def _written(num_logprobs: int, write: Callable[[], bytes]) -> bytes:
-    """Write in a thread what would hold the event loop up: the interpreter's lock passes on every few milliseconds."""
+    """Write long pieces in a thread, which passes the interpreter's lock on every few milliseconds."""
     return write() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 
 def _path_header(sequences: Iterable[ServedSequence]) -> dict[str, str]:
-    """Choices of one request may go different ways: all are named."""
+    """Return the header that names the engines of all choices."""
     return {"x-baton-path": ", ".join(dict.fromkeys(sequence.path for sequence in sequences))}

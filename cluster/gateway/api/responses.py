@@ -1,8 +1,8 @@
-"""The JSON of `/v1/responses`: a chat with one choice, told as items and events.
+"""Responses of `/v1/responses`: a chat with one choice, sent as items and events.
 
     response.created, response.in_progress ──> events of its items ──> response.completed | .incomplete | .failed
 
-Nothing is kept: a response cannot be asked for again.
+Responses are not stored, so a client cannot retrieve them later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tools import call_id
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
-    cache_write_tokens: int  # computed, and so in a cache from now on
+    cache_write_tokens: int  # computed, and cached from now on
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -51,13 +51,13 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseError(msgspec.Struct, frozen=True):
-    code: str  # OpenAI's, which are few; `type` is as in other refusals
+    code: str  # one of OpenAI's few codes; `type` is as in other errors
     message: str
     type: str
 
 
 class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
-    """What was asked for, with what was made of it where nothing was said, and what came of it."""
+    """The response: the request's fields with defaults filled in, and the output."""
 
     id: str
     created_at: int
@@ -121,12 +121,12 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
 
 
 def parse_response(data: dict[str, Any]) -> ResponseChat:
-    """Raises `ApiError` (400) that names what is wrong."""
+    """Validate a body. Raises `ApiError` (400) that names the wrong field."""
     return as_chat(read_request(data))
 
 
 async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: str) -> PreparedRequest:
-    """Raises `ApiError` (400) that names what is wrong."""
+    """Prepare the generation. Raises `ApiError` (400) that names the wrong field."""
     try:
         prepared = await preparer.chat(request, key_salt)
     except ApiError as error:
@@ -138,7 +138,7 @@ async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: 
 
 
 class ResponsesRenderer:
-    """See `Renderer`."""
+    """The `Renderer` of `/v1/responses`."""
 
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
         self._job = job

@@ -1,9 +1,9 @@
-"""A request to `/v1/responses` as the chat that asks for the same.
+"""Converts a request to `/v1/responses` to the equivalent chat request.
 
-instructions                                  ──> a message of the system
+instructions                                  ──> a system message
 message of a user, the system, a developer    ──> a message
-reasoning, message of the assistant, calls    ──> one message of the assistant, as far as they follow each other
-function_call_output                          ──> a message of a tool
+reasoning, message of the assistant, calls    ──> one assistant message, while they follow each other
+function_call_output                          ──> a tool message
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .responses_request import (
     ThisFunction,
 )
 
-# What a refusal of the chat names, and what it is called here.
+# Names of fields: a chat's -> this API's.
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -42,18 +42,18 @@ _CHATS_TOOL = re.compile(r"(tools\[\d+\])\.function")
 
 
 def response_name(name: str) -> str:
-    """Return what a chat's field is called here."""
+    """Return the name in this API of a chat's field."""
     return NAMES.get(name) or _CHATS_TOOL.sub(r"\1", name)
 
 
 class ResponseChat(ChatRequest):
-    """A chat that was asked for as a response."""
+    """A chat request made of a request to `/v1/responses`."""
 
     asked: ResponsesRequest
 
 
 def as_chat(asked: ResponsesRequest) -> ResponseChat:
-    """Of fields that are checked. Raises `ApiError` (400) for items that do not go together."""
+    """Convert a validated request. Raises `ApiError` (400) for items that do not go together."""
     shared = {name: getattr(asked, name) for name in SamplingRequest.model_fields}
     return ResponseChat.model_construct(
         **shared,
@@ -127,7 +127,7 @@ def _check_called(index: int, item: InputFunctionOutput, called: set[str]) -> No
 
 
 class _AssistantTurn:
-    """One earlier answer of the model, as far as its items are read."""
+    """One earlier answer of the model, collected item by item."""
 
     def __init__(self) -> None:
         self._thoughts: list[str] = []
@@ -135,7 +135,9 @@ class _AssistantTurn:
         self._calls: list[ToolCall] = []
 
     def ends_before(self, item: Item) -> bool:
-        """Calls and what stands around them are one answer, until one is returned from."""
+        """Return whether an item begins a new turn. Calls and the items around them are one turn, until an output
+        follows.
+        """
         match item:
             case InputFunctionCall():
                 return False
@@ -154,7 +156,7 @@ class _AssistantTurn:
                 self._calls.append(ToolCall(id=item.call_id, function=function))
 
     def messages(self) -> list[ChatMessage]:
-        """None where it has nothing; thoughts alone are an answer that was cut off."""
+        """Return the turn as a message, if it has any items; reasoning alone is an answer that was cut off."""
         if not (self._thoughts or self._words or self._calls):
             return []
         thoughts = "\n".join(self._thoughts) or None

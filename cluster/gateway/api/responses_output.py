@@ -1,11 +1,11 @@
-"""The items of a response, as they grow, and the events that tell of it.
+"""Output items of a response as they grow, and the events that report them.
 
-             thoughts             words              a call begins
+             reasoning            content            a call begins
 NOTHING ──> reasoning ────────> message ──────────> function_call ──┐     each closes the item before it
               ^───────────────────^──────────────────────^──────────┘
 
 An item's events: output_item.added, content_part.added, ..delta, ..delta, ..done, content_part.done, output_item.done;
-a call has no parts. Whether an answer is streamed or not, its items come from here.
+a call has no parts. Streamed and whole responses take their items from here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .logprobs import ChatTokenLogprob
 from .tools import digest
 
 Status = Literal["in_progress", "completed", "incomplete"]
-Event = tuple[str, dict[str, Any]]  # its type, without `response.`, and what it has beside type and number
+Event = tuple[str, dict[str, Any]]  # type without `response.`, and fields beside type and number
 
 
 class OutputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -64,7 +64,7 @@ class StreamedTop(msgspec.Struct, frozen=True):
 
 
 class StreamedLogprob(msgspec.Struct, frozen=True):
-    """In events of a text; its part has the bytes, too."""
+    """A token's log probability in an event, which lacks the bytes that the content part has."""
 
     token: str
     logprob: float
@@ -72,12 +72,12 @@ class StreamedLogprob(msgspec.Struct, frozen=True):
 
 
 class Output:
-    """What one response has so far. Each method returns the events of what it changes."""
+    """The output of one response. Each method returns the events of the change that it makes."""
 
     def __init__(self, response_id: str) -> None:
         self.items: list[Item] = []
         self._response_id = response_id
-        self._is_open = False  # the last item
+        self._is_open = False  # True while the last item grows
         self._pieces: list[str] = []  # of its text or arguments
         self._logprobs: list[ChatTokenLogprob] = []
 
@@ -98,12 +98,12 @@ class Output:
         return self._open(FunctionCallItem(self._item_id("fc"), call_id, name), None)
 
     def argue(self, text: str) -> list[Event]:
-        """Of the call that began last."""
+        """Extend the arguments of the newest call."""
         self._pieces.append(text)
         return [self._event("function_call_arguments.delta", delta=text)]
 
     def close(self, status: Status = "completed", *, is_in_call: bool = False) -> list[Event]:
-        """The item that grows, where one does. Of a call only `is_in_call` matters: it is not whole."""
+        """Close the open item, if there is one. A call ignores `status`: it is incomplete if `is_in_call`."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -125,7 +125,7 @@ class Output:
         return [*events, ("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]})]
 
     def finish(self, status: Status, *, is_in_call: bool) -> list[Event]:
-        """An answer that is complete says something or calls something, be it an empty text."""
+        """Close the output. A completed one without a message or call gets a message with an empty text."""
         is_answered = any(isinstance(item, MessageItem | FunctionCallItem) for item in self.items)
         opened = (
             []
@@ -147,11 +147,11 @@ class Output:
         return events
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """Of the last item."""
+        """Return an event of the newest item."""
         return kind, {"item_id": self.items[-1].id, "output_index": len(self.items) - 1, **fields}
 
     def _item_id(self, prefix: str) -> str:
-        """The same whoever generates the answer."""
+        """Return an id that is the same at every gateway, for streams that are resumed."""
         return f"{prefix}_{digest(self._response_id, len(self.items))}"
 
 

@@ -1,9 +1,9 @@
-"""What `POST /v1/responses` takes: OpenAI's newer shape of a chat, as far as a server can go that keeps nothing.
+"""Request of `POST /v1/responses`, as far as a server without stored state can serve it.
 
     instructions, input: messages | reasoning | function_call | function_call_output ──> `responses_input.py` ──> a chat
 
-Sampling's fields are those of the other endpoints. What asks for nothing is left out before anything is read
-(`REFUSED`); what the API has and this server does not is refused by name, with what to do instead.
+Sampling fields are those of the other endpoints. Fields that ask for nothing are dropped before validation (`REFUSED`);
+fields of the API that this server lacks are refused by name, with an alternative.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .validators import (
 LOGPROBS = "message.output_text.logprobs"
 KEEPS_NOTHING = "This server keeps no answers"
 
-# Field -> values that ask for nothing, and what to do in place of another one.
+# Field -> values without effect, and advice against other values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((None, False), f"{KEEPS_NOTHING}: leave it out, or set it to false."),
     "previous_response_id": ((None,), f"{KEEPS_NOTHING}: send the earlier items in 'input'."),
@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_retention": ((None,), "Prefixes are cached as long as there is room: leave it out."),
 }
 
-# What the same thing is called in a chat.
+# Names of fields: this API's -> a chat's.
 RENAMED = {
     "functions": "tools",
     "logprobs": f"include: [{LOGPROBS!r}]",
@@ -61,11 +61,11 @@ RENAMED = {
     "response_format": "text.format",
 }
 
-Status = Literal["in_progress", "completed", "incomplete"]  # of an item that is sent back
+Status = Literal["in_progress", "completed", "incomplete"]  # of an item of an earlier response
 
 
 def _item_kind(value: Any) -> Any:
-    """A message may leave its type out."""
+    """Return an item's type, which a message may omit."""
     return "message" if kind(value) is None and isinstance(value, dict) and "role" in value else kind(value)
 
 
@@ -87,13 +87,13 @@ class InputText(StrictModel):
 
 
 class InputOutputText(StrictModel):
-    """A part of an earlier answer, as it was told."""
+    """A text part of an earlier answer, as the server sent it."""
 
     type: Literal["output_text"]
     text: str
     annotations: list[Any] = Field([], max_length=0)
     logprobs: list[Any] = []
-    parsed: Any = None  # what the official client read in `text`, and sends along
+    parsed: Any = None  # added by the official client, which parses `text`
 
 
 class ThoughtText(ReplayedModel):
@@ -110,7 +110,7 @@ Parts = Annotated[list[Part], BeforeValidator(_text_part)]
 
 
 class InputMessage(StrictModel):
-    """A turn of anyone. Those of this server can be sent back as they are."""
+    """A message of any role. The server's own messages can be sent back as they are."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -121,7 +121,7 @@ class InputMessage(StrictModel):
 
 
 class InputReasoning(StrictModel):
-    """What the model thought before it answered or called."""
+    """The model's reasoning before an earlier answer or call."""
 
     type: Literal["reasoning"]
     content: list[ThoughtText] = []
@@ -132,7 +132,7 @@ class InputReasoning(StrictModel):
 
 
 class InputFunctionCall(CalledFunction):
-    """A call that the model asked for."""
+    """An earlier function call of the model."""
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=128)
@@ -141,7 +141,7 @@ class InputFunctionCall(CalledFunction):
 
 
 class InputFunctionOutput(StrictModel):
-    """What its client's function returned."""
+    """The result of a function call, from the client."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=128)
@@ -166,14 +166,14 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that its client runs."""
+    """A function that the client runs."""
 
     type: Literal["function"]
     defer_loading: Literal[False] = False
     allowed_callers: list[Literal["direct"]] = []
 
     def told(self) -> dict[str, Any]:
-        """As a response repeats it."""
+        """Return the tool as a response repeats it."""
         return {"type": "function", **self._function(), "strict": bool(self.strict)}
 
     def for_chat(self) -> Tool:
@@ -189,14 +189,14 @@ def _named_once(tools: list[FunctionTool]) -> list[FunctionTool]:
 
 
 class ThisFunction(StrictModel):
-    """The function that must be called."""
+    """A `tool_choice` of one function, which must be called."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedFunctions(StrictModel):
-    """Some of `tools`: only these may be called, or one of them must be. The model is told of all."""
+    """A `tool_choice` of several functions, which may or must be called. The prompt still lists all `tools`."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -212,7 +212,7 @@ class SchemaFormat(JsonSchemaFormat):
 
 
 class TextConfig(StrictModel):
-    """What the answer must be."""
+    """The answer's format."""
 
     format: Annotated[
         Annotated[TextFormat, tag("text")] | Annotated[SchemaFormat, tag("json_schema")],
@@ -223,7 +223,7 @@ class TextConfig(StrictModel):
 
 
 class ReasoningConfig(StrictModel):
-    """How the model thinks. What it thinks is told whole: there are no summaries of it."""
+    """Reasoning options. Reasoning is returned in full: there are no summaries."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -234,7 +234,7 @@ class ReasoningConfig(StrictModel):
 
 class ResponseStreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
-    resumable: bool = False  # ours: see `resume.py`
+    resumable: bool = False  # Baton's own: see `resume.py`
 
 
 class ResponsesRequest(SamplingRequest):
@@ -261,7 +261,7 @@ class ResponsesRequest(SamplingRequest):
     reasoning: Annotated[ReasoningConfig, BeforeValidator(without_nulls)] = ReasoningConfig()
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
     max_output_tokens: Integer | None = None
-    max_tool_calls: Integer | None = Field(None, gt=0)  # of tools that a server runs: there are none
+    max_tool_calls: Integer | None = Field(None, gt=0)  # concerns tools that a server runs, which Baton has none of
     top_logprobs: Integer | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -271,7 +271,7 @@ class ResponsesRequest(SamplingRequest):
         return bool(self.top_logprobs) or LOGPROBS in self.include
 
     def told(self) -> ResponseEcho:
-        """Return what the answer repeats."""
+        """Return the fields that the response repeats."""
         chosen = self.tool_choice
         return ResponseEcho(
             instructions=self.instructions,
@@ -291,7 +291,7 @@ class ResponsesRequest(SamplingRequest):
 
 
 def read_request(data: dict[str, Any]) -> ResponsesRequest:
-    """Raises `ApiError` (400) that names the first field that is wrong."""
+    """Validate a body. Raises `ApiError` (400) that names the first wrong field."""
     for old, new in RENAMED.items():
         if data.get(old) is not None:
             raise bad_request(old, f"{old!r} is called {new!r} here.", "unknown_parameter")

@@ -1,13 +1,13 @@
-"""A stream whose gateway died goes on at another one, which has never heard of it.
+"""Resumes a stream whose gateway died at another gateway, which has no state of it.
 
     POST {..., "stream": true, "stream_options": {"resumable": true}}    ──> each event says `id: POSITION`
     the connection breaks
     the same POST to any gateway, with `last-event-id: POSITION`         ──> the events behind that one
 
-A position holds the seed, and how many tokens of each choice were told. Random draws depend on seed and position only:
-the tokens so far are generated once more, and are not told again. Their checksum is in the position, too. Where other
-tokens come, as from engines that round otherwise, the answer is a 409 before anything is told, and the client had best
-ask anew. Nothing is kept in a gateway, an engine or the cluster for streams that might break.
+A position holds the seed, and the number of tokens that were sent of each choice, with a checksum. Random draws depend
+on seed and position only, so the tokens so far are generated again, and not sent again. If other tokens come, as from
+engines that round differently, the answer is a 409 before anything is sent, and the client has to start anew. No
+gateway, engine or directory keeps state for streams that might break.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .job import GenerationJob
 from .renderer import Renderer
 
 LAST_EVENT_ID_HEADER = "last-event-id"
-VERSION = "1."  # of what follows in an id
+VERSION = "1."  # version of an id's format
 MAX_ID_CHARS = 64 << 10
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
-    """In a stream: behind one of its events."""
+    """A position in a stream: behind one of its events."""
 
-    request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]  # the chunks' ids are made of it
+    request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]  # chunks' ids derive from it
     created: Count
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**SEED_BITS - 1)]
     marks: tuple[ChoicePosition, ...]  # of the choices
 
     @classmethod
     def from_event_id(cls, event_id: str | None, *, is_resumable: bool) -> Self | None:
-        """What the client has already; None where it begins. Raises `ApiError` (400) for what is no position."""
+        """Decode the client's last event id; None without one. Raises `ApiError` (400) for a malformed id."""
         if event_id is None:
             return None
         if not is_resumable:
@@ -61,7 +61,7 @@ class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResumableStream:
-    """Where a resumable stream is, and where its client has been already."""
+    """The position of a stream, and the position that its client has already."""
 
     def __init__(self, job: GenerationJob, told: StreamPosition | None) -> None:
         """Raises `ApiError` (400) for a position of another request."""
@@ -77,10 +77,10 @@ class ResumableStream:
         return ReplayFilter(ChoicePosition() if self._told is None else self._told[index])
 
     def event(self, renderer: Renderer, index: int, delta: ChoiceDelta) -> bytes:
-        """As of `renderer`, with the position behind it; empty for what the client has."""
+        """Return the renderer's events with the position behind them; empty if the client has them already."""
         assert delta.mark is not None, "each delta of a resumable stream is marked"
         if self._told is not None and not delta.mark.is_after(self._told[index]):
-            renderer.event(index, delta)  # it counts tokens, and knows what has begun
+            renderer.event(index, delta)  # the renderer counts tokens and tracks open items
             return b""
         marks = list(self._at.marks)
         marks[index] = delta.mark
@@ -89,21 +89,22 @@ class ResumableStream:
 
 
 class ReplayFilter:
-    """Outputs of a choice whose beginning the client may know: cut and marked."""
+    """Splits the outputs of a choice into tokens, and checks those that the client has already."""
 
     def __init__(self, told: ChoicePosition) -> None:
         self._told = told
         self._mark = ChoicePosition()
 
     def cut(self, output: EngineOutput) -> list[EngineOutput]:
-        """Token by token: however they came, the events are the same, and the news begin with one of them."""
+        """Split an output into tokens, so that the events are the same however the tokens arrived."""
         if len(output.token_ids) <= 1:
             return [output]
         return [_part(output, at) for at in range(len(output.token_ids))]
 
     def marked(self, delta: ChoiceDelta, output: EngineOutput) -> ChoiceDelta:
-        """What a part became, with how far the choice is now. Raises `ApiError` (409) where it is another one than the
-        client was told.
+        """Return a delta with the choice's position behind it.
+
+        Raises `ApiError` (409) if its tokens are not those that the client has already.
         """
         mark = self._mark = self._mark.after(output.token_ids, is_whole=delta.finish_reason is not None)
         told = self._told
@@ -115,7 +116,7 @@ class ReplayFilter:
 
 
 def _part(output: EngineOutput, at: int) -> EngineOutput:
-    """One of its tokens. What comes first or last with an output comes with its first or last part."""
+    """Return one token of an output. Fields of a first or last output go with the first or last token."""
     logprobs = None if output.logprobs is None else output.logprobs[at : at + 1]
     part = msgspec.structs.replace(output, token_ids=output.token_ids[at : at + 1], logprobs=logprobs)
     if at > 0:

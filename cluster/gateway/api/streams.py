@@ -1,4 +1,4 @@
-"""Small tools for streams of one request: several as one, and an end when the client leaves."""
+"""Helpers for the streams of one request: merging them, and cancelling them when the client disconnects."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ T = TypeVar("T")
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection before it had the whole answer."""
+    """The client closed its connection before the response was complete."""
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[list[tuple[int, T]], None]:
-    """Items of all streams with their stream's index: all that are there at once, so that one write takes a whole step.
+    """Yield items of all streams with their stream's index. All that are available come together, to be written at
+    once.
 
-    The first stream that raises ends all, and so does closing this one.
+    The first stream that raises ends all, and so does closing this generator.
     """
     if len(streams) == 1:  # the usual case, without a task or a queue
         async with aclosing(streams[0]) as only:
@@ -39,7 +40,7 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGene
         for index, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(index, stream)))
             tasks[-1].add_done_callback(lambda _: queue.put_nowait(None))
-            await asyncio.sleep(0)  # its first step may send a long prompt: other clients have their turn between two
+            await asyncio.sleep(0)  # its first step may send a long prompt: let other clients run in between
         while running:
             entries = [await queue.get()]
             while not queue.empty():

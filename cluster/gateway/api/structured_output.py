@@ -1,4 +1,4 @@
-"""What an answer must be, asked in OpenAI's words or vLLM's, and what its calls must be: one grammar for all of it."""
+"""Builds one grammar from all that a request demands of its answer: response format, structured outputs, tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tools import ToolCallRules
 
 
 def requested_constraint(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """Of words. Raises `ApiError` (400)."""
+    """Return the constraint on the answer's content, if any. Raises `ApiError` (400)."""
     wanted, asked = request.response_format, request.structured_outputs
     if wanted is not None and wanted.type != "text" and asked is not None:
         raise bad_request("response_format", "Give 'response_format' or 'structured_outputs', not both.")
@@ -31,7 +31,7 @@ def requested_constraint(request: GenerationRequest) -> StructuredOutputsParams 
 
 
 def reasoning_before(asked: StructuredOutputsParams | None, reasoning: ReasoningStart) -> ReasoningStart:
-    """Whether the model may think before such an answer, where it would if it were free."""
+    """Return how reasoning begins before an answer under this constraint, if it else begins as `reasoning`."""
     says_all = asked is not None and (asked.structural_tag is not None or asked.disable_any_whitespace)
     return ReasoningStart.NONE if says_all else reasoning
 
@@ -43,8 +43,9 @@ def answer_constraint(
     calls: ToolCallRules | None,
     reasoning: ReasoningStart,
 ) -> StructuredOutputsParams | None:
-    """Of a whole answer whose words must be what was `asked`: with calls that may or must come, in the model's form,
-    and behind its thoughts. Raises `ApiError` (400).
+    """Return the constraint on the whole answer: content as `asked`, tool calls in the model's format, after reasoning.
+
+    Raises `ApiError` (400).
     """
     frame = form if form is not None and form.frames_answers else None
     if calls is None and (asked is None or (frame is None and reasoning is ReasoningStart.NONE)):
@@ -56,14 +57,16 @@ def answer_constraint(
             return None
         if calls is None and frame is not None:
             grammar = frame.answer_grammar(grammar)
-        if calls is None or calls.must_call or words is not None:  # otherwise the grammar allows thoughts, as any text
+        if (
+            calls is None or calls.must_call or words is not None
+        ):  # otherwise the grammar allows any text, reasoning included
             grammar = after_reasoning(grammar, reasoning)
         return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": grammar}))
 
 
 @contextmanager
 def _said_by(request: GenerationRequest) -> Iterator[None]:
-    """Refuses in the client's words."""
+    """Convert errors of sampling parameters to `ApiError` with the client's field names."""
     try:
         yield
     except InvalidSamplingParams as error:
@@ -78,7 +81,7 @@ def _said_by(request: GenerationRequest) -> Iterator[None]:
 
 
 def _as_grammar(asked: StructuredOutputsParams) -> GrammarSpec:
-    """The same, as a part of another."""
+    """Return a constraint as a part of a structural tag."""
     if asked.disable_any_whitespace:
         message = "cannot be kept beside 'tools', or by models that put marks around every answer; leave it out"
         raise InvalidSamplingParams("structured_outputs.disable_any_whitespace", message)

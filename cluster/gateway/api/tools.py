@@ -1,4 +1,4 @@
-"""What the tools of a chat mean for its answer: how calls are written, which may come, and which must."""
+"""Tool calling: the format of calls, which tools may be called, and whether one must be."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True)
 class ToolCallRules:
-    """Of one request whose answer may hold calls."""
+    """Rules for the tool calls of one answer."""
 
     form: ToolCallFormat
     functions: tuple[Function, ...]  # that may be called
     must_call: bool
     at_most_one: bool
-    tells_of_others: bool = False  # the model knows functions that it may not call
+    tells_of_others: bool = False  # the prompt lists functions that may not be called
 
     def grammar(self, words: GrammarSpec | None) -> GrammarSpec | None:
-        """What the answer must fit: calls alone where one must come; where its words must fit something, calls or such
-        words; any text with calls where some function is strict, or may not be called.
+        """Return the grammar of the answer, or None if the model is not constrained.
 
-        None where the model is free.
+        * A call is required: calls alone. * `words` constrains the content: calls, or such content. * Some function is
+        strict or not allowed: any text, with calls of allowed functions.
         """
         form = self.form
         if not isinstance(form, GrammarToolCallFormat):
-            return None  # `tool_call_rules` lets nothing be asked for
+            return None  # `tool_call_rules` has refused constraints
         functions = [self._signature(function) for function in self.functions]
         if self.must_call:
             return form.calls_grammar(functions, at_most_one=self.at_most_one)
@@ -57,7 +57,7 @@ class ToolCallRules:
 
 
 def parser_config(form: ToolCallFormat | None, calls: ToolCallRules | None, reasoning: ReasoningStart) -> ParserConfig:
-    """Of the answers to one request; `form` is the model's."""
+    """Return how the answers of one request are parsed; `form` is the model's tool-call format."""
     if calls is not None:
         functions = {function.name: function.parameters or NO_ARGUMENTS for function in calls.functions}
         return ParserConfig(calls.form, functions, calls.at_most_one, reasoning)
@@ -65,8 +65,9 @@ def parser_config(form: ToolCallFormat | None, calls: ToolCallRules | None, reas
 
 
 def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None, *, is_told: bool) -> ToolCallRules | None:
-    """None where there are no calls to look for; `form` is the one that the model is taught, and `is_told` says whether
-    prompts tell it of functions. Raises `ApiError` (400).
+    """Return the rules, or None if the answer can hold no calls. Raises `ApiError` (400).
+
+    `form` is the model's tool-call format; `is_told` says whether its prompts list the tools.
     """
     _check_choice(request)
     if not request.usable_tools:
@@ -106,7 +107,7 @@ def _mode(chosen: ToolChoice | None) -> str | None:
 
 
 def _chosen_names(chosen: ToolChoice | None) -> list[str]:
-    """Return the functions that `tool_choice` names; none where all may be called."""
+    """Return the functions that `tool_choice` names; none if all may be called."""
     match chosen:
         case ThisTool():
             return [chosen.function.name]
@@ -125,7 +126,7 @@ def _check_choice(request: ChatRequest) -> None:
 
 
 def _check_free(request: ChatRequest, form: ToolCallFormat) -> None:
-    """Nothing must fit a grammar where there is none."""
+    """Refuse constraints beside a tool-call format that has no grammar."""
     wanted = request.response_format
     asked = {
         "tool_choice": request.tool_choice not in (None, "auto"),
@@ -145,10 +146,10 @@ def _check_free(request: ChatRequest, form: ToolCallFormat) -> None:
 
 
 def call_id(request_id: str, created: int, choice: int, index: int) -> str:
-    """The same whoever generates the answer: a stream may go on at another gateway."""
+    """Return an id that is the same at every gateway, for streams that are resumed."""
     return f"call_{digest(request_id, created, choice, index)}"
 
 
 def digest(*names: object) -> str:
-    """A short name that follows from these."""
+    """Return a short id derived from these names."""
     return hashlib.blake2b(" ".join(map(str, names)).encode(), digest_size=12).hexdigest()

@@ -1,7 +1,7 @@
-"""What pydantic finds wrong with a body, as a 400 that names the field and speaks of JSON.
+"""Converts pydantic's errors to a 400 that names the field and describes the value as JSON.
 
-Pydantic knows more levels than a body has: the members of a union, and fields that a validator has renamed. A field's
-name is made of those parts of an error's place that the body has.
+Pydantic's paths have levels that the body lacks: members of unions, and fields that a validator has renamed. A field's
+name consists of those parts of the path that the body has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import ApiError, bad_request, excerpt, field_name, shown
 from .validators import FieldError, json_type_name
 
 _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
-_TYPES = {  # pydantic's name of the error -> what the value must be
+_TYPES = {  # pydantic's error -> the required type
     **dict.fromkeys(("string_type",), "a string"),
     **dict.fromkeys(("int_type", "int_from_float"), "an integer"),
     **dict.fromkeys(("float_type", "finite_number"), "a number"),
@@ -27,13 +27,13 @@ _TYPES = {  # pydantic's name of the error -> what the value must be
     **dict.fromkeys(("list_type",), "a list"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
 }
-_LENGTHS = {  # the same -> what is too few or too many
+_LENGTHS = {  # pydantic's error -> the unit that is too few or too many
     "too_short": "item",
     "too_long": "item",
     "string_too_short": "character",
     "string_too_long": "character",
 }
-_BOUNDS = {  # the same -> a sentence that goes on behind the field's name
+_BOUNDS = {  # pydantic's error -> the message behind the field's name
     "string_pattern_mismatch": "must match the pattern {pattern}",
     "greater_than": "must be more than {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -42,7 +42,7 @@ _BOUNDS = {  # the same -> a sentence that goes on behind the field's name
 
 
 def first_error(kind: type[BaseModel], error: ValidationError, body: dict[str, Any]) -> ApiError:
-    """Return the refusal of `body`, which is no `kind`."""
+    """Return the refusal of `body`, which is not a valid `kind`."""
     first = error.errors(include_url=False)[0]
     place = list(_known(first, body))
     cause = first.get("ctx", {}).get("error")
@@ -68,7 +68,7 @@ def first_error(kind: type[BaseModel], error: ValidationError, body: dict[str, A
 
 
 def _known(error: ErrorDetails, body: Any) -> Iterator[str | int]:
-    """Yield the parts of an error's place that `body` has, and the name of a field that it lacks."""
+    """Yield the parts of an error's path that `body` has, and the name of a missing field."""
     *_, last = error["loc"]
     for part in error["loc"]:
         match body:
@@ -83,7 +83,7 @@ def _known(error: ErrorDetails, body: Any) -> Iterator[str | int]:
 
 
 def _allowed(error: ErrorDetails) -> str:
-    """Say what a value must be that is one of few, and what it is."""
+    """Describe the allowed values of an enumeration, and the given one."""
     allowed = error.get("ctx", {}).get("expected", "None")
     for ours, name in _JSON_WORDS.items():
         allowed = allowed.replace(ours, name)

@@ -1,4 +1,4 @@
-"""What every part of a request has in common: types are strict, and unknown fields are refused."""
+"""Shared validators of request models: strict types, no unknown fields, and unions told apart by `type`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Tag, model_validato
 from ..errors import excerpt
 from .json_body import JsonPath
 
-# In the words of JSON; `bool` before `int`, which it is to Python.
+# JSON's names of types; `bool` stands before `int`, of which it is a subclass.
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
 
 
 class FieldError(ValueError):
-    """A field within the value that a validator looks at is wrong. The message goes on behind the field's name."""
+    """An error in a field within the value that a validator checks. The message follows the field's name."""
 
     def __init__(self, place: JsonPath, message: str) -> None:
         super().__init__(message)
@@ -23,13 +23,13 @@ class FieldError(ValueError):
 
 
 class StrictModel(BaseModel):
-    """`"1"` and `true` are not numbers; a field that is not here is an error."""
+    """A model that takes no strings or booleans as numbers, and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class ReplayedModel(StrictModel):
-    """A part of a conversation that clients keep and send again: what is null in it says nothing, whatever its name."""
+    """A part of a conversation that clients store and send again: its null fields are ignored, whatever their names."""
 
     @model_validator(mode="before")
     @classmethod
@@ -38,7 +38,7 @@ class ReplayedModel(StrictModel):
 
 
 def without_nulls(value: Any) -> Any:
-    """Return an object's fields that say something; anything else as it is."""
+    """Return an object without its null fields; anything else as it is."""
     return {key: field for key, field in value.items() if field is not None} if isinstance(value, dict) else value
 
 
@@ -50,7 +50,7 @@ Integer = Annotated[int, BeforeValidator(_by_value)]  # JSON may write 16 as 16.
 
 
 def json_type_name(value: Any) -> str:
-    """Name the JSON type of a value."""
+    """Return the name of a value's JSON type."""
     return next((name for kind, name in _KINDS.items() if isinstance(value, kind)), "null")
 
 
@@ -61,22 +61,22 @@ def one_of(names: Sequence[str]) -> str:
 
 
 def kind(value: Any) -> Any:
-    """Return an object's `type`; None where it has none, or is no object."""
+    """Return an object's `type`; None if it has none, or is not an object."""
     return value.get("type") if isinstance(value, dict) else None
 
 
 def tag(name: str) -> Tag:
-    """Mark a member of a union. Clients know no such level, so errors do not show it."""
+    """Tag a member of a union. Errors leave the tag out, since clients know no such level."""
     return Tag(f"<{name}>")
 
 
 def tag_of(value: Any) -> str:
-    """Return the tag of an object by its `type`, and `<word>` for anything else."""
+    """Return an object's tag by its `type`, and `<word>` for anything else."""
     return f"<{kind(value)}>" if isinstance(value, dict) else "<word>"
 
 
 def object_of_type(kinds: Sequence[str], advice: str = "", type_of: Callable[[Any], Any] = kind) -> BeforeValidator:
-    """Take objects of these types, without their null fields, and refuse another type by name."""
+    """Return a validator that drops null fields and refuses objects of other types by name."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -92,6 +92,6 @@ def object_of_type(kinds: Sequence[str], advice: str = "", type_of: Callable[[An
 
 
 def string_or_object(kinds: Sequence[str]) -> BeforeValidator:
-    """The same for a value that may also be a word, which another validator checks."""
+    """Return the same validator for values that may also be a string, which another validator checks."""
     check: Callable[[Any], Any] = object_of_type(kinds).func  # type: ignore[assignment]
     return BeforeValidator(lambda value: check(value) if isinstance(value, dict) else value)

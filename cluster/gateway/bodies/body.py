@@ -1,6 +1,6 @@
-"""One request's body as it arrives: small ones in this process, larger ones in a file in memory, which goes at once.
+"""One request's body as it arrives: small ones in this process, larger ones in a memory file (memfd).
 
-A file in memory leaves no holes in this process's heap, and another process can read it by its descriptor.
+A memory file does not fragment this process's heap, and another process can read it by its descriptor.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ INLINE_VALUES = 1024  # and so are those with more lists, objects and values: ea
 
 
 class Body:
-    """What has arrived. Used in a `with` statement, which drops it."""
+    """The bytes that have arrived. A context manager, which drops them at its end."""
 
     def __init__(self) -> None:
         self.size = 0
-        self._chunks: list[bytes] = []  # until it is large
+        self._chunks: list[bytes] = []  # while the body is small
         self._file: int | None = None
         self._scan = StructureScan()
 
@@ -47,7 +47,7 @@ class Body:
         self.close()
 
     async def add(self, chunk: bytes) -> None:
-        """Append. Raises `ApiError` (400) as soon as it holds too many values."""
+        """Append a chunk. Raises `ApiError` (400) as soon as the body holds too many values."""
         self.size += len(chunk)
         if self.size <= INLINE_BYTES:
             self._chunks.append(chunk)
@@ -62,10 +62,10 @@ class Body:
             if self._scan.containers > MAX_CONTAINERS or self._scan.commas > MAX_COMMAS:
                 raise too_many_values()
             if len(piece) == PIECE_BYTES:
-                await asyncio.sleep(0)  # whoever sends fast lets others have their turn
+                await asyncio.sleep(0)  # let other clients run
 
     def small_text(self) -> bytes | None:
-        """Return the whole body where it may be read in the event loop, else None."""
+        """Return the whole body if it may be read in the event loop, else None."""
         if self._file is not None:
             return None
         text = b"".join(self._chunks)
@@ -94,8 +94,8 @@ class Body:
 async def read_body(request: Request, limit_bytes: int, held: Reservation) -> Body:
     """Return the whole body.
 
-    Raises `ApiError`: 415 for what is declared to be anything but plain JSON; 413 before reading what is declared to be
-    too large, and as soon as a chunked one is; 400 for too many values; 503 where there is no memory for it.
+    Raises `ApiError`: 415 for a media type or encoding other than plain JSON; 413 for a declared size above the limit,
+    or as soon as a chunked body exceeds it; 400 for too many values; 503 if there is no memory for it.
     """
     _check_media(request.headers)
     declared = request.headers.get("content-length", "")
@@ -121,13 +121,13 @@ def _pieces(chunk: bytes) -> Iterator[bytes]:
 
 
 def _write(file: int, piece: bytes) -> None:
-    """A file in memory takes all of it, or raises `OSError` where there is no memory."""
+    """Write a piece to a memory file, which takes all of it, or raise `OSError` if there is no memory."""
     if os.write(file, piece) < len(piece):
         raise OSError("a file in memory took a part of a write")
 
 
 def _check_media(headers: Headers) -> None:
-    """A foreign page may make browsers send texts and forms unasked, but JSON only where its origin is allowed."""
+    """Accept JSON only: foreign pages can make browsers send forms, but JSON only from allowed origins."""
     kind = headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if kind != JSON and not kind.endswith("+json"):
         raise _unsupported(f"The body must be JSON, with the header 'Content-Type: {JSON}'. This one is {kind!r}.")

@@ -1,9 +1,9 @@
-"""The memory that one gateway's requests hold together: bodies while they are read, and prompts while they are served.
+"""Memory budget of one gateway's requests: bodies while they are read, and prompts while they are served.
 
     a body arrives ──hold_body──> it is read ──hold_prompts──> the answer ends ──release──>
 
-All of them together have `limit_bytes`, and bodies above `SMALL_BYTES` a quarter of it: whoever sends large ones leaves
-room for everyone else's.
+All requests together have `limit_bytes`, and bodies above `SMALL_BYTES` a quarter of it, so that clients that send
+large ones leave memory for all others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Self
 from ..errors import memory_full
 
 SMALL_BYTES = 64 << 10
-LARGE_SHARE = 4  # large bodies may hold one part of so many
-TOKEN_BYTES = 40  # of a prompt: a number of Python's, and a pointer to it
+LARGE_SHARE = 4  # large bodies may hold 1 / LARGE_SHARE of the budget
+TOKEN_BYTES = 40  # of a prompt: a Python integer, and a pointer to it
 RETRY_S = 1.0  # large bodies are read in well under a second each
 
 
 class MemoryBudget:
-    """Counts what is held."""
+    """Counts the bytes that all requests hold."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -28,12 +28,12 @@ class MemoryBudget:
         self.large_bytes = 0  # of bodies above `SMALL_BYTES`
 
     def reservation(self) -> Reservation:
-        """Return what one request holds: nothing yet."""
+        """Return an empty reservation for one request."""
         return Reservation(self)
 
 
 class Reservation:
-    """What one request holds. Used in a `with` statement, which releases all of it."""
+    """The bytes that one request holds. A context manager, which releases them at its end."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
@@ -47,19 +47,19 @@ class Reservation:
         self.release()
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Release all bytes."""
         self._set(0, 0)
 
     def hold_body(self, num_bytes: int) -> None:
-        """Hold so many bytes, as far as the body has arrived. Raises `ApiError` (503) where the budget is used up."""
+        """Hold the bytes of the body that have arrived. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_bytes, num_bytes if num_bytes > SMALL_BYTES else 0)
 
     def hold_prompts(self, num_tokens: int) -> None:
-        """Hold prompts in place of the body. Raises `ApiError` (503) where the budget is used up."""
+        """Hold prompts in place of the body. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_tokens * TOKEN_BYTES, 0)
 
     def hold_answer(self, num_bytes: int) -> None:
-        """Hold an answer of so many bytes in place of the body. Raises `ApiError` (503) where that is too much."""
+        """Hold an answer in place of the body. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_bytes, 0)
 
     def _hold(self, held_bytes: int, large_bytes: int) -> None:

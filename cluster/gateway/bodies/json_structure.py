@@ -1,11 +1,11 @@
-"""How many values a JSON text has, counted in its bytes: before any object is made of it.
+"""Counts the values of a JSON text in its bytes, before any object is made of it.
 
     [  {      open a list or an object: each costs a parser, a validator and a template microseconds
     ,         separates values: a million token ids have as many
     "..."     hides them: a prompt may be source code
 
-Nothing here checks that the text is JSON. Up to the first byte that makes it none, the counts are right; a parser gets
-no further than that byte.
+Nothing here checks that the text is JSON. The counts are right up to the first byte that is not, and a parser gets no
+further than that byte.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class StructureScan:
         self._carried = b""  # a backslash at a piece's end escapes the next piece's first byte
 
     def feed(self, piece: bytes) -> None:
+        """Count the next piece of the text."""
         piece = self._carried + piece
         is_cut = (len(piece) - len(piece.rstrip(b"\\"))) % 2
         self._carried = piece[-1:] if is_cut else b""
@@ -53,11 +54,12 @@ class StructureScan:
         self.commas += most_commas(outside)
 
     def end(self) -> None:
-        """The text ends here: what follows is another one."""
+        """End the text; the next piece begins another one."""
         self._in_string, self._carried = 0, b""
 
 
 def too_many_values() -> ApiError:
+    """Refuse a body with more values than are allowed."""
     message = (
         f"The body holds more than {MAX_CONTAINERS} lists and objects, or more than {MAX_COMMAS} values. "
         "Send less in one request."

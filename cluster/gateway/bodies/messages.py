@@ -1,4 +1,4 @@
-"""Messages between a gateway and a process that reads large bodies: one packet each, with a file in memory beside it.
+"""Messages between a gateway and a body process: one packet each, with a memory file beside it.
 
 ReaderSetup (file: the tokenizer) ──> ReadyReply
 ReadOrder (file: the body) ──> RefusalReply | AnswerReply (file: JSON) | PreparedReply (file: `PreparedRequest`, tokens)
@@ -17,12 +17,12 @@ from ..errors import ApiError
 from ..settings import GatewaySettings
 
 PACKET_BYTES = 64 << 10
-TOKEN_TYPE = "I"  # of four bytes
+TOKEN_TYPE = "I"  # unsigned, four bytes
 TOKEN_BYTES = 4
 
 
 class ReaderSetup(msgspec.Struct, frozen=True):
-    """All that reading a body depends on, beside the tokenizer."""
+    """Everything that reading a body depends on, beside the tokenizer."""
 
     model_id: str
     max_model_len: int
@@ -31,25 +31,25 @@ class ReaderSetup(msgspec.Struct, frozen=True):
     generation_defaults: dict[str, float]
     max_choices: int
     memory_bytes: int  # beyond what the process takes before its first body
-    timeout_s: int  # of a processor, for one body
+    timeout_s: int  # CPU time for one body
 
     def settings(self) -> GatewaySettings:
         return GatewaySettings(max_choices=self.max_choices)
 
 
 class ReadyReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """The process takes orders."""
+    """The process is ready for orders."""
 
 
 class ReadOrder(msgspec.Struct, frozen=True):
-    """A body to be read."""
+    """An order to read the body in the file."""
 
     kind: str
-    key_salt: str  # of those who may find prefixes that this client leaves
+    key_salt: str  # separates cached prefixes of API keys; "": shared with everyone
 
 
 class RefusalReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """An `ApiError`."""
+    """An `ApiError` as a message."""
 
     status: int
     message: str
@@ -69,13 +69,13 @@ class RefusalReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
 
 
 class AnswerReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """The file holds the answer."""
+    """A finished response, which is in the file."""
 
     num_bytes: int
 
 
 class PreparedReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """The file holds a `PreparedRequest` without its prompts, how many tokens each prompt has, and all their tokens."""
+    """A prepared request: the file holds it without its prompts, then the length of each prompt, then all tokens."""
 
     num_bytes: int  # of the `PreparedRequest`
     num_prompts: int
@@ -86,16 +86,16 @@ T = TypeVar("T")
 
 
 class PeerClosed(Exception):
-    """The other side has ended."""
+    """The process at the other end has ended."""
 
 
 def send(channel: socket.socket, message: msgspec.Struct, file: int | None = None) -> None:
-    """Raises `OSError` where nobody reads any more."""
+    """Send a message and a file. Raises `OSError` if the other process has ended."""
     socket.send_fds(channel, [msgspec.msgpack.encode(message)], [] if file is None else [file])
 
 
 def receive(channel: socket.socket, kind: Any) -> tuple[Any, int]:
-    """Return a message and the file beside it, which is the caller's to close; -1: none. Raises `PeerClosed`."""
+    """Return a message and the file beside it, or -1; the caller closes the file. Raises `PeerClosed`."""
     packet, files, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not packet:
         raise PeerClosed
@@ -103,15 +103,15 @@ def receive(channel: socket.socket, kind: Any) -> tuple[Any, int]:
 
 
 def read_file(file: int, num_bytes: int, start: int = 0) -> bytes:
-    """Return a part of a file in memory, which gives it in one piece."""
+    """Read a part of a memory file, which returns it in one piece."""
     return os.pread(file, num_bytes, start)
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
-    """Return four bytes for each."""
+    """Pack token ids in four bytes each."""
     return array.array(TOKEN_TYPE, tokens).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Return what was packed."""
+    """Unpack token ids."""
     return array.array(TOKEN_TYPE, packed).tolist()

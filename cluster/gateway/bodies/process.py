@@ -1,7 +1,7 @@
-"""The process that reads large bodies: one at a time, within limits of time and memory.
+"""Main module of a body process: it reads large bodies one at a time, within limits of time and memory.
 
-Whatever a body does to a parser, a template or a tokenizer, it does it here. The timers and the limit of memory end
-this process; the gateway starts another one.
+Bodies that make a parser, a template or a tokenizer hang or grow do so here. Timers and the memory limit end this
+process, and the gateway starts another one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .messages import (
     send,
 )
 
-WAITING = 6  # a body may take so many times its time of a processor, waiting for one included
+WAITING = 6  # limit of elapsed time, as a multiple of the CPU time
 NICENESS = 5  # the gateway on the same cores comes first
 
 
 def main() -> None:
-    """Serve the gateway behind the socket that is inherited under the number in the first argument."""
+    """Serve the gateway over the inherited socket whose descriptor is the first argument."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICENESS)
     try:
@@ -71,7 +71,7 @@ def _reader(setup: ReaderSetup, file: int) -> BodyReader:
 
 
 def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
-    """Carry out orders until the gateway has gone."""
+    """Carry out orders until the gateway closes the socket."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     with asyncio.Runner() as runner:
         while True:
@@ -88,7 +88,7 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
             _limit_time(0)
             os.close(body)
             text = b""
-            gc.collect()  # an error's traceback, and its task refer to each other and hold all that the body became
+            gc.collect()  # an error's traceback and its task form a reference cycle that holds the parsed body
             if trim is not None:
                 trim(0)  # before the reply: with it, the gateway counts the body's memory as free
             send(channel, reply, result)
@@ -96,13 +96,13 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
 
 
 def _limit_time(timeout_s: int) -> None:
-    """End this process after so much time of a processor: a busy machine costs no body its turn. 0: never."""
+    """End this process after `timeout_s` of CPU time, so that a busy machine costs no body its turn. 0: never."""
     signal.setitimer(signal.ITIMER_PROF, timeout_s)
     signal.alarm(timeout_s * WAITING)
 
 
 async def _carry_out(reader: BodyReader, order: ReadOrder, text: bytes, file: int) -> AnswerReply | PreparedReply:
-    """Write what the body becomes into the file."""
+    """Read a body, and write the result into the file."""
     kind = RequestKind(order.kind)
     if not kind.generates:
         return AnswerReply(_write(file, await reader.answer(kind, text)))

@@ -1,7 +1,10 @@
-"""The processes that read large bodies, as their gateway sees them: started ahead, and again where one broke.
+"""Pool of body processes: started ahead, restarted after a failure, given bodies by size.
 
 IDLE ──order──> BUSY ──reply──> IDLE
                   └── too slow, too large, broken: the process has ended ──next order──> another one starts
+
+The smallest waiting body is read next, so that nobody waits for all large bodies of one client. Bodies above
+`HEAVY_BYTES` leave one process to the others, if there are several.
 """
 
 from __future__ import annotations
@@ -36,20 +39,20 @@ from .messages import (
 logger = logging.getLogger(__name__)
 
 MODULE = "baton.cluster.gateway.bodies.process"
-TIMEOUT_S = 10  # of a processor, for one body: the largest that can be served take 1 to 2 s
+TIMEOUT_S = 10  # CPU time for one body: the largest that can be served take 1 to 2 s
 MEMORY_BYTES = 1 << 30  # beyond what a process takes before its first body
 MAX_WAITING = 256  # orders, for each process
 RETRY_S = 2.0
 
 
 class OutcomeCounter(Protocol):
-    """Where it is counted how reading ended."""
+    """Counts bodies by outcome."""
 
     def body_read(self, outcome: str) -> None: ...
 
 
 class BodyProcessPool:
-    """Reads bodies elsewhere. Start it on the loop that uses it; `close` ends the processes."""
+    """Reads bodies in other processes. Start it on the loop that uses it; `close` ends the processes."""
 
     def __init__(self, model: ServedModel, max_choices: int, num_processes: int, counters: OutcomeCounter) -> None:
         self._model, self._max_choices, self._counters = model, max_choices, counters
@@ -60,22 +63,22 @@ class BodyProcessPool:
         self._exchanges: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Start one process, and return when it is ready: a large body need not wait for that. Others start at need.
+        """Start one process, and return when it is ready for the first large body. Others start when needed.
 
         Raises `ProcessCannotStart`.
         """
         await self._processes[0].started()
 
     async def read(self, order: ReadOrder, body: int) -> tuple[AnswerReply | PreparedReply, int]:
-        """Return what the body in this file becomes, with a file that is the caller's to close.
+        """Return the reply to an order, and its file, which the caller closes.
 
-        Raises `ApiError`: of the body; 400 where it takes too much time or memory; 503 where many wait already.
+        Raises `ApiError`: that of the body; 400 if it takes too much time or memory; 503 if too many others wait.
         """
         if self._queue.num_waiting >= self._most_waiting:
             raise readers_full(RETRY_S)
         size = os.fstat(body).st_size
         number = await self._queue.take(size)
-        # A client that leaves ends its own wait; the process goes on to the end of this body.
+        # A client that disconnects ends its own wait, but the process finishes this body.
         exchange = asyncio.create_task(self._exchange(number, order, os.dup(body), size))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
@@ -86,7 +89,7 @@ class BodyProcessPool:
             raise
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes, also while they read."""
         for process in self._processes:
             process.end()
         if self._tokenizer_file is not None:
@@ -132,7 +135,7 @@ class BodyProcessPool:
         )
 
     def _tokenizer(self) -> int:
-        """Return a file that holds the tokenizer."""
+        """Return a memory file with the tokenizer."""
         if self._tokenizer_file is None:
             self._tokenizer_file = os.memfd_create("tokenizer")
             with os.fdopen(os.dup(self._tokenizer_file), "wb") as file:
@@ -141,11 +144,11 @@ class BodyProcessPool:
 
 
 class BodyTooSlow(Exception):
-    """The process has ended itself: its order took too long."""
+    """The process ended itself because a body took too long."""
 
 
 class ProcessBroken(Exception):
-    """The process ended while it carried out an order."""
+    """The process ended while it read a body."""
 
 
 class ProcessCannotStart(Exception):
@@ -153,7 +156,7 @@ class ProcessCannotStart(Exception):
 
 
 class _BodyProcess:
-    """One process, or the one that replaced it."""
+    """A body process, and its replacement after a failure."""
 
     def __init__(self, setup: Callable[[], ReaderSetup], tokenizer: Callable[[], int]) -> None:
         self._make_setup, self._tokenizer = setup, tokenizer
@@ -162,7 +165,7 @@ class _BodyProcess:
         self._starting: asyncio.Task[None] | None = None
 
     async def started(self) -> None:
-        """Return once it takes orders. Raises `ProcessCannotStart`."""
+        """Wait until the process is ready for orders. Raises `ProcessCannotStart`."""
         if self._process is not None and self._process.poll() is None and self._starting is None:
             return
         if self._starting is None:
@@ -175,7 +178,7 @@ class _BodyProcess:
                 self._starting = None
 
     async def carry_out(self, order: ReadOrder, body: int) -> tuple[RefusalReply | AnswerReply | PreparedReply, int]:
-        """Return the reply, and the file beside it. Raises `BodyTooSlow`, `ProcessBroken`, `ProcessCannotStart`."""
+        """Return the reply to an order, and its file. Raises `BodyTooSlow`, `ProcessBroken`, `ProcessCannotStart`."""
         await self.started()
         channel = self._channel
         assert channel is not None
@@ -190,7 +193,7 @@ class _BodyProcess:
         return reply, file
 
     def end(self) -> None:
-        """Kill the process, where there is one."""
+        """Kill the process if it runs."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -202,14 +205,14 @@ class _BodyProcess:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # A session of its own: an interrupt from the keyboard is the gateway's business.
+            # In a session of its own, since the gateway handles interrupts from the keyboard.
             command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, "RUST_BACKTRACE": "0"},  # a tokenizer that runs out of memory says so in a line
+                env={**os.environ, "RUST_BACKTRACE": "0"},  # shorten the report of a tokenizer that runs out of memory
             )
         self._channel = ours
         ours.setblocking(False)
@@ -222,10 +225,10 @@ class _BodyProcess:
         assert isinstance(reply, ReadyReply)
 
     async def _status(self) -> int:
-        """Return how it ended: it has, or nothing can be said to it any more."""
+        """Close the socket, which ends a process that still runs, and return the exit status."""
         assert self._process is not None
         if self._channel is not None:
-            self._channel.close()  # which ends it, if nothing has
+            self._channel.close()  # which ends the process if it still runs
             self._channel = None
         return await asyncio.to_thread(self._process.wait)
 
@@ -236,7 +239,7 @@ def _wake(readable: asyncio.Future[None]) -> None:
 
 
 async def _received(channel: socket.socket) -> tuple[Any, int]:
-    """Wait for a reply. Raises `PeerClosed` where the process has ended."""
+    """Wait for a reply. Raises `PeerClosed` if the process has ended."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(channel, _wake, readable)
@@ -248,7 +251,7 @@ async def _received(channel: socket.socket) -> tuple[Any, int]:
 
 
 def _drop(exchange: asyncio.Task[tuple[AnswerReply | PreparedReply, int]]) -> None:
-    """Nobody waits for this reply any more."""
+    """Close the file of a reply that nobody waits for any more."""
     if not exchange.cancelled() and exchange.exception() is None:
         os.close(exchange.result()[1])
 
@@ -257,7 +260,7 @@ HEAVY_BYTES = 1 << 20
 
 
 class SmallestFirstQueue:
-    """Gives out processes by number. The first is the last that a heavy body gets."""
+    """Assigns idle processes, by number, to waiting bodies. Process 0 is the last that a heavy body gets."""
 
     def __init__(self, num_processes: int) -> None:
         self._idle = list(range(num_processes))
@@ -270,29 +273,29 @@ class SmallestFirstQueue:
         return sum(not given.done() for _, _, given in self._waiting)
 
     async def take(self, size: int) -> int:
-        """Wait for a process for a body of so many bytes, and return its number."""
+        """Wait for a process for a body of `size` bytes, and return its number."""
         given: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (size, next(self._count), given))
         self._give()
         try:
             return await given
         except asyncio.CancelledError:
-            if given.done() and not given.cancelled():  # both at once
+            if given.done() and not given.cancelled():  # assigned and cancelled in the same moment
                 self.put_back(given.result(), size)
             raise
 
     def put_back(self, number: int, size: int) -> None:
-        """The process has read a body of so many bytes."""
+        """Return a process that has read a body of `size` bytes."""
         self._idle.append(number)
         self._heavy_left += size > HEAVY_BYTES
         self._give()
 
     def _give(self) -> None:
-        """Give idle processes to those that wait. Bodies are sorted by size: behind a heavy one there are only such."""
+        """Assign idle processes. Waiting bodies are sorted by size, so behind a heavy one there are only heavy ones."""
         while self._idle and self._waiting:
             size, _, given = self._waiting[0]
             is_heavy = size > HEAVY_BYTES
-            if given.done():  # its client has left
+            if given.done():  # its client has disconnected
                 heapq.heappop(self._waiting)
             elif is_heavy and not self._heavy_left:
                 return

@@ -1,4 +1,4 @@
-"""Reads one gateway's bodies: small ones in the event loop, the others in processes."""
+"""Reads a gateway's bodies: small ones in the event loop, the others in the process pool."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .json_structure import PIECE_BYTES
 from .messages import TOKEN_BYTES, AnswerReply, PreparedReply, ReadOrder, read_file, unpack_tokens
 from .process_pool import BodyProcessPool
 
-TOKENS_AT_ONCE = 64 << 10  # made into numbers before others have their turn
+TOKENS_AT_ONCE = 64 << 10  # unpacked before other tasks run
 _decode = msgspec.msgpack.Decoder(PreparedRequest).decode
 
 
 class BodyService:
-    """What endpoints ask for bodies. All methods raise `ApiError`."""
+    """Reads bodies for endpoints, within the memory budget. All methods raise `ApiError`."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self.budget = MemoryBudget(settings.request_memory_bytes)
@@ -45,7 +45,7 @@ class BodyService:
         return prepared
 
     async def answer(self, kind: RequestKind, body: Body, held: Reservation) -> TextAnswer:
-        """Return the whole answer of a kind that generates nothing, and hold it in place of the body."""
+        """Return the whole response to a request that generates nothing, and hold it in place of the body."""
         text = body.small_text()
         if text is not None:
             with contextlib.suppress(TooLargeForEventLoop):
@@ -76,7 +76,7 @@ class BodyService:
 
 
 class TextAnswer:
-    """JSON, in this process or in a file in memory. Used in a `with` statement, which drops it."""
+    """A JSON response in this process or in a memory file. A context manager, which drops it at its end."""
 
     def __init__(self, text: bytes = b"", *, size: int = 0, file: int | None = None) -> None:
         self._text, self._file = text, file
@@ -89,6 +89,7 @@ class TextAnswer:
         self.close()
 
     def pieces(self) -> Iterator[bytes]:
+        """Yield the response in pieces."""
         for start in range(0, self.size, PIECE_BYTES):
             if self._file is None:
                 yield self._text[start : start + PIECE_BYTES]
@@ -102,7 +103,7 @@ class TextAnswer:
 
 
 async def _read_prepared(reply: PreparedReply, file: int) -> PreparedRequest:
-    """Read what a process has prepared, in pieces: a million tokens become numbers in tens of milliseconds."""
+    """Read a prepared request in pieces, since a million tokens take tens of milliseconds to unpack."""
     prepared = _decode(read_file(file, reply.num_bytes))
     at = reply.num_bytes
     lengths = unpack_tokens(read_file(file, reply.num_prompts * TOKEN_BYTES, at))
