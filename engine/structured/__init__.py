@@ -1,6 +1,6 @@
-"""Outputs that fit a grammar: JSON schemas, regular expressions, choices, EBNF.
+"""Structured outputs: answers that match a JSON schema, a regular expression, a choice or an EBNF grammar.
 
-docs/reference/structured_outputs.md says which parts of each are taken.
+docs/reference/structured_outputs.md says which parts of each are supported.
 
 xgrammar_backend.py    grammars and their masks, as the scheduler asks for them
 grammar_cache.py       compiled grammars, refused ones, and those that compile slowly

@@ -1,4 +1,4 @@
-"""The compiler of grammars as its engine sees it: a process, started when it is needed, and again when it broke."""
+"""Client of a grammar compiler process, which is started when needed, and again after a failure."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from .compiler_messages import (
     write_frame,
 )
 
-LOOK_MS = 200  # between looks whether anybody still waits for what is compiled
+LOOK_MS = 200  # between checks whether a request still waits for the grammar
 
 
 class CompilerFailed(Exception):
-    """The compiler does not start."""
+    """The compiler process does not start."""
 
 
 class CompilerClosed(CompilerFailed):
-    """Its engine has ended."""
+    """The engine has ended."""
 
     def __init__(self) -> None:
         super().__init__("the engine has ended")
 
 
 class CompilesTooSlowly(Exception):
-    """A grammar took more than its compiler's time."""
+    """A grammar took longer to compile than its limit."""
 
 
 class Abandoned(Exception):
-    """Nobody waits for this grammar any more."""
+    """Every request that asked for this grammar has gone."""
 
     def __init__(self) -> None:
         super().__init__("nobody waits for this grammar any more")
@@ -58,28 +58,33 @@ def always() -> bool:
 
 
 class GrammarCompiler:
-    """One process. Threads use it in their `turn`. Ends with this process, or with `close`."""
+    """One compiler process. Threads use it within their `turn`. It ends with this process, or with `close`."""
 
     def __init__(self, vocabulary: GrammarVocabulary, limits: CompileLimits = CompileLimits()) -> None:
         self._setup = CompilerSetup(vocabulary, limits)
-        self.compile_s = 0.0  # spent on it by who had a turn
+        self.compile_s = 0.0  # seconds that threads spent in `compile`
         self._turns = FifoLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._tokenizer_info = ""
         self._closed = False
 
     def turn(self) -> AbstractContextManager[None]:
-        """Threads have theirs in the order in which they came."""
+        """Enter the compiler's lock, in the order in which threads came."""
         return self._turns.turn()
 
     def tokenizer_info(self) -> str:
-        """xgrammar's, serialized. Raises `GrammarRefused` for tokenizers without bytes, and `CompilerFailed`."""
+        """Return xgrammar's serialized tokenizer info.
+
+        Raises `GrammarRefused` for tokenizers whose tokens have no fixed bytes, and `CompilerFailed`.
+        """
         self._running()
         return self._tokenizer_info
 
     def compile(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = always) -> str:
-        """xgrammar's compiled grammar, serialized. Raises `GrammarRefused`, `CompilesTooSlowly`, `CompilerFailed`, and
-        `Abandoned` soon after `is_wanted` says no.
+        """Return xgrammar's serialized grammar.
+
+        Raises `GrammarRefused`, `CompilesTooSlowly`, `CompilerFailed`, and `Abandoned` soon after `is_wanted` returns
+        False.
         """
         if not is_wanted():
             raise Abandoned
@@ -96,14 +101,14 @@ class GrammarCompiler:
         return reply.grammar
 
     def rest(self) -> None:
-        """Its process ends; the next grammar starts another."""
+        """End the process; the next grammar starts another."""
         process = self._process
         if process is not None:
             process.kill()
             process.wait()
 
     def close(self) -> None:
-        """Give up what is being compiled, and compile nothing any more."""
+        """Give up the grammar that is being compiled, and compile nothing any more."""
         self._closed = True
         self.rest()
 
@@ -112,10 +117,10 @@ class GrammarCompiler:
             return self._process
         if self._closed:
             raise CompilerClosed
-        # A session of its own: an interrupt from the keyboard is this process's business.
+        # In a session of its own, since this process handles interrupts from the keyboard.
         command = [sys.executable, "-m", "baton.engine.structured.compiler_process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._process = process  # before the next look at `_closed`: either `close` finds it, or it is ended here
+        self._process = process  # set before `_closed` is read: either `close` sees the process, or it is ended here
         reply = None if self._closed else _ask(process, self._setup)
         if not isinstance(reply, CompilerReady):
             process.kill()
@@ -129,7 +134,7 @@ class GrammarCompiler:
         return process
 
     def _raise_why(self, is_wanted: Callable[[], bool]) -> NoReturn:
-        """There was no reply."""
+        """Raise the reason why the process sent no reply."""
         assert self._process is not None
         status, limits = self._process.wait(), self._setup.limits
         self._process = None
@@ -144,7 +149,7 @@ class GrammarCompiler:
 def _ask(
     process: subprocess.Popen[bytes], message: msgspec.Struct, is_wanted: Callable[[], bool] = always
 ) -> CompilerReady | CompiledReply | RefusedReply | None:
-    """None: the process has ended. It is ended where nobody wants the reply."""
+    """Return the reply; None if the process has ended, which it must if nobody wants the reply any more."""
     try:
         write_frame(_pipe(process.stdin), message)
     except OSError:
@@ -165,11 +170,11 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 class FifoLock:
-    """Any thread may ask for one. None may within its own."""
+    """A lock that threads get in the order in which they came, which Python's do not promise. Not reentrant."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._line: deque[threading.Event] = deque()  # the first has its turn
+        self._line: deque[threading.Event] = deque()  # the first holds the lock
 
     @property
     def num_in_line(self) -> int:
@@ -177,6 +182,7 @@ class FifoLock:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
+        """Hold the lock."""
         mine = threading.Event()
         with self._lock:
             self._line.append(mine)

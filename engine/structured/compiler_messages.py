@@ -1,4 +1,4 @@
-"""Messages between an engine and its compiler of grammars: msgpack behind its length, through pipes.
+"""Messages between an engine and its grammar compiler: length-prefixed msgpack through pipes.
 
 CompilerSetup ──> CompilerReady | RefusedReply          once
 StructuredOutputsParams ──> CompiledReply | RefusedReply          one at a time
@@ -14,7 +14,7 @@ _LENGTH_BYTES = 8
 
 
 class GrammarVocabulary(msgspec.Struct, frozen=True):
-    """The vocabulary whose tokens grammars are made of."""
+    """The vocabulary that grammars constrain."""
 
     tokenizer: str  # folder
     vocab_size: int  # of the model's output layer
@@ -22,7 +22,7 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 class CompileLimits(msgspec.Struct, frozen=True):
-    """CompileLimits of what one grammar may cost its compiler."""
+    """Limits of compiling one grammar."""
 
     compile_s: int = 30
     memory_bytes: int = 2 << 30  # beyond what the process takes before its first grammar
@@ -42,14 +42,14 @@ class CompiledReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class RefusedReply(msgspec.Struct, frozen=True, tag=True):
-    """See `GrammarRefused`."""
+    """A `GrammarRefused` as a message."""
 
     reason: str
     place: str = ""
 
 
 def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:
-    """Raises `OSError` where nobody reads any more."""
+    """Write a message. Raises `OSError` if the other process has ended."""
     body = msgspec.msgpack.encode(message)
     stream.write(len(body).to_bytes(_LENGTH_BYTES, "little"))
     stream.write(body)
@@ -57,7 +57,7 @@ def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next message's bytes; None where the other side has gone."""
+    """Return the next message's bytes; None if the other process has ended."""
     head = stream.read(_LENGTH_BYTES)
     length = int.from_bytes(head, "little")
     body = stream.read(length) if len(head) == _LENGTH_BYTES else b""

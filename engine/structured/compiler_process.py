@@ -1,7 +1,7 @@
-"""The process that compiles grammars: one at a time, within limits of time and memory, and for an engine that is there.
+"""Main module of a compiler process: it compiles grammars one at a time, within limits of time and memory.
 
-Whatever a grammar does to the compiler, it does it here. The alarm and the limit of memory end this process; the engine
-starts another one.
+Grammars that make the compiler hang, grow or crash do so here. An alarm and the memory limit end this process, and the
+engine starts another one.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 NICENESS = 5  # an engine on the same cores comes first
 _MOST_THREADS = 8
-_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)  # time and place in xgrammar's own code
+_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)  # time and source line of xgrammar's messages
 _OUT_OF_MEMORY = "bad_alloc"
-_REASON_CHARS = 500  # of a refusal, which may repeat a grammar
+_REASON_CHARS = 500  # of a refusal, which may quote a grammar
 _WARNING = re.compile(r"Warning: (.*)")
 
 
 def main() -> None:
     orders, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # so that prints of libraries do not mix with replies
     os.nice(NICENESS)
     first = read_frame(orders)
     if first is None:
@@ -63,8 +63,10 @@ def main() -> None:
 
 
 def tokenizer_info(vocabulary: GrammarVocabulary) -> xgrammar.TokenizerInfo:
-    """The bytes of every token. Special tokens and those beyond the tokenizer have none, so no text is made of them;
-    but the marks that the model puts around parts of its answers are text.
+    """Return the bytes of every token, as xgrammar takes them.
+
+    Special tokens and ids beyond the tokenizer have none, so grammars never allow them. The marks that the model puts
+    around parts of its answers are text.
     """
     tokenizer = Tokenizer.from_folder(vocabulary.tokenizer)
     if tokenizer.byte_decoder is None:
@@ -78,10 +80,10 @@ def tokenizer_info(vocabulary: GrammarVocabulary) -> xgrammar.TokenizerInfo:
 
 def limit_memory(num_bytes: int) -> None:
     """Limit the memory that is allocated from now on."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which is what the limit counts
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which the limit counts
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a compiler that breaks is told of, not kept
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps of a crashed compiler
 
 
 def serve(orders: IO[bytes], replies: IO[bytes], info: xgrammar.TokenizerInfo, limit_s: int) -> None:
@@ -121,7 +123,7 @@ def _cut(reason: str) -> str:
 
 
 def _broken_part(asked: StructuredOutputsParams) -> str:
-    """Return the place of the first part of a structural tag that is refused by itself; "" where there is none."""
+    """Return the path of the first part of a structural tag that is refused by itself; "" if there is none."""
     if asked.structural_tag is None:
         return ""
     for place, part in parts_of(asked.structural_tag):
@@ -168,13 +170,13 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputs
 
 
 def choice_grammar(choices: list[str]) -> str:
-    """EBNF; its strings have JSON's escapes."""
+    """Return an EBNF grammar of the choices; its strings have JSON's escapes."""
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 @contextmanager
 def overhearing() -> Iterator[list[str]]:
-    """Collect what xgrammar warns of on standard error, in a list that is filled at the end."""
+    """Collect xgrammar's warnings on standard error, in a list that is filled at the end."""
     warnings: list[str] = []
     before = os.dup(2)
     with tempfile.TemporaryFile() as heard:

@@ -1,4 +1,4 @@
-"""XGrammarBackend that are compiled, those that cannot be, and those that take long."""
+"""Cache of compiled grammars, of refusals, and of grammars that are known to compile slowly."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ..core.grammar import GrammarRefused
 if TYPE_CHECKING:
     import xgrammar
 
-CACHE_BYTES = 256 << 20  # of compiled grammars: those used last are kept
-MOST_SLOW = 256  # that are known to take long
-MOST_REFUSALS = 256  # that are remembered ...
-REFUSAL_S = 60.0  # ... so that who asks again and again does not keep the compiler from others
+CACHE_BYTES = 256 << 20  # of compiled grammars, least recently used first out
+MOST_SLOW = 256  # slow grammars that are remembered
+MOST_REFUSALS = 256  # refusals that are remembered ...
+REFUSAL_S = 60.0  # ... so that repeated requests do not block the compiler for others
 
 
 class GrammarCache:
-    """By what was asked. Any thread may call everything."""
+    """Compiled grammars by their encoded request. Any thread may call all methods."""
 
     def __init__(self) -> None:
         self.num_hits = self.num_compiled = self.num_refused = 0
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
-        self._refused: OrderedDict[bytes, tuple[GrammarRefused, float]] = OrderedDict()  # why, and until when
+        self._refused: OrderedDict[bytes, tuple[GrammarRefused, float]] = OrderedDict()  # reason, and when it expires
         self._slow: OrderedDict[bytes, None] = OrderedDict()
 
     def get(self, key: bytes) -> xgrammar.CompiledGrammar | None:
-        """None for what nobody has asked lately. Raises `GrammarRefused` again."""
+        """Return a cached grammar, or None. Raises a cached `GrammarRefused`."""
         with self._lock:
             refused, end_s = self._refused.get(key, (None, 0.0))
             if refused is not None and time.monotonic() < end_s:
@@ -43,7 +43,7 @@ class GrammarCache:
             return compiled
 
     def keep(self, key: bytes, compiled: xgrammar.CompiledGrammar) -> None:
-        """It is new. One that is larger than the cache is not kept."""
+        """Store a new grammar, unless it is larger than the cache."""
         with self._lock:
             self.num_compiled += 1
             self._compiled[key] = compiled
@@ -53,7 +53,7 @@ class GrammarCache:
                 self._num_bytes -= oldest.memory_size_bytes
 
     def knows(self, key: bytes) -> bool:
-        """Return whether `get` has an answer, be it a refusal."""
+        """Return whether `get` would return a grammar or raise a refusal."""
         with self._lock:
             return key in self._compiled or time.monotonic() < self._refused.get(key, (None, 0.0))[1]
 

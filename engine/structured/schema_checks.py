@@ -1,6 +1,7 @@
-"""JSON schemas that the compiler would take, and keep less than they say: refused, with the place and the keyword.
+"""Refuses JSON schemas that the compiler would accept without enforcing all of them, with path and keyword.
 
-What the compiler itself warns of is refused in `compiler_process.py`; here is what it ignores in silence.
+Keywords that the compiler itself warns of are refused in `compiler_process.py`; these are the ones that it ignores
+silently.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _NEVER_KEPT = (
     *("contains", "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef"),
 )
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_NEEDS_TYPE = {  # keywords are kept only under a type that they speak of
+_NEEDS_TYPE = {  # keywords are enforced only beside one of these types
     **dict.fromkeys(_NUMBERS, ("integer", "number")),
     **dict.fromkeys(("minLength", "maxLength", "pattern"), ("string",)),
     **dict.fromkeys(("minItems", "maxItems"), ("array",)),
@@ -24,7 +25,14 @@ _NEEDS_TYPE = {  # keywords are kept only under a type that they speak of
 }
 _OBJECTS = ("properties", "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
 _CONSTRAINTS = frozenset([*_NEEDS_TYPE, *_OBJECTS, "items", "prefixItems", "unevaluatedItems", "type", "format"])
-_ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")  # one of these decides, and the rest is ignored
+_ALONE = (
+    "$ref",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+    "allOf",
+)  # the compiler enforces the first of these and ignores the rest
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
@@ -41,7 +49,7 @@ _JSON_TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def check_schema(text: str) -> None:
-    """Raises `GrammarRefused` for a schema whose answers could break it."""
+    """Refuse a schema that answers could violate. Raises `GrammarRefused`."""
     try:
         _check(json.loads(text), "#")
     except json.JSONDecodeError as error:
@@ -51,7 +59,7 @@ def check_schema(text: str) -> None:
 
 
 def check_structural_tag(text: str) -> None:
-    """The same for the schemas in a structural tag, whose own form its compiler checks."""
+    """Check the schemas within a structural tag, whose own structure the compiler checks. Raises `GrammarRefused`."""
     try:
         for place, part in parts_of(text):
             try:
@@ -65,7 +73,7 @@ def check_structural_tag(text: str) -> None:
 
 
 def parts_of(tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas, patterns and grammars in a structural tag, and their places: `.format.elements[0]`."""
+    """Yield the schemas, patterns and grammars in a structural tag with their paths: `.format.elements[0]`."""
     yield from _parts_in(json.loads(tag), "")
 
 
@@ -83,7 +91,7 @@ def _parts_in(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _check(schema: Any, place: str) -> None:
     if not isinstance(schema, dict):
-        return  # true, false, or what the compiler refuses
+        return  # true, false, or a value that the compiler refuses
     for keyword in _NEVER_KEPT:
         if schema.get(keyword, False) is not False:
             raise GrammarRefused(f"{place}: {keyword!r} is not supported")

@@ -1,9 +1,9 @@
-"""XGrammarBackend by xgrammar. Implements `engine.core.grammar`.
+"""Grammars by xgrammar. Implements `engine.core.grammar`.
 
 open ──> known? ──no──> quick compiler ──longer than QUICK_S──> slow compiler ──longer than its limit──> refused
 
-Each compiler is a process that has one grammar at a time, in the order in which they were asked for. So whoever asks
-for an ordinary grammar waits for each slow one before it for `QUICK_S` and a new process, never for its whole limit.
+Each compiler is a process that compiles one grammar at a time, in the order of requests. So an ordinary grammar waits
+for each slow one before it for `QUICK_S` and the start of a process, never for the whole limit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# xgrammar 0.2.8 lets strings with minLength or maxLength hold what JSON forbids. As space between the parts
-# of an answer nobody misses tabs, and line breaks are kept out of strings.
+# xgrammar 0.2.8 allows control characters in strings with minLength or maxLength, which JSON forbids. Tabs between the
+# parts of an answer can be missed; line breaks within strings are excluded by xgrammar itself.
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _BOUNDED = re.compile(r"(min|max)Length")
 
-QUICK_S = 2  # grammars that take longer are compiled apart
+QUICK_S = 2  # grammars that take longer move to the slow compiler
 
 STARTING_THREAD = "baton-grammars-start"
 
@@ -42,11 +42,10 @@ TokenMask = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 
 
 
 class XGrammarBackend:
-    """Compiles each grammar once, as long as the cache holds it. Any thread may call everything.
+    """Compiles each grammar once, as long as the cache holds it. Any thread may call all methods.
 
-    The process for slow grammars is there while it has one.
-
-    Nothing is loaded or started before `start`, or else the first grammar.
+    The process for slow grammars runs only while it compiles one. Nothing is loaded or started before `start` or the
+    first grammar.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, limits: CompileLimits = CompileLimits()) -> None:
@@ -58,7 +57,9 @@ class XGrammarBackend:
         self._printable: TokenMask | None = None
 
     def start(self) -> None:
-        """Returns at once; a thread starts the compiler and loads what the first grammar would wait for."""
+        """Start a thread, and return at once. The thread starts the compiler and loads everything that the first
+        grammar needs.
+        """
         threading.Thread(target=self._start, name=STARTING_THREAD, daemon=True).start()
 
     def _start(self) -> None:
@@ -66,18 +67,18 @@ class XGrammarBackend:
             with self._quick.turn():
                 self._vocabulary_as_xgrammar(self._quick)
         except GrammarRefused as refused:
-            logger.info("no output can be structured: %s", refused)  # and whoever asks for one is told so
+            logger.info("no output can be structured: %s", refused)  # requests that ask for one get the same reason
         except CompilerClosed:
-            return  # nobody asks any more
+            return  # the engine has ended
         except (CompilerFailed, OSError) as failure:  # OSError: no memory for another process
             logger.warning("the compiler of grammars is started again with the first one: %s", failure)
 
     def knows(self, asked: StructuredOutputsParams) -> bool:
-        """See `GrammarSource.knows`."""
+        """Implement `GrammarSource.knows`."""
         return self._cache.knows(msgspec.msgpack.encode(asked))
 
     def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = always) -> OutputGrammar:
-        """See `GrammarSource.open`."""
+        """Implement `GrammarSource.open`."""
         key = msgspec.msgpack.encode(asked)
         compiled = self._cache.get(key) or self._compile(asked, key, is_wanted)
         import xgrammar
@@ -97,14 +98,14 @@ class XGrammarBackend:
     def _compile(
         self, asked: StructuredOutputsParams, key: bytes, is_wanted: Callable[[], bool]
     ) -> xgrammar.CompiledGrammar:
-        """Several may ask for the same at once: the first compiles for all."""
+        """Return the compiled grammar. If several requests ask for it at once, the first compiles it for all."""
         with self._quick.turn():
             if (known := self._cache.get(key)) is not None:
                 return known
             if not is_wanted():
                 raise Abandoned
             if not self._cache.is_slow(key):
-                try:  # to its end in any case: another process would take as long
+                try:  # never abandoned: the start of another process would take as long
                     return self._compile_by(self._quick, asked, key, always)
                 except CompilesTooSlowly:
                     self._cache.note_slow(key)
@@ -123,7 +124,7 @@ class XGrammarBackend:
     def _compile_by(
         self, compiler: GrammarCompiler, asked: StructuredOutputsParams, key: bytes, is_wanted: Callable[[], bool]
     ) -> xgrammar.CompiledGrammar:
-        """In this thread's turn."""
+        """Compile within this thread's turn, and cache the result."""
         try:
             serialized = compiler.compile(asked, is_wanted)
         except GrammarRefused as refused:
@@ -137,7 +138,10 @@ class XGrammarBackend:
         return compiled
 
     def _vocabulary_as_xgrammar(self, compiler: GrammarCompiler) -> xgrammar.TokenizerInfo:
-        """In this thread's turn. Raises `GrammarRefused` for tokenizers without bytes, and `CompilerFailed`."""
+        """Return xgrammar's tokenizer info, within this thread's turn.
+
+        Raises `GrammarRefused` for tokenizers whose tokens have no fixed bytes, and `CompilerFailed`.
+        """
         if self._tokenizer_info is None:
             serialized = compiler.tokenizer_info()
             import xgrammar  # about a second, with transformers
@@ -164,13 +168,13 @@ class OutputGrammar:
     """The grammar of one output. Implements `engine.core.grammar.Grammar`."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int, allowed: TokenMask | None = None) -> None:
-        """Only tokens of the bits `allowed` are ever in a mask."""
+        """`allowed`, if given, further restricts every mask."""
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
         self._allowed = allowed
 
     def advance(self, token_ids: Sequence[int]) -> bytes:
-        """See `Grammar.advance`."""
+        """Implement `Grammar.advance`."""
         for token_id in token_ids:
             if not self._matcher.accept_token(token_id):
                 raise GrammarRefused(f"does not allow token {token_id}: the output was begun under another grammar")

@@ -1,7 +1,7 @@
-"""From the tokens of a vocabulary to bytes.
+"""Bytes of single tokens, for decoders that only concatenate.
 
-Most decoders only concatenate: each token stands for some bytes, whatever its neighbours are, and the text is those
-bytes read as UTF-8. Two families do:
+With most decoders each token stands for some bytes, whatever its neighbours are, and the text is those bytes read as
+UTF-8. Two families do:
 
     byte level      "Ġhé" ............ each character stands for one byte (GPT-2, Llama 3, Qwen)
     sentence piece  "▁h", "<0xC3>" ... a mark for the space, bytes for what the vocabulary lacks (Llama 2, Mistral)
@@ -23,7 +23,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class LeadingSpace(enum.Enum):
-    """What becomes of spaces at the beginning of a text."""
+    """Treatment of spaces at the beginning of a text."""
 
     KEEP = "keep"
     DROP_ONE = "drop one"
@@ -32,7 +32,7 @@ class LeadingSpace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ByteDecoder:
-    """How a concatenating decoder reads one token."""
+    """Converts a token to the bytes that a concatenating decoder makes of it."""
 
     byte_level: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
@@ -40,7 +40,7 @@ class ByteDecoder:
     leading_space: LeadingSpace = LeadingSpace.KEEP
 
     def first_to_bytes(self, token: str) -> bytes:
-        """The bytes of a token that begins a text."""
+        """Return the bytes of a token that begins a text."""
         if self.leading_space is LeadingSpace.DROP_IN_FIRST_TOKEN:
             for mark, _ in self.replacements:
                 token = token.replace(mark, "")
@@ -51,7 +51,7 @@ class ByteDecoder:
         if self.byte_level:
             try:
                 return bytes(_BYTE_OF_CHARACTER[character] for character in token)
-            except KeyError:  # added tokens are written as themselves
+            except KeyError:  # added tokens stand for their own text
                 return token.encode()
         for mark, text in self.replacements:
             token = token.replace(mark, text)
@@ -60,7 +60,7 @@ class ByteDecoder:
 
 
 def byte_decoder_of(backend: Backend) -> ByteDecoder | None:
-    """The rule of a tokenizer's decoder, or None for decoders that look at more than one token."""
+    """Return the byte decoder of a tokenizer, or None if its decoder looks at more than one token."""
     if backend.decoder is None:
         return None
     decoder = json.loads(backend.decoder.__getstate__())
@@ -87,14 +87,14 @@ def _read_steps(steps: list[dict[str, Any]]) -> ByteDecoder | None:
                 pass
             case _:
                 return None
-    # Without Fuse, Strip would work on every token rather than on the text.
+    # Without Fuse, Strip would apply to every token rather than to the text.
     if leading is LeadingSpace.DROP_ONE and kinds[-2:] != ["Fuse", "Strip"]:
         return None
     return ByteDecoder(replacements=tuple(replacements), byte_pieces="ByteFallback" in kinds, leading_space=leading)
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for the characters from 256 on."""
+    """Return GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

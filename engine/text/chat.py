@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs in a model's folder that turn messages into the text the model was trained on.
 
-They come with weights from elsewhere, so they run in Jinja's immutable sandbox. What templates may use beside Jinja
-itself is what `transformers` gives them: https://huggingface.co/docs/transformers/chat_templating_writing
+They come with weights from elsewhere, so they run in Jinja's immutable sandbox. Beside Jinja itself they may use what
+`transformers` gives them: https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .parsers.earlier_calls import with_readable_arguments
 DEFAULT = "default"
 TOOL_USE = "tool_use"  # the template that some models have for chats with tools
 _RESERVED = ("messages", "tools", "add_generation_prompt")
-# The blank at its end shows whether the template trims messages.
+# The blank at its end reveals whether the template trims messages.
 _CUT = "\N{INFORMATION SEPARATOR ONE}the answer goes on here\N{INFORMATION SEPARATOR ONE} "
 _BEYOND_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]")  # surrogates are tags: see client_text.py
 
-# Filters and methods that make other characters of a text, leave some out or change their order.
+# Filters and methods that change, drop or reorder characters of a text.
 _REWRITING = {"lower", "upper", "title", "capitalize", "swapcase", "casefold", "replace", "translate", "reverse"}
 
 
@@ -43,16 +43,16 @@ class ChatTemplate:
     """One model's template, or its templates by name, compiled once."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        """Raises `ChatTemplateError` for a template that does not parse."""
+        """Compile the templates. Raises `ChatTemplateError` for one that does not parse."""
         self._templates: dict[str, jinja2.Template] = {}
-        self._tell_none: set[str] = set()  # those that ask whether a message has content
+        self._tell_none: set[str] = set()  # templates that test content for none
         self.sources = dict(sources)
         self.source = sources.get(DEFAULT)
         self.tool_call_format = tool_call_format(sources.get(TOOL_USE) or sources.get(DEFAULT, ""))
         self.has_reasoning = any(reasoning.BEGIN in source for source in sources.values())
-        self.variables: frozenset[str] = frozenset()  # what it reads beside its own
+        self.variables: frozenset[str] = frozenset()  # names that it reads beside the standard ones
         self.literals: frozenset[str] = frozenset()  # texts that it writes or looks for
-        self.rewrites_texts = False  # so that a text may come out as another
+        self.rewrites_texts = False  # True if it may change a client's text
         environment = _environment()
         for name, source in sources.items():
             try:
@@ -68,7 +68,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-        """The templates of a model folder, None where it has none. Files win over `tokenizer_config.json`."""
+        """Return the templates of a model folder, or None. Files take precedence over `tokenizer_config.json`."""
         sources = _sources_in_config(config.get("chat_template"))
         named_files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         for name, file in [(DEFAULT, folder / "chat_template.jinja"), *((file.stem, file) for file in named_files)]:
@@ -89,11 +89,11 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         control: ControlTokens | None = None,
     ) -> str:
-        """The prompt's text.
+        """Return the prompt's text.
 
         `add_generation_prompt` opens the answer; `continue_final_message` instead leaves the last message open, so that
-        the model goes on with it. `variables` are further names the template may read, like `enable_thinking`, and go
-        before `special_tokens`, like `bos_token`. `control` tags the messages, tools and variables.
+        the model continues it. `variables` are further names that the template may read, like `enable_thinking`, and
+        override `special_tokens`, like `bos_token`. `control` tags the messages, tools and variables.
 
         Raises `InvalidMessages` for messages that the template refuses or cannot read.
         """
@@ -126,13 +126,13 @@ class ChatTemplate:
 
     @property
     def tells_of_tools(self) -> bool:
-        """Whether `tools` come to be known to the model."""
+        """True if prompts list the `tools`."""
         return "tools" in self.variables or bool(
             self.tool_call_format is not None and self.tool_call_format.introduction
         )
 
     def _introduced(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """With the functions told of in the system's message, since the template leaves them out."""
+        """Return the chat with the tools described in its system message, if the template does not list them."""
         if self.tool_call_format is None or not self.tool_call_format.introduction:
             return chat
         has_system = chat[0]["role"] == "system"
@@ -146,7 +146,7 @@ class ChatTemplate:
         return turn if self.tool_call_format is None else self.tool_call_format.adapt_message(turn)
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """Of the template for such a chat."""
+        """Return the name of the template for a chat with these tools."""
         name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
         if name not in self._templates:
             raise ChatTemplateError(
@@ -160,7 +160,7 @@ class ChatTemplate:
             return template.render(context)
         except jinja2.TemplateError as error:
             raise InvalidMessages(f"the model's chat template refuses these messages: {error}") from error
-        # What a template does to values of kinds that it does not expect can fail in any of these ways.
+        # Templates fail in any of these ways on values of unexpected types.
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise InvalidMessages(f"the model's chat template cannot read these messages ({reason})") from error
@@ -171,7 +171,7 @@ def _tagged(variables: Mapping[str, Any], control: ControlTokens | None) -> Mapp
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a message whose content is one string, or None for one that has only tool calls."""
+    """Return a copy whose content is one string, or None for a message that has only tool calls."""
     if not isinstance(message, Mapping):
         raise InvalidMessages(f"messages[{index}] must be an object with a role, not {type(message).__name__}")
     if not isinstance(message.get("role"), str):
@@ -185,7 +185,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asks_for_content(template: jinja2.nodes.Template) -> bool:
-    """Whether it asks if a message's content is none, as DeepSeek's do: then it writes something else there."""
+    """Return whether a template tests content for none, as DeepSeek's do, which then write something else."""
     tests = template.find_all(jinja2.nodes.Test)
     comparisons = template.find_all(jinja2.nodes.Compare)
     asked = [test.node for test in tests if test.name == "none"]
@@ -203,13 +203,13 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
             return True
         case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
             return True
-        case jinja2.nodes.Call(args=[jinja2.nodes.Const(value="content"), *_]):  # of `get`
+        case jinja2.nodes.Call(args=[jinja2.nodes.Const(value="content"), *_]):  # a call of `get`
             return True
     return False
 
 
 def _literals(template: jinja2.nodes.Template) -> Iterator[str]:
-    """Yields the texts that stand in a template."""
+    """Yield the literal texts of a template."""
     for node in template.find_all((jinja2.nodes.TemplateData, jinja2.nodes.Const)):
         text = node.data if isinstance(node, jinja2.nodes.TemplateData) else node.value  # type: ignore[attr-defined]
         if isinstance(text, str):
@@ -248,7 +248,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _sources_in_config(value: Any) -> dict[str, str]:
-    """`chat_template` of `tokenizer_config.json`: one template, or a list of named ones."""
+    """Return `chat_template` of `tokenizer_config.json`, which is one template or a list of named ones."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -261,7 +261,7 @@ def _sources_in_config(value: Any) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks an assistant's words for training; here it changes nothing."""
+    """The block `{% generation %} ... {% endgeneration %}`, which marks text for training, as a no-op."""
 
     tags = {"generation"}
 
@@ -271,7 +271,7 @@ class _Generation(Extension):
 
 
 class _Concatenations(jinja2.visitor.NodeTransformer):
-    """Makes `a ~ b` keep track of a client's text, as all else that joins texts does."""
+    """Replaces `a ~ b` by a filter that keeps track of a client's text."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -301,7 +301,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, leaves characters alone that only HTML needs escaped."""
+    """Write JSON without escaping characters for HTML, as Jinja's own filter does."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _BEYOND_ASCII.sub(_escaped, text) if ensure_ascii else text
 

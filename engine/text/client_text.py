@@ -1,8 +1,8 @@
-"""Text that came from a client, told from the text that a chat template writes.
+"""Tagged strings, which keep a client's text apart from the text that a chat template writes.
 
-The characters of a client are *tagged*: replaced, one by one, by surrogates, which no text that can be encoded holds.
-A template may join, slice, trim, repeat and write tagged text as it likes: each character keeps its tag. So in the
-finished prompt a control token whose characters all lack a tag was written by the template, and any other was not.
+The characters of a client are *tagged*: replaced, one by one, by surrogates, which no encodable text holds. A template
+may join, slice, trim, repeat and write tagged text as it likes: each character keeps its tag. So in the finished prompt
+a control token whose characters all lack a tag was written by the template, and any other was not.
 
     "a<|end|>"  ── tag ──>  ClientText, which holds "a" and seven surrogates, and equals "a<|end|>"
     template: "<|user|>" + text + "<|end|>"  ──>  only the last "<|end|>" is found in the tagged prompt
@@ -22,7 +22,7 @@ _TAGGED = re.compile("[\ud800-\udfff]+")
 class Tags:
     """A tag for each character that occurs in some texts, the most frequent first.
 
-    Blanks have none, so that all who look for blanks find them, nor have the two characters that JSON escapes.
+    Blanks have none, so that code that looks for blanks finds them; nor have the two characters that JSON escapes.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -40,9 +40,10 @@ class Tags:
 
 
 class ClientText(str):
-    """A string that holds tagged characters. It compares, hashes, searches and splits as the text that it stands for,
-    and what is cut out of it or joined to it keeps its tags. Operations that are not defined here give a plain string,
-    which keeps the tags all the same.
+    """A string of tagged characters that behaves like the untagged text.
+
+    It compares, hashes, searches and splits as that text, and substrings and concatenations keep their tags. Operations
+    that are not defined here give a plain string, which keeps the tags as well.
     """
 
     __slots__ = ("_plain", "_tags")
@@ -58,7 +59,7 @@ class ClientText(str):
 
     @property
     def _untagged(self) -> str:
-        """The text that it stands for. Nothing of it may come to a template, which sees no private names."""
+        """The untagged text. No template may get any of it; templates cannot read private names."""
         if self._plain is None:
             self._plain = self._tags.untag(with_tags(self))
         return self._plain
@@ -67,7 +68,7 @@ class ClientText(str):
         return self
 
     def __repr__(self) -> str:
-        return self._new(repr(self._untagged))  # what templates show of a list
+        return self._new(repr(self._untagged))  # used when a template prints a list
 
     def __hash__(self) -> int:
         return hash(self._untagged)
@@ -155,7 +156,7 @@ class ClientText(str):
         return self._with(str.join(new, self.split(old, count)))
 
     def _located(self, parts: Iterable[str], sep: str | None) -> list[str]:
-        """Cuts out parts of the plain text that follow each other, between them `sep`, or blanks where it is None."""
+        """Cut out consecutive parts of the untagged text, separated by `sep`, or by blanks if that is None."""
         cut, end = [], 0
         for part in parts:
             start = self._untagged.index(part, end)
@@ -167,24 +168,24 @@ class ClientText(str):
         return ClientText(tagged, self._tags)
 
     def _new(self, text: str) -> ClientText:
-        """A text that was made of this one in a way that does not tell which characters are whose."""
+        """Tag a text that was derived from this one without knowing which characters are whose."""
         return ClientText(self._tags.tag(text), self._tags)
 
 
 def plain(value: Any) -> Any:
-    """The text that a `ClientText` stands for; anything else as it is, and tuples item by item."""
+    """Return the untagged text of a `ClientText`; anything else as it is, and tuples item by item."""
     if isinstance(value, ClientText):
         return value._untagged
     return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 def with_tags(text: str) -> str:
-    """Returns the characters of a text as they are, tagged ones too, in a string of the ordinary kind."""
+    """Return a text's characters, tagged ones included, as an ordinary string."""
     return "".join((text,))
 
 
 def concatenated(texts: Iterable[str]) -> str:
-    """Joins texts; the result is `ClientText` where one of them is."""
+    """Join texts; the result is a `ClientText` if one of them is."""
     listed = list(texts)
     joined = "".join(listed)
     first = next((text for text in listed if isinstance(text, ClientText)), None)

@@ -1,9 +1,9 @@
-"""Control tokens, and chats in which they come from the model's template alone.
+"""Control tokens, and chats in which only the model's template can write them.
 
-A control token steers the model: it ends a turn, names who speaks, opens a call. A client's text that spells one is
-encoded as text. Control tokens are all special tokens of a vocabulary, and those of its other added tokens that the
+A control token steers the model: it ends a turn, names who speaks, opens a tool call. A client's text that spells one
+is encoded as text. Control tokens are all special tokens of a vocabulary, and those of its other added tokens that the
 model's chat template writes, since many makers leave tokens like `<｜User｜>` and `<tool_call>` unmarked. Further added
-tokens, such as runs of blanks or tags of HTML, are ordinary parts of texts.
+tokens, such as runs of blanks or HTML tags, are ordinary parts of texts.
 
 Most chats spell no control token, and are rendered once and encoded as they are. Any other is rendered a second time
 with tagged values (`client_text`), which shows the control tokens that the template wrote.
@@ -24,25 +24,25 @@ from tokenizers import Tokenizer as Backend
 from .client_text import ClientText, Tags
 from .guarded_encoder import GuardedEncoder
 
-_LEAST_CHARS = 3  # of a token that is not special: shorter ones are punctuation
+_LEAST_CHARS = 3  # of a token that is not special; shorter ones are punctuation
 _BRACKETED = re.compile(r"<[|｜].*[|｜]>")
 _ROLE = re.compile(r"[\w-]+")
 _WRITTEN_BY_MODELS = ("content", "reasoning_content")  # fields of an assistant's message
-_EDGE = 3  # characters by which a control token's beginning or end is known
-_NOTHING = "(?!)"  # a pattern
-_BORDER = "\0"  # between texts that are searched together
+_EDGE = 3  # characters of a control token's beginning or end that searches look for
+_NOTHING = "(?!)"  # a pattern that matches nothing
+_BORDER = "\0"  # separates texts that are searched together
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat as its model reads it."""
+    """A rendered chat."""
 
     text: str
-    tagged: str | None = None  # the same with a client's characters tagged, if they may spell control tokens
+    tagged: str | None = None  # the text with a client's characters tagged, if they may spell control tokens
 
     @property
     def of_template(self) -> str:
-        """The text, in which no client's characters are taken for the template's."""
+        """The text in which only the template's own characters are untagged."""
         return self.text if self.tagged is None else self.tagged
 
 
@@ -50,8 +50,10 @@ class ControlTokens:
     """The control tokens of one model. Immutable once built; any number of threads may use it."""
 
     def __init__(self, backend: Backend, template_literals: Collection[str], answer_marks: Collection[str]) -> None:
-        """`template_literals` are the texts that the chat template writes itself. `answer_marks` are those that the
-        model puts around parts of its answers; they may stand in an assistant's message, unless they are special.
+        """Find the control tokens of a vocabulary.
+
+        `template_literals` are the texts that the chat template writes itself. `answer_marks` are those that the model
+        puts around parts of its answers; they may stand in an assistant's message, unless they are special.
         """
         self._backend = backend
         known = "\n".join((*template_literals, *answer_marks))
@@ -68,8 +70,9 @@ class ControlTokens:
         self._kept = _any_of([re.escape(token.content) for token in kept])
 
     def may_be_spelled_by(self, messages: Iterable[Mapping[str, Any]], *others: Any) -> bool:
-        """Tells whether what a client sent could become control tokens. False is certain for templates that do not
-        rewrite texts.
+        """Return whether a client's values could become control tokens.
+
+        False is certain for templates that do not rewrite texts.
         """
         if not self._ids:
             return False
@@ -85,13 +88,13 @@ class ControlTokens:
         )
 
     def tag_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a copy with tagged values. A role is the template's to write, if it is a word."""
+        """Return a copy with tagged values. The role stays untagged if it is a word, since the template writes it."""
         keeps = _WRITTEN_BY_MODELS if message["role"] == "assistant" else ()
         tagged = {key: self.tag(value, keeps_answer_marks=key in keeps) for key, value in message.items()}
         return {**tagged, "role": message["role"]} if _has_plain_role(message) else tagged
 
     def tag(self, value: Any, *, keeps_answer_marks: bool = False) -> Any:
-        """Returns a copy of a JSON value whose strings and keys are `ClientText`."""
+        """Return a copy of a JSON value whose strings and keys are `ClientText`."""
         if isinstance(value, str):
             return ClientText(self._tag_text(value, keeps_answer_marks), self._tags)
         if isinstance(value, Mapping):
@@ -99,11 +102,13 @@ class ControlTokens:
         return [self.tag(each) for each in value] if isinstance(value, list | tuple) else value
 
     def untag(self, text: str) -> str:
+        """Return a text with its tags replaced by the characters that they stand for."""
         return self._tags.untag(text)
 
     def encode(self, prompt: ChatPrompt, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt whose `tagged` is known: exactly those of its text, unless the text has control tokens
-        that the template did not write.
+        """Return the token ids of a prompt whose `tagged` is known.
+
+        They are exactly those of its text, unless the text has control tokens that the template did not write.
         """
         tagged = prompt.tagged or ""
         ids = self._backend.encode_batch_fast([prompt.text], add_special_tokens=False)[0].ids
@@ -136,8 +141,9 @@ class ControlTokens:
         return "".join([*pieces, self._tag_edges(text[end:])])
 
     def _tag_edges(self, text: str) -> str:
-        """Tags what is as near to an end of the text, or to an edge of a control token, as the longest such token is
-        long: the rest of a long text can be no part of one.
+        """Tag what is near an end of the text or near a possible edge of a control token.
+
+        Near means within the length of the longest such token: the rest of a long text cannot be a part of one.
         """
         end, pieces = 0, []
         for start, stop in self._edges.near(text, self._reach):
@@ -148,7 +154,7 @@ class ControlTokens:
 
 
 class _Edges:
-    """Where control tokens could begin or end."""
+    """Patterns for beginnings and ends of control tokens."""
 
     def __init__(self, spellings: Iterable[str], template_literals: Iterable[str]) -> None:
         tokens = [spelling for spelling in spellings if spelling.strip()]
@@ -164,16 +170,16 @@ class _Edges:
         self._insides = "\n".join(tokens) if opens and any(piece.startswith(tuple(ends)) for piece in pieces) else ""
 
     def are_in(self, texts: Collection[str]) -> bool:
-        """Tells whether a control token, or a part that could become one beside other text, is in one of the texts."""
+        """Return whether a text holds a control token, or a part that could become one beside other text."""
         if self._insides and any(text.strip() in self._insides for text in texts if text.strip()):
-            return True  # the template itself writes the beginning and the end of one
+            return True  # the template itself writes the beginning and the end of a control token
         together = _BORDER + _BORDER.join(texts) + _BORDER
         if not any(character in together for character in self._outer):
             return False
         return any(pattern.search(together) for pattern in (self._edge, self._begun, self._ended))
 
     def near(self, text: str, reach: int) -> Iterator[tuple[int, int]]:
-        """Yields spans of the text, in order of their starts, in which there may be parts of control tokens."""
+        """Yield spans of the text that may hold parts of control tokens, in order of their starts."""
         yield 0, min(reach, len(text))
         for match in self._edge.finditer(text):
             yield max(0, match.start() - reach), min(match.end() + reach, len(text))
@@ -181,8 +187,9 @@ class _Edges:
 
 
 def _edge_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches the first characters of a token, or the last of them behind the others. A search for it is fast, since
-    tokens begin and end with few different characters, which are rare in texts.
+    """Return a pattern for the first characters of a token, or its last ones behind the others.
+
+    Searching is fast, since tokens begin and end with few different characters, which are rare in texts.
     """
     begins, ends = defaultdict(set), defaultdict(set)
     for token in tokens:
@@ -195,7 +202,7 @@ def _edge_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _is_control(token: AddedToken, known: str) -> bool:
-    """Tells whether an added token steers the model: `known` are the texts of its template and of its answers."""
+    """Return whether an added token steers the model; `known` holds the texts of its template and its answers."""
     content = token.content
     if not content.strip():
         return False
@@ -210,7 +217,7 @@ def _has_plain_role(message: Mapping[str, Any]) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields all strings of a JSON value, its keys included."""
+    """Yield all strings of a JSON value, its keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -223,19 +230,19 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Matches one of the patterns, the longest first; nothing where there are none."""
+    """Return a pattern that matches one of the patterns, the longest first, or nothing if there are none."""
     return re.compile("|".join(sorted(set(patterns), key=lambda pattern: (-len(pattern), pattern))) or _NOTHING)
 
 
 def _pattern(token: AddedToken) -> str:
-    """Matches the token where a tokenizer would find it in a tagged text."""
+    """Return a pattern for the token in a tagged text, as a tokenizer would find it."""
     content = re.escape(token.content)
     return rf"(?<![\w\ud800-\udfff]){content}(?![\w\ud800-\udfff])" if token.single_word else content
 
 
 def _unknown_ids(backend: Backend) -> frozenset[int]:
-    """The ids that a noncharacter becomes, which no vocabulary has."""
+    """Return the ids of a noncharacter, which no vocabulary has."""
     try:
         return frozenset(backend.encode("\U0010ffff", add_special_tokens=False).ids)
-    except Exception:  # the library raises bare Exception where a vocabulary has no token for what it does not know
+    except Exception:  # the library raises bare Exception if a vocabulary has no token for unknown text
         return frozenset()

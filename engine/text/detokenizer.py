@@ -1,4 +1,4 @@
-"""Text from token ids that arrive a few at a time."""
+"""Incremental detokenization: text from token ids that arrive a few at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .byte_decoder import ByteDecoder
 from .tokenizer import Tokenizer
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8
-CONTEXT_TOKENS = 6  # of the text so far, given to decoders that look at neighbours
+CONTEXT_TOKENS = 6  # of the preceding text, for decoders that look at neighbours
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
-    """Turns one output's token ids into text as they come.
+    """Turns one output's token ids into text as they arrive.
 
     The deltas and the last `flush` add up to what decoding all tokens at once gives. A character whose bytes are spread
     over tokens comes out once, whole, with its last byte. `prompt_token_ids` is the text that the output continues: a
@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Special tokens that are `shown` belong to the text in any case."""
+        """`shown` are special tokens whose text is kept in any case."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset[int]()
         context = _last(prompt_token_ids, self._skipped, CONTEXT_TOKENS)
@@ -41,17 +41,17 @@ class IncrementalDetokenizer:
 
     @property
     def length(self) -> int:
-        """Characters given out so far: the offset in the text of a token that is pushed next."""
+        """Number of characters returned so far: the text offset of the next token."""
         return self._length
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens add; empty while a character is incomplete."""
+        """Return the text that these tokens add; empty while a character is incomplete."""
         text = "".join(self._stream.push(token) for token in token_ids if token not in self._skipped)
         self._length += len(text)
         return text
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for bytes that never became a character."""
+        """Return the rest at the end: U+FFFD for bytes that never became a character."""
         text = self._stream.flush()
         self._length += len(text)
         return text
@@ -64,7 +64,7 @@ class _Stream(Protocol):
 
 
 class _ByteStream:
-    """For decoders that concatenate: bytes go through an incremental UTF-8 decoder."""
+    """Detokenizes by a concatenating decoder: bytes go through an incremental UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, rule: ByteDecoder, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -88,13 +88,13 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: decodes the last tokens anew and gives out what is longer than before."""
+    """Detokenizes by any other decoder: decodes the last tokens again and returns the text that is new."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window = list(context)
         self._given = len(self._decode(self._window))
-        self._settled = len(self._window)  # tokens of the window whose text is out
+        self._settled = len(self._window)  # tokens of the window whose text was returned
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -108,7 +108,7 @@ class _WindowStream:
 
     def _give(self, text: str) -> str:
         delta = text[self._given :]
-        # Tokens that are out serve as context only: the last few are enough.
+        # Tokens whose text was returned serve as context only: the last few are enough.
         self._window = self._window[max(0, self._settled - CONTEXT_TOKENS) :]
         self._settled = len(self._window)
         self._given = len(self._decode(self._window))
@@ -119,7 +119,7 @@ class _WindowStream:
 
 
 def _last(token_ids: Sequence[int], skipped: frozenset[int], count: int) -> list[int]:
-    """The last `count` tokens that are not skipped, in order."""
+    """Return the last `count` tokens that are not skipped, in order."""
     found: list[int] = []
     for token in reversed(token_ids):
         if len(found) == count:
@@ -130,7 +130,7 @@ def _last(token_ids: Sequence[int], skipped: frozenset[int], count: int) -> list
 
 
 def _last_character(data: bytes) -> int:
-    """Where the last character of `data` begins, were it cut within one."""
+    """Return the offset of the last character of `data`, which may be incomplete."""
     for start in range(len(data) - 1, max(-1, len(data) - 1 - LONGEST_CHARACTER), -1):
         if data[start] & 0xC0 != 0x80:
             return start

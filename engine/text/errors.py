@@ -1,17 +1,17 @@
-"""What can go wrong between text and token ids."""
+"""Errors of converting between text and token ids."""
 
 
 class TextError(ValueError):
-    """Base of the errors of this package."""
+    """Base class of the errors of this package."""
 
 
 class TokenizerError(TextError):
-    """A model folder has no tokenizer that can be used, or one that contradicts itself."""
+    """A model folder has no usable tokenizer, or one that contradicts itself."""
 
 
 class ChatTemplateError(TextError):
-    """The model's chat template is missing or broken: no message can be rendered with it."""
+    """The model's chat template is missing or broken, so that no messages can be rendered."""
 
 
 class InvalidMessages(TextError):
-    """The messages of one chat cannot be rendered: the fault of whoever sent them."""
+    """The messages of one chat cannot be rendered; the caller has to change them."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """Text to give out now, and the stop string that ended it, if one did."""
+    """Text that can be sent, and the stop string that ended it, if any."""
 
     text: str
     stop: str | None = None
 
 
 class StopStrings:
-    """Gives out text up to the first stop string, and holds back what may be the beginning of one.
+    """Passes text on up to the first stop string, and holds back a possible beginning of one.
 
-    The first stop string is the one that is complete first; of those that end together, the longest. So the answer does
+    The first stop string is the one that is complete first; of those that end together, the longest. So the result does
     not depend on how the text was cut. Work is proportional to the text, however long the stop strings are.
     """
 
@@ -31,7 +31,7 @@ class StopStrings:
         self._stopped = False
 
     def push(self, text: str) -> StopResult:
-        """What to give out after `text`. Nothing comes after the result that names a stop string."""
+        """Return the text that can be sent after `text` has arrived; empty after a stop string."""
         if self._stopped:
             return StopResult("")
         if not self._matchers:
@@ -46,14 +46,14 @@ class StopStrings:
         return StopResult(held[: len(held) - keep])
 
     def pass_by(self, text: str) -> str:
-        """Gives out `text`, and what was held, without looking for stop strings: before `min_tokens` none counts."""
+        """Return `text`, and what was held back, without looking for stop strings: `min_tokens` is not reached yet."""
         text = self.flush() + text
         for matcher in self._matchers:
             matcher.matched = 0
         return text
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """Return what was held back, when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -63,7 +63,7 @@ class StopStrings:
 
 
 class _Matcher:
-    """Follows one stop string through a text, by Knuth, Morris and Pratt: how much of it the text now ends with."""
+    """Tracks how much of one stop string the text ends with, by the algorithm of Knuth, Morris and Pratt."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -73,7 +73,7 @@ class _Matcher:
             self._fallback.append(self._advance(self._fallback[-1], character))
 
     def push(self, character: str) -> bool:
-        """True where the stop string is complete."""
+        """Return True if the stop string is complete."""
         self.matched = self._advance(self.matched, character)
         return self.matched == len(self.stop)
 

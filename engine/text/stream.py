@@ -1,4 +1,4 @@
-"""From an engine's token ids to the text a user sees: one object an output."""
+"""Text of one output as users see it: detokenized, and cut at stop strings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What some tokens added to an output's text."""
+    """Text that some tokens added to an output."""
 
     text: str
     stop: str | None = None  # the stop string that ended the output: abort the request
-    num_tokens: int = 0  # tokens taken, which is fewer than were pushed where a stop string ended the output before
+    num_tokens: int = 0  # tokens consumed: fewer than were pushed if a stop string ended the output
 
 
 class TextStream:
-    """Detokenizes and looks for stop strings.
+    """Detokenizes one output and looks for stop strings.
 
     push(tokens) ... push(tokens, finished=True)      deltas add up to the output's text
 
@@ -36,7 +36,7 @@ class TextStream:
         prompt_token_ids: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Special tokens that are `shown` belong to the text in any case."""
+        """`shown` are special tokens whose text is kept in any case."""
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens, shown)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._shows_stop_token = params.include_stop_str_in_output
@@ -45,11 +45,15 @@ class TextStream:
 
     @property
     def length(self) -> int:
-        """Characters decoded so far, also those held back: where in the text a token that is pushed next begins."""
+        """Number of characters decoded so far, including those held back: the text offset of the next token."""
         return self._detokenizer.length
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False, stop_token_id: int | None = None) -> TextDelta:
-        """`finished` ends the output: nothing is held back any more. `stop_token_id` says that it ended the output."""
+        """Return the text that these tokens add.
+
+        `finished` ends the output, so that nothing is held back. `stop_token_id` is the last token if it ended the
+        output.
+        """
         hides_last = stop_token_id is not None and not self._shows_stop_token
         text = ""
         for index, token in enumerate(token_ids):

@@ -1,7 +1,7 @@
 """A model's tokenizer: text to token ids and back, and chats to prompts.
 
-Reads `tokenizer.json` through the `tokenizers` library alone, which loads in milliseconds; folders without that file
-go through `transformers`, which converts older formats.
+Reads `tokenizer.json` through the `tokenizers` library alone, which loads in milliseconds; folders without that file go
+through `transformers`, which converts older formats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .parsers.reasoning import ReasoningStart
 from .parsers.tool_call_format import ToolCallFormat
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-COMPOSED = 4  # characters at most that Unicode's composition makes one of
+COMPOSED = 4  # most characters that Unicode composition merges into one
 
 
 class _Packed(msgspec.Struct, frozen=True):
@@ -38,7 +38,10 @@ class _Packed(msgspec.Struct, frozen=True):
 
 
 class Tokenizer:
-    """Immutable once loaded; any number of threads may use one. Encoding releases Python's lock."""
+    """A model's tokenizer and chat template.
+
+    Immutable once loaded; any number of threads may use it. Encoding releases Python's lock.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        """`special_tokens` maps names like `eos_token` to tokens of the vocabulary; chat templates see them, too."""
+        """`special_tokens` maps names like `eos_token` to tokens of the vocabulary; chat templates can read them."""
         self._backend = backend
         self._chat_template = chat_template
         self._pieces: dict[int, bytes] = {}
@@ -59,9 +62,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Loads the tokenizer of a Hugging Face model folder.
+        """Load the tokenizer of a Hugging Face model folder.
 
-        Raises `TokenizerError` where there is none that can be read, `ChatTemplateError` for a broken template.
+        Raises `TokenizerError` if there is none that can be read, `ChatTemplateError` for a broken template.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -75,7 +78,7 @@ class Tokenizer:
         return cls(backend, special_tokens, ChatTemplate.from_folder(folder, config))
 
     def to_bytes(self) -> bytes:
-        """Return all of it, for `from_bytes` in another process."""
+        """Return the tokenizer as bytes, for `from_bytes` in another process."""
         template = self._chat_template
         sources = None if template is None else template.sources
         return msgspec.msgpack.encode(_Packed(self._backend.to_str(), self.special_tokens, sources))
@@ -102,81 +105,84 @@ class Tokenizer:
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """How the model writes calls of functions; None where its chat template teaches no form that we read."""
+        """The model's tool-call format; None if its chat template teaches none that can be parsed."""
         return None if self._chat_template is None else self._chat_template.tool_call_format
 
     @property
     def chat_template_source(self) -> str | None:
-        """Of chats without tools."""
+        """The chat template for chats without tools."""
         return None if self._chat_template is None else self._chat_template.source
 
     @property
     def tells_of_tools(self) -> bool:
-        """Whether the prompt of a chat with `tools` tells the model of them."""
+        """True if prompts of chats with `tools` list them."""
         return self._chat_template is not None and self._chat_template.tells_of_tools
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """What the chat template reads beside what it is always given."""
+        """Names that the chat template reads beside those that it is always given."""
         return frozenset() if self._chat_template is None else self._chat_template.variables
 
     def reasoning_after(self, prompt: str) -> ReasoningStart:
-        """Whether the answer to a chat's prompt begins with what the model thinks, by its template's words."""
+        """Return how the answer to a chat's prompt may begin with reasoning, as its template says."""
         if self._chat_template is None or not self._chat_template.has_reasoning:
             return ReasoningStart.NONE
         return ReasoningStart.BEGUN if prompt.rstrip().endswith(reasoning.BEGIN) else ReasoningStart.POSSIBLE
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What the model puts around the parts of its answers, by its template's words."""
+        """Texts that the model puts around the parts of its answers, as its template says."""
         template = self._chat_template
         calls = () if template is None or template.tool_call_format is None else template.tool_call_format.marks
         return (*calls, reasoning.BEGIN, reasoning.END) if template is not None and template.has_reasoning else calls
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """Of those that are special tokens."""
+        """Return the ids of those texts that are special tokens."""
         return self.special_token_ids & {self._backend.token_to_id(text) for text in texts}
 
     def least_tokens(self, text: str) -> int:
-        """As many as `text` has at least, known without encoding it: no token stands for more characters than the
-        longest. 0 where that says nothing, as of vocabularies with one token for all that they do not know.
+        """Return a lower bound of a text's tokens without encoding it, by the longest token of the vocabulary.
+
+        It is 0 if there is no such bound, as for vocabularies with one token for all unknown text.
         """
         return len(text) // self._most_characters if self._most_characters else 0
 
     @cached_property
     def _most_characters(self) -> int:
-        """Of a text, that may become one token; 0 where there is no limit."""
+        """Most characters of a text that may become one token; 0 if there is no limit."""
         if self.byte_decoder is None or not self.byte_decoder.byte_level:
             return 0
         if not isinstance(self._backend.normalizer, NFC | None):
             return 0
         if any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()):
-            return 0  # such a one swallows all spaces beside it
+            return 0  # such a token takes all spaces beside it
         composed = 1 if self._backend.normalizer is None else COMPOSED
         return composed * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` frames it as in training. For chats there is `encode_chat`."""
-        # Of a batch, since that releases the interpreter's lock: seconds of a long text must not stop other threads.
+        """Return the token ids of `text`; `add_special_tokens` frames it as in training. Chats: `encode_chat`."""
+        # Encoding a batch releases the interpreter's lock, so that seconds of a long text do not block other threads.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids` taken together. Ids beyond the vocabulary, as of a padded output layer, give no text."""
+        """Return the text of `token_ids` together. Ids beyond the vocabulary, as of a padded output layer, give no
+        text.
+        """
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, as `Ġthe`; None where it has none."""
+        """Return the vocabulary's own spelling of a token, as `Ġthe`; None if it has none."""
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text, which may be a part of a character; empty for ids beyond the vocabulary."""
+        """Return a token's bytes, which may be part of a character; empty for ids beyond the vocabulary."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._read_piece(token_id)
         return piece
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, for people: U+FFFD stands for parts of characters."""
+        """Return one token's text for display, with U+FFFD for parts of characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def render_chat(
@@ -187,7 +193,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The text of a chat's prompt. See `ChatTemplate.render`, and `guard_chat` for its tokens."""
+        """Return the text of a chat's prompt. See `ChatTemplate.render`, and `guard_chat` for its tokens."""
         return self._template().render(
             messages,
             tools=tools,
@@ -207,8 +213,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> ChatPrompt:
-        """The prompt whose text `render_chat` has made of the same arguments, for `encode_chat`: what these hold never
-        becomes control tokens.
+        """Return the prompt, for `encode_chat`, whose text `render_chat` has made of the same arguments.
+
+        Text in these arguments never becomes control tokens.
         """
         template = self._template()
         if not template.rewrites_texts and not self._control.may_be_spelled_by(messages, tools, kwargs):
@@ -228,7 +235,7 @@ class Tokenizer:
         return ChatPrompt(text, with_tags(tagged))
 
     def encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a chat's prompt, which its template has framed already."""
+        """Return the token ids of a chat's prompt, which its template has framed already."""
         if prompt.tagged is None:
             return self.encode(prompt.text, add_special_tokens)
         return self._control.encode(prompt, add_special_tokens)
@@ -260,12 +267,12 @@ def _load_backend(folder: Path) -> Backend:
             raise TokenizerError(f"{file} is not a tokenizer that can be read: {error}") from error
     if file.is_symlink():
         raise TokenizerError(f"{folder} has no {absent_file(file)}: {FETCH_AGAIN}")
-    # Seconds of imports that only folders in older formats pay for.
+    # The import takes seconds, which only folders in older formats need.
     from transformers import AutoTokenizer
 
     try:
         converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # nor has what this library raises a common type
+    except Exception as error:  # the library raises errors of no common type
         reason = f"holds no tokenizer.json, and nothing to convert to one: {error}"
         raise TokenizerError(f"{folder} {reason}; {FETCH_AGAIN}") from error
     backend = getattr(converted, "backend_tokenizer", None)
@@ -277,7 +284,7 @@ def _load_backend(folder: Path) -> Backend:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An optional file's object; empty where there is no file."""
+    """Return an optional file's object; empty if there is no file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -292,7 +299,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens, each written as a string or as an object with its `content`."""
+    """Return the named special tokens, each written as a string or as an object with its `content`."""
     found: dict[str, str] = {}
     for name in _NAMED_SPECIAL_TOKENS:
         value = config.get(name)
@@ -305,7 +312,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_missing(backend: Backend, tokens: Iterable[str]) -> None:
-    """Named special tokens are special, whatever the vocabulary says of them."""
+    """Make all named special tokens special, even if the vocabulary does not mark them."""
     added = backend.get_added_tokens_decoder().values()
     known = {token.content for token in added if token.special}
     missing = [
@@ -315,7 +322,7 @@ def _add_missing(backend: Backend, tokens: Iterable[str]) -> None:
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
-    """Token sequences for `SamplingParams.bad_words_token_ids`: each word at a text's start and after a space.
+    """Return token sequences for `SamplingParams.bad_words_token_ids`: each word at a text's start and after a space.
 
     A sequence that ends with another one is left out: the shorter bans it already.
     """

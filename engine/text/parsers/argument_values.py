@@ -1,4 +1,4 @@
-"""The values of arguments: as JSON, and of what type one is that a model wrote as text."""
+"""Argument values as JSON, and the types that a JSON schema allows for a value written as text."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-TYPES = frozenset(["null", "boolean", "number", "string", "array", "object"])  # of JSON
+TYPES = frozenset(["null", "boolean", "number", "string", "array", "object"])  # JSON's types; integers count as numbers
 TEXT = frozenset(["string"])
 _TYPE_OF: dict[type, str] = {
     **{type(None): "null", bool: "boolean", int: "number", float: "number"},
     **{str: "string", list: "array", dict: "object"},
 }
-_PYTHONS = {"True": "true", "False": "false", "None": "null"}  # which templates show, so that models write them
-_MAX_DEPTH = 16  # of schemas in schemas
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}  # Python's spellings, which templates show to models
+_MAX_DEPTH = 16  # of nested schemas
 
 
 def to_json(value: Any) -> str:
-    """As JSON. Raises `ValueError` for numbers that it does not have, `TypeError` for other kinds of values."""
+    """Write a value as JSON. Raises `ValueError` for NaN and infinities, `TypeError` for other kinds of values."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can say
+    except UnicodeEncodeError:  # half a surrogate pair, which must be escaped
         return json.dumps(value)
     return text
 
 
 def argument_names(parameters: Mapping[str, Any]) -> Collection[str]:
-    """That the schema of a function's arguments knows."""
+    """Return the argument names that a function's schema lists."""
     match _meant(parameters, parameters):
         case {"properties": dict(known)}:
             return known.keys()
@@ -35,7 +35,7 @@ def argument_names(parameters: Mapping[str, Any]) -> Collection[str]:
 
 
 def argument_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Of JSON's, those that the schema of a function's arguments allows this one; all, where it does not say."""
+    """Return the JSON types that a function's schema allows for an argument; all types if it does not say."""
     match _meant(parameters, parameters):
         case {"properties": dict(known)} if name in known:
             return _types(known[name], parameters, {})
@@ -45,7 +45,7 @@ def argument_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def json_of_text(text: str, types: frozenset[str]) -> str:
-    """An argument that was written as `text`, as JSON: where it is no value of these types, a string."""
+    """Return the JSON of an argument that was written as `text`: a string, unless it is a value of an allowed type."""
     words = text.strip()
     takes_text = "string" in types
     try:
@@ -58,14 +58,16 @@ def json_of_text(text: str, types: frozenset[str]) -> str:
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int = 0) -> frozenset[str]:
-    """Clients write schemas, and nobody has checked them: what says nothing that is understood allows all. Each part is
-    looked at once, however often it is referred to; `known` has those by their identity.
+    """Return the types that a schema allows; all types for anything that is not understood.
+
+    Schemas come from clients and are not validated. `known` caches parts by identity, however often they are referred
+    to.
     """
     meant = _meant(schema, root)
     if depth > _MAX_DEPTH:
         return TYPES
     if id(meant) not in known:
-        known[id(meant)] = TYPES  # where it refers to itself
+        known[id(meant)] = TYPES  # in case it refers to itself
         known[id(meant)] = _types_meant(meant, root, known, depth + 1)
     return known[id(meant)]
 
@@ -93,7 +95,7 @@ def _named(name: Any) -> frozenset[str]:
 
 
 def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
-    """By a schema that may refer to another place, like `#/$defs/size`; None where there is none."""
+    """Follow references like `#/$defs/size`; return None if the target does not exist."""
     for _ in range(_MAX_DEPTH):
         match schema:
             case {"$ref": str(place)}:

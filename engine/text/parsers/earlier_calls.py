@@ -1,4 +1,4 @@
-"""Calls in messages that are sent back, as chat templates take them."""
+"""Tool calls of earlier messages, converted to what chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ SHORT_ID_CHARS = 9
 
 
 class ReadableArguments(dict[str, Any]):
-    """Of a call: an object, and its JSON where a template puts it behind text. Templates expect the one or the other:
-    DeepSeek's join strings, the rest look into the object or write it with `tojson`.
+    """The arguments of a call, as an object that turns into JSON when a template adds it to text.
+
+    DeepSeek's templates join strings; all others look into the object or write it with `tojson`.
     """
 
     def __str__(self) -> str:
@@ -26,14 +27,15 @@ class ReadableArguments(dict[str, Any]):
 
 
 def with_readable_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose calls have `ReadableArguments`."""
+    """Return a copy of a message whose calls have `ReadableArguments`."""
     calls = [_with_arguments(call) for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's templates refuse calls whose ids are not of nine letters and digits: other ids become digests of them,
-    the same in a call and in its result.
+    """Return a copy of a message whose call ids have nine letters and digits, as Mistral's templates demand.
+
+    Other ids become digests of them, the same in a call and in its result.
     """
     short = dict(message)
     if short.get("tool_call_id"):

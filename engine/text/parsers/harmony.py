@@ -1,10 +1,10 @@
-"""Harmony, the form of gpt-oss: an answer is messages, and each has a channel.
+"""Harmony, the output format of gpt-oss: an answer consists of messages, and each has a channel.
 
-    <|channel|>analysis<|message|>THOUGHT<|end|><|start|>assistant<|channel|>final<|message|>WORDS<|return|>
+    <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>final<|message|>CONTENT<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The channel `analysis` holds thoughts, the others words. Whom a message is for makes it a call: it may stand before the
-channel or behind it, and models write calls into `analysis` as well. A call ends the answer.
+The channel `analysis` holds reasoning, the others content. A message with a recipient is a call: the recipient may
+stand before the channel or behind it, and models write calls into `analysis` as well. A call ends the answer.
 https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
@@ -23,18 +23,18 @@ from .tool_call_format import Functions, FunctionSignature, GrammarSpec, Grammar
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_BEHIND_BODY = (*_ENDS, _START)  # models leave an end out
+_BEHIND_BODY = (*_ENDS, _START)  # models may omit an end mark
 _NAMESPACE = "functions."
 _HEADER = regex.compile(
     rf"{BLANKS}(?:(?:{regex.escape(_START)})?{BLANKS}assistant)?{BLANKS}(?:to=(?P<role_to>[^\s<]{{1,99}}){BLANKS})?"
     rf"{regex.escape(_CHANNEL)}{BLANKS}(?P<channel>\w{{1,32}})(?:\s{{1,99}}+to=(?P<to>[^\s<]{{1,99}}))?"
     rf"{BLANKS}(?:{regex.escape(_CONSTRAIN)})?{BLANKS}\w{{0,32}}{BLANKS}{regex.escape(_MESSAGE)}"
 )
-_BETWEEN_MESSAGES = "\n\n"  # of one kind, which have one field
+_BETWEEN_MESSAGES = "\n\n"  # of one kind, since their text shares one field
 
 
 class Harmony(GrammarToolCallFormat):
-    """See above."""
+    """The format of gpt-oss."""
 
     name = "harmony"
     marks = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
@@ -60,38 +60,40 @@ class Harmony(GrammarToolCallFormat):
         return _behind(["analysis"], _sequence(_text(f"{_CHANNEL}final{_MESSAGE}"), content))
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Its templates call thoughts `thinking`, and show one call of a message; words beside it are thoughts, too."""
+        """Move reasoning to `thinking`, as the templates call it. They show one call a message; its content is
+        reasoning, too.
+        """
         calls = message.get("tool_calls") or ()
         if len(calls) > 1:
             raise InvalidMessages(f"a message has {len(calls)} tool_calls, and this model's take one: send one in each")
         thoughts = [message.get("reasoning_content"), message["content"] if calls else None]
         thinking = _BETWEEN_MESSAGES.join(filter(None, thoughts))
-        turn = {**message, "content": "" if calls else message["content"] or ""}  # where they look for marks
+        turn = {**message, "content": "" if calls else message["content"] or ""}  # templates search it for marks
         return {**turn, "thinking": thinking} if thinking else turn
 
 
 class _State(Enum):
     HEADER = auto()
     BODY = auto()
-    CALL = auto()  # behind its header
+    CALL = auto()  # behind the header of a call
     ARGUMENTS = auto()
-    RAW = auto()  # text that is in no message
-    SILENT = auto()  # to the end: a call was there
+    RAW = auto()  # text outside of messages
+    SILENT = auto()  # behind a call: the rest is dropped
 
 
 class HarmonyParser(IncrementalParser):
-    """See `OutputParser`. What is in no message, or in one for somebody else than our functions, is words."""
+    """The `OutputParser` of Harmony. Text outside of messages, or in messages to unknown recipients, is content."""
 
     SILENT = _State.SILENT
 
     def __init__(self, functions: Collection[str]) -> None:
         super().__init__(_State.HEADER)
         self._functions = functions
-        self._kind: type[ReasoningPart] | type[ContentPart] = ContentPart  # of the message
-        self._told: set[type[ReasoningPart] | type[ContentPart]] = set()  # kinds of messages before
-        self._is_fresh = False  # nothing of the message has been told
+        self._kind: type[ReasoningPart] | type[ContentPart] = ContentPart  # kind of the current message
+        self._told: set[type[ReasoningPart] | type[ContentPart]] = set()  # kinds of earlier messages
+        self._is_fresh = False  # nothing of the message was reported yet
         self._header_length = 0
-        self._called = ""  # the function, behind its header
+        self._called = ""  # the function of the current call
         self._nesting = BracketTracker()
 
     def _other_steps(self) -> Mapping[Enum, Step]:
@@ -127,12 +129,12 @@ class HarmonyParser(IncrementalParser):
         at, mark = found
         said = self._say(at)
         self._state = _State.HEADER
-        if mark != _START:  # which begins the next header
+        if mark != _START:  # it begins the next header
             self._held = self._held.removeprefix(mark)
         return said
 
     def _read_begin(self, finished: bool) -> list[OutputPart]:
-        """Of a call's content: an object, or nothing."""
+        """Read the beginning of a call's arguments, which are an object or missing."""
         content = self._held[self._header_length :].lstrip()
         if content.startswith("{"):
             self._state, self._held = _State.ARGUMENTS, content
@@ -152,9 +154,9 @@ class HarmonyParser(IncrementalParser):
         return self._last_arguments(self._take(end))
 
     def _take_for_text(self) -> list[OutputPart]:
-        """What is held, up to where another message begins."""
+        """Take what is held for content, up to the next message."""
         self._state, self._kind, self._is_fresh = _State.RAW, ContentPart, False
-        return self._say(1)  # so that it is not taken for a header once more
+        return self._say(1)  # skip a character, so that it is not taken for a header again
 
     def _look_for_header(self, finished: bool) -> list[OutputPart]:
         at = self._held.find(_START)
@@ -187,12 +189,12 @@ def _any_of(choices: Sequence[GrammarSpec]) -> GrammarSpec:
 
 
 def _any_words(*ends: str) -> GrammarSpec:
-    """Within a message."""
+    """Return the grammar of any text within a message."""
     return {"type": "any_text", "excludes": [_START, _CHANNEL, _MESSAGE, *ends]}
 
 
 def _behind(channels: Sequence[str], last: GrammarSpec) -> GrammarSpec:
-    """A message that messages of these channels may precede."""
+    """Return the grammar of a message that messages of these channels may precede."""
     tags = [
         {"type": "tag", "begin": f"{_CHANNEL}{channel}{_MESSAGE}", "content": _any_words(), "end": "<|end|>"}
         for channel in channels
@@ -203,7 +205,7 @@ def _behind(channels: Sequence[str], last: GrammarSpec) -> GrammarSpec:
 
 def _call(function: FunctionSignature) -> GrammarSpec:
     to = f"to={_NAMESPACE}{function.name}"
-    headers = [  # as the format's description has it, and as templates write calls of turns before
+    headers = [  # as the specification has it, and as templates write earlier calls
         f"{_CHANNEL}commentary {to} {_CONSTRAIN}json{_MESSAGE}",
         f" {to}{_CHANNEL}commentary json{_MESSAGE}",
     ]

@@ -1,4 +1,4 @@
-"""Readers that are state machines over the text that they hold back."""
+"""Base classes of parsers, and helpers to find marks and brackets, for text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Step = Callable[[bool], list[OutputPart]]
 
 
 class IncrementalParser(ABC):
-    """An `OutputParser` that does its state's step, and the next one's where the state has changed.
+    """An `OutputParser` that is a state machine with one step method for each state.
 
-    A step takes all that is certain from what is held. It is told whether nothing follows.
+    A step consumes all held text that is certain, and may change the state; then the next state's step runs. Its
+    argument says that no text follows.
     """
 
-    SILENT: ClassVar[Enum]  # the state in which all that follows is left out
+    SILENT: ClassVar[Enum]  # the state in which all further text is dropped
 
     def __init__(self, first: Enum) -> None:
         self.num_calls = 0
@@ -28,6 +29,7 @@ class IncrementalParser(ABC):
         self._steps: Mapping[Enum, Step] = {self.SILENT: self._leave_out, **self._other_steps()}
 
     def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
+        """Implement `OutputParser.push`."""
         self._held += text
         parts: list[OutputPart] = []
         while True:
@@ -38,7 +40,7 @@ class IncrementalParser(ABC):
 
     @abstractmethod
     def _other_steps(self) -> Mapping[Enum, Step]:
-        """Of the states that are not `SILENT`."""
+        """Return the steps of all states but `SILENT`."""
 
     def _begin_call(self, name: str) -> list[OutputPart]:
         self.num_calls += 1
@@ -46,11 +48,11 @@ class IncrementalParser(ABC):
         return [ToolCallStart(self.num_calls - 1, name)]
 
     def _arguments(self, text: str) -> list[OutputPart]:
-        """Of the newest call."""
+        """Report arguments of the newest call."""
         return [ToolCallArguments(self.num_calls - 1, text)] if text else []
 
     def _last_arguments(self, text: str) -> list[OutputPart]:
-        """With which the newest call is whole."""
+        """Report the last arguments of the newest call, which is complete with them."""
         self.is_in_call = False
         return self._arguments(text)
 
@@ -64,18 +66,18 @@ class IncrementalParser(ABC):
 
 
 class BracketTracker:
-    """Follows JSON, or what is like it: one bracket, and what is in it."""
+    """Finds the end of a bracket in JSON-like text."""
 
     def __init__(self, quotes: str = '"', *, begin: int = 0) -> None:
-        """`quotes` are what strings stand in; `begin` is where `end_of` begins."""
+        """`quotes` are the characters that enclose strings; `begin` is the offset where `end_of` begins."""
         self._quotes = quotes
         self._depth = 0
-        self._quote = ""  # that has been opened
+        self._quote = ""  # the quote of the open string
         self._escaped = False
-        self._seen = begin  # characters that `end_of` need not look at
+        self._seen = begin  # characters that `end_of` has seen
 
     def end_in(self, text: str) -> int | None:
-        """Behind the last bracket; None where that is still to come."""
+        """Return the offset behind the closing bracket in the next piece of text, or None if it is still to come."""
         for at, character in enumerate(text):
             if self._quote:
                 if character == self._quote and not self._escaped:
@@ -92,7 +94,7 @@ class BracketTracker:
         return None
 
     def end_of(self, text: str) -> int | None:
-        """The same for text that is all there is: it begins with what it was the last time."""
+        """Return the same for the whole text so far, of which this method skips what it has seen before."""
         end = self.end_in(text[self._seen :])
         if end is None:
             self._seen = len(text)
@@ -100,22 +102,22 @@ class BracketTracker:
         return self._seen + end
 
 
-# Between the parts of a mark. What may be one is looked at again with each piece of text, so all its parts have an end.
+# Blanks between the parts of a mark. A possible mark is matched again with each piece of text, so they are bounded.
 BLANKS = r"\s{0,99}+"
 
 
 def first_of(text: str, *marks: str) -> tuple[int, str] | None:
-    """The mark that comes first, and where."""
+    """Return the offset of the mark that comes first, and the mark."""
     return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)
 
 
 def undecided(text: str, *marks: str) -> int:
-    """How many characters at the end of `text` may belong to a mark that follows: blanks, and its beginning."""
+    """Count the characters at the end of `text` that may belong to a mark: blanks, and the mark's beginning."""
     return len(text) - len(text[: len(text) - begun(text, *marks)].rstrip())
 
 
 def begun(text: str, *marks: str) -> int:
-    """How many characters at the end of `text` are the beginning of one of the `marks`."""
+    """Count the characters at the end of `text` that are the beginning of one of the `marks`."""
     return max(_begun(text, mark) for mark in marks)
 
 
@@ -127,35 +129,38 @@ def _begun(text: str, mark: str) -> int:
 
 
 class InlineToolCallParser(IncrementalParser):
-    """A call begins with a mark. In the state HEAD it is at the beginning of what is held, behind blanks."""
+    """Base class of parsers of tool calls within text.
+
+    A call begins with a mark. In the state HEAD the mark is at the beginning of the held text, behind blanks.
+    """
 
     OUTSIDE: ClassVar[Enum]
     HEAD: ClassVar[Enum]
 
     def __init__(self, first: Enum, *marks: str) -> None:
-        """Without `marks` there is no OUTSIDE."""
+        """Begin in the state `first`. Without `marks` there is no state OUTSIDE."""
         super().__init__(first)
         self._marks = marks
-        self._mark = marks[0] if marks else ""  # that the head follows
-        self._is_behind_call = False  # and there have been no words since
+        self._mark = marks[0] if marks else ""  # the mark before the current head
+        self._is_behind_call = False  # no content since the last call
 
     def _look_for_call(self, finished: bool) -> list[OutputPart]:
         found = first_of(self._held, *self._marks)
         if found is not None:
             at, self._mark = found
             self._state = self.HEAD
-            return self._say(len(self._held[:at].rstrip()))  # blanks before a call are the form's
+            return self._say(len(self._held[:at].rstrip()))  # blanks before a call belong to the format
         if not finished:
             return self._say(len(self._held) - undecided(self._held, *self._marks))
-        is_forms = self._is_behind_call and not self._held.strip()  # blanks there belong to nobody
+        is_forms = self._is_behind_call and not self._held.strip()  # blanks behind a call are dropped
         return self._say(0 if is_forms else len(self._held))
 
     def _behind_blanks(self) -> int:
-        """Where in what is held the mark before a call begins."""
+        """Return the offset in the held text of the mark before a call."""
         return len(self._held) - len(self._held.lstrip())
 
     def _take_for_text(self) -> list[OutputPart]:
-        """The mark in HEAD begins no call."""
+        """Take the mark in HEAD for text: no call follows it."""
         self._state = self.OUTSIDE
         return self._say(self._behind_blanks() + len(self._mark))
 

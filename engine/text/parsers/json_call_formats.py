@@ -1,4 +1,4 @@
-"""Forms that put marks around calls: JSON arguments behind a head that names the function."""
+"""Tool-call formats with JSON arguments: marks around calls, and a head that names the function."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ _BARE = r"(?P<name>[\w.-]{1,64})"
 
 
 def _object_head(key: str) -> str:
-    r"""`{"name": NAME, KEY: {`"""
+    r"""Return a pattern for `{"name": NAME, KEY: {`."""
     return rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_QUOTED}{BLANKS},{BLANKS}"{key}"{BLANKS}:{BLANKS}\{{'
 
 
 class JsonToolCallFormat(DelimitedToolCallFormat):
     """BEGIN call [MORE call ...] END, where a call is HEAD, arguments, and CLOSE.
 
-    `head` is a pattern with a group `name`, which ends with the brace that opens the arguments; `lead` is one of what
-    stands between `begin` and the first head.
+    `head` is a pattern with a group `name`, which ends with the brace that opens the arguments; `lead` is a pattern for
+    what stands between `begin` and the first head.
     """
 
-    begin: ClassVar[str] = ""  # without it, one call is all that an answer holds
+    begin: ClassVar[str] = ""  # "": a call is the whole answer
     lead: ClassVar[str] = ""
     head: ClassVar[str]
     close: ClassVar[str] = ""
     more: ClassVar[str] = ""
     end: ClassVar[str] = ""
-    object_key: ClassVar[str] = ""  # of the arguments, where a call is an object whose keys may come in another order
+    object_key: ClassVar[str] = ""  # the key of the arguments, if a call is an object whose keys may come in any order
 
     def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
         return JsonToolCallParser(self, functions, at_most_one=at_most_one or self.takes_one)
 
     @cached_property
     def first_head(self) -> regex.Pattern[str]:
-        """From `begin` to the arguments of the first call."""
+        """Pattern from `begin` to the arguments of the first call."""
         return regex.compile(regex.escape(self.begin) + self.lead + self.head)
 
     @cached_property
     def next_head(self) -> regex.Pattern[str]:
-        """From `more` to the arguments of another call."""
+        """Pattern from `more` to the arguments of another call."""
         return regex.compile(regex.escape(self.more) + self.head)
 
     @cached_property
     def first_object(self) -> regex.Pattern[str]:
-        """From `begin` into the first call."""
+        """Pattern from `begin` into the object of the first call."""
         return regex.compile(regex.escape(self.begin) + self.lead + BLANKS + r"\{")
 
     @cached_property
     def next_object(self) -> regex.Pattern[str]:
+        """Pattern from `more` into the object of another call."""
         return regex.compile(regex.escape(self.more) + BLANKS + r"\{")
 
 
@@ -65,7 +66,7 @@ class Hermes(JsonToolCallFormat):
 
     name = "hermes"
     taught_by = ("<tool_call>", "arguments")
-    taught_not_by = ("<function=", "<arg_key>")  # other forms' tags
+    taught_not_by = ("<function=", "<arg_key>")  # tags of other formats
     begin, close = "<tool_call>", "</tool_call>"
     marks = (begin, close)
     triggers = (begin,)
@@ -96,7 +97,7 @@ class MistralList(SectionToolCallFormat, JsonToolCallFormat):
     marks = (begin,)
     object_key = "arguments"
     head = _object_head(object_key)
-    section_lead = r" ?\["  # tokenizers put a blank there, or none
+    section_lead = r" ?\["  # some tokenizers put a blank there
     opening, closing, separator = '{"name": "%s", "arguments": ', "}", ", "
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class MistralList(SectionToolCallFormat, JsonToolCallFormat):
 
 
 class MistralNamed(JsonToolCallFormat):
-    """`[TOOL_CALLS]NAME[ARGS]{...}`, one behind another: Mistral Small 3.2, Devstral, Ministral 3, and later ones."""
+    """`[TOOL_CALLS]NAME[ARGS]{...}`, once for each call: Mistral Small 3.2, Devstral, Ministral 3, and later ones."""
 
     name = "mistral-named"
     taught_by = ("[TOOL_CALLS]", "[ARGS]")
@@ -123,7 +124,7 @@ _CALL, _END_CALL, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end�
 
 
 class _DeepSeek(SectionToolCallFormat, JsonToolCallFormat):
-    """Its makers' templates show calls of turns before, and do not tell of functions."""
+    """DeepSeek's formats. The makers' templates show earlier calls, and do not list tools."""
 
     begin, close, more, end = _CALLS, _END_CALL, _CALL, _END_CALLS
     marks = (_CALLS, _END_CALLS, _CALL, _END_CALL, _SEP)
@@ -140,7 +141,7 @@ def _introduction(opening: str, closing: str, separator: str) -> str:
 
 
 class DeepSeek3(_DeepSeek):
-    """A name and arguments in a fence of JSON, between tokens of their own: DeepSeek-V3, -R1."""
+    """A name, and arguments in a JSON code block, between special tokens: DeepSeek-V3, -R1."""
 
     name = "deepseek3"
     taught_by = (_CALL, "```json")
@@ -150,7 +151,7 @@ class DeepSeek3(_DeepSeek):
 
 
 class DeepSeek31(_DeepSeek):
-    """A name and arguments between tokens of their own: DeepSeek-V3.1."""
+    """A name and arguments between special tokens: DeepSeek-V3.1."""
 
     name = "deepseek3.1"
     taught_by = (_CALL,)

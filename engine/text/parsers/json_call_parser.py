@@ -1,9 +1,9 @@
-"""Calls between marks told from words, in text that arrives in pieces.
+"""Parser of tool calls with JSON arguments.
 
         begin       its head, "{"               the object ends      close           more
 OUTSIDE ─────> HEAD ─────────────> ARGUMENTS ─────────────> TAIL ────────> BETWEEN ──────> HEAD
                  ├── keys in another order ──> OBJECT ──it ends─────────────> ^ └── end, or no mark ──> OUTSIDE
-                 └── reads otherwise, or no such function: it was text ───────────────────────────────────^
+                 └── another text, or no such function: it was content ───────────────────────────────────^
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _NAMED = regex.compile(rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^
 
 class _State(Enum):
     OUTSIDE = auto()
-    START = auto()  # of an answer that may be one call without marks
+    START = auto()  # the answer may be one call without marks
     HEAD = auto()
     OBJECT = auto()
     ARGUMENTS = auto()
     TAIL = auto()
     BETWEEN = auto()
-    TEXT = auto()  # to the end
-    SILENT = auto()  # to the end: no more calls are allowed
+    TEXT = auto()  # the rest is content
+    SILENT = auto()  # the rest is dropped: no more calls are allowed
 
 
 class JsonToolCallParser(InlineToolCallParser):
-    """See `OutputParser`."""
+    """The `OutputParser` of `JsonToolCallFormat`."""
 
     OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
 
     def __init__(self, form: JsonToolCallFormat, functions: Collection[str], *, at_most_one: bool) -> None:
-        """With `at_most_one`, what follows the first call is left out."""
+        """With `at_most_one`, anything behind the first call is dropped."""
         marks = (form.begin,) if form.begin else ()
         super().__init__(_State.OUTSIDE if marks else _State.START, *marks)
         self._form = form
         self._functions = functions
         self._at_most_one = at_most_one
         self._nesting = BracketTracker()
-        self._object_at = 0  # in what is held
+        self._object_at = 0  # offset in the held text
 
     def _other_steps(self) -> Mapping[Enum, Step]:
         return {
@@ -92,7 +92,7 @@ class JsonToolCallParser(InlineToolCallParser):
         return self._begin_call(name)
 
     def _may_be_call(self, at: int) -> bool:
-        """By what there is of the head: where objects are answers, too, those that name nothing of ours are words."""
+        """Return whether an incomplete head may become a call: a plain JSON object may also be the answer itself."""
         named = None if self._form.begin else _NAMED.match(self._held, at)
         if named is None:
             return True
@@ -109,7 +109,7 @@ class JsonToolCallParser(InlineToolCallParser):
             return self._take_for_text()
         name, arguments = call
         self._held = self._held[end:]
-        if self._form.close == "}":  # which was the object's own
+        if self._form.close == "}":  # the closing brace of the object itself
             self._end_call()
         else:
             self._state = _State.TAIL
@@ -157,7 +157,7 @@ class JsonToolCallParser(InlineToolCallParser):
 
 
 def _plain(name: str) -> str | None:
-    """As the head has it, in quotes or without; None where they hold no string."""
+    """Return a function's name without quotes; None if it is not a JSON string."""
     if not name.startswith('"'):
         return name
     try:
@@ -167,7 +167,7 @@ def _plain(name: str) -> str | None:
 
 
 def _object_in(text: str, key: str) -> tuple[str, str] | None:
-    """The function's name, and its arguments as JSON; None where it is no call."""
+    """Return the function's name and its arguments as JSON; None if the object is no call."""
     try:
         call = json.loads(text, strict=False)
     except (ValueError, RecursionError):

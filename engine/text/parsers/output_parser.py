@@ -1,4 +1,4 @@
-"""What an answer is made of, and who tells it from the model's text: one reader a choice.
+"""The parts of an output, and the protocol of parsers that find them: one parser for each choice.
 
 text in pieces ──> OutputParser ──> ReasoningPart, ContentPart, ToolCallStart, ToolCallArguments ...
 """
@@ -11,21 +11,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """What the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """Text that is no call."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The `index`-th call of the answer."""
+    """The beginning of the answer's call number `index`."""
 
     index: int
     name: str
@@ -33,7 +33,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """A piece of a call's arguments, which are JSON together; as the model wrote it."""
+    """A piece of a call's arguments as the model wrote it; all pieces together are JSON."""
 
     index: int
     text: str
@@ -43,32 +43,33 @@ OutputPart = ReasoningPart | ContentPart | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(Protocol):
-    """Takes one answer's text in any pieces, and tells each part as soon as it is certain.
+    """Takes one answer's text in any pieces, and reports each part as soon as it is certain.
 
-    What the parts are does not depend on where the text was cut. A call is whole where the model has written the end
-    of its arguments, and no reader writes one for it: whatever ended the answer before, a call that has begun keeps the
-    arguments that came.
+    Parts do not depend on where the text was cut. A call is complete once the model has written the end of its
+    arguments. No parser adds that end: a call that was cut off keeps the arguments that came.
     """
 
     @property
     def num_calls(self) -> int:
-        """So far."""
+        """Number of calls so far."""
         ...
 
     @property
     def is_in_call(self) -> bool:
-        """The newest call has begun, and is not whole; those before it are."""
+        """True if the newest call is incomplete; all calls before it are complete."""
         ...
 
     def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
-        """`finished`: the model has said all, and what was held back is words where no call has begun. Of an answer
-        that was cut off, what is still held back may be the beginning of a call, and is nobody's.
+        """Return the parts that more text completes.
+
+        `finished` says that the model has ended its answer, so that held text which is no call becomes content. If an
+        answer was cut off instead, held text may be the beginning of a call, and is dropped.
         """
         ...
 
 
 class PlainTextParser:
-    """For answers that hold no calls."""
+    """The parser of answers that hold no calls."""
 
     num_calls = 0
     is_in_call = False

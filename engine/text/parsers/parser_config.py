@@ -1,4 +1,4 @@
-"""How the answers to one prompt are read."""
+"""Configuration of the parsers for the outputs of one request."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .tool_call_format import Functions, ToolCallFormat
 
 @dataclass(frozen=True)
 class ParserConfig:
-    """The default: all of a text is words."""
+    """The tool-call format and the reasoning of a request's outputs. By default all text is content."""
 
     form: ToolCallFormat | None = None
     functions: Functions = field(default_factory=dict)
-    at_most_one: bool = False  # call
-    reasoning: ReasoningStart = ReasoningStart.NONE  # between marks of their own, whatever the form
+    at_most_one: bool = False  # at most one call
+    reasoning: ReasoningStart = ReasoningStart.NONE  # reasoning has marks of its own in any format
 
     def new_parser(self) -> OutputParser:
-        """For one choice."""
+        """Return a parser for one choice."""
         form = self.form
         reader = PlainTextParser() if form is None else form.new_parser(self.functions, at_most_one=self.at_most_one)
         return (
@@ -30,13 +30,13 @@ class ParserConfig:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What tells the parts of an answer apart, and must be in the text that is read."""
+        """Texts that delimit the parts of an answer, which detokenizing must keep."""
         marks = () if self.form is None else self.form.marks
         return marks if self.reasoning is ReasoningStart.NONE else (*marks, BEGIN, END)
 
 
 class _ReasoningFirstParser:
-    """What comes behind the thoughts is another reader's."""
+    """A parser of reasoning, followed by another parser for the rest."""
 
     def __init__(self, thoughts: ReasoningParser, answer: OutputParser) -> None:
         self._thoughts = thoughts

@@ -1,5 +1,6 @@
-"""Calls as Python writes them, in a list that is the whole answer: `[look(at="here"), cut(size=1)]`, as Llama 3.2 and 4
-do where their template says so.
+"""Tool calls in Python syntax, in a list that is the whole answer.
+
+`[look(at="here"), cut(size=1)]`, as Llama 3.2 and 4 write them if their template says so.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _FIRST = regex.compile(rf"{BLANKS}\[{BLANKS}{_NAME}{BLANKS}\(")
 _NEXT = regex.compile(rf"{BLANKS},{BLANKS}{_NAME}{BLANKS}\(")
 _END = regex.compile(rf"{BLANKS}\]\s*+")
 _QUOTES = "\"'"
-_JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write as well
+_JSON_NAMES = {"true": True, "false": False, "null": None}  # JSON's spellings, which models write as well
 
 
 class Pythonic(ToolCallFormat):
-    """No grammar says what arguments a schema allows in Python's words."""
+    """The format, which has no grammar: a JSON schema cannot be enforced in Python's syntax."""
 
     name = "pythonic"
     marks = ()
@@ -38,15 +39,15 @@ class Pythonic(ToolCallFormat):
 
 
 class _State(Enum):
-    HEAD = auto()  # of a call
+    HEAD = auto()  # head of a call
     ARGUMENTS = auto()
-    END = auto()  # of the list
-    TEXT = auto()  # to the end
-    SILENT = auto()  # to the end: no more calls are allowed
+    END = auto()  # end of the list
+    TEXT = auto()  # the rest is content
+    SILENT = auto()  # the rest is dropped: no more calls are allowed
 
 
 class PythonicParser(IncrementalParser):
-    """See `OutputParser`. A call is told when it is whole; from what is none, all is text."""
+    """The `OutputParser` of `Pythonic`. It reports only complete calls; anything else is content."""
 
     SILENT = _State.SILENT
 
@@ -55,7 +56,7 @@ class PythonicParser(IncrementalParser):
         self._functions = functions
         self._at_most_one = at_most_one
         self._name = ""
-        self._arguments_at = 0  # in what is held
+        self._arguments_at = 0  # offset in the held text
         self._nesting = BracketTracker(_QUOTES)
 
     def _other_steps(self) -> Mapping[Enum, Step]:
@@ -106,7 +107,7 @@ class PythonicParser(IncrementalParser):
 
 
 def _as_json(arguments: str) -> str | None:
-    """Of `(name=value, ...)`; None where that is not what they are."""
+    """Return `(name=value, ...)` as JSON; None if the text is nothing like it."""
     try:
         call = ast.parse(f"f{arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

@@ -1,7 +1,7 @@
-"""What a model thinks before it answers, told from the answer.
+"""Parser of reasoning: the text between `<think>` and `</think>` before an answer.
 
 START ──<think>──> THINKING ──</think>──> BETWEEN ──not a blank──> ANSWERING
-  └── anything else: there are no thoughts ──────────────────────────^
+  └── anything else: there is no reasoning ──────────────────────────^
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningStart(Enum):
-    """Of one answer, before it begins."""
+    """State of the reasoning when an answer begins."""
 
     NONE = auto()
-    POSSIBLE = auto()  # the model opens them itself
-    BEGUN = auto()  # the prompt has opened them
+    POSSIBLE = auto()  # the model may begin reasoning
+    BEGUN = auto()  # the prompt has begun the reasoning
 
 
 def after_reasoning(answer: GrammarSpec, thoughts: ReasoningStart) -> GrammarSpec:
-    """What the text fits whose answer fits `answer`."""
+    """Return the grammar of an answer with reasoning before it."""
     begin = {ReasoningStart.NONE: None, ReasoningStart.POSSIBLE: BEGIN, ReasoningStart.BEGUN: ""}[thoughts]
     if begin is None:
         return answer
@@ -48,7 +48,7 @@ _FIRST = {
 
 
 class ReasoningParser:
-    """Takes one answer's text in any pieces. Blanks around thoughts belong to neither side."""
+    """Separates reasoning from the answer. Blanks around reasoning belong to neither."""
 
     def __init__(self, thoughts: ReasoningStart) -> None:
         self._state = _FIRST[thoughts]
@@ -56,7 +56,7 @@ class ReasoningParser:
         self._has_thought = False
 
     def push(self, text: str, *, finished: bool = False) -> tuple[str, str]:
-        """What this adds to the thoughts and to the answer. `finished`: nothing follows, nothing is held back."""
+        """Return what `text` adds to the reasoning and to the answer. `finished` says that no text follows."""
         self._held += text
         if self._state is _State.START:
             self._look_for_thoughts(finished)

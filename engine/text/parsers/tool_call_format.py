@@ -1,4 +1,4 @@
-"""How models write calls of functions into their text: what the forms that chat templates teach have in common."""
+"""Tool-call formats: how models write calls, as their chat templates teach them."""
 
 from __future__ import annotations
 
@@ -12,48 +12,46 @@ from .output_parser import OutputParser
 
 # A format of xgrammar's structural tags: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 GrammarSpec = dict[str, Any]
-Functions = Mapping[str, Mapping[str, Any]]  # that may be called, each with the JSON schema of its arguments
+Functions = Mapping[str, Mapping[str, Any]]  # callable functions, each with the JSON schema of its arguments
 
 
 @dataclass(frozen=True)
 class FunctionSignature:
-    """A function that may be called, and the JSON schema that its arguments must fit."""
+    """A function that may be called, and the JSON schema of its arguments."""
 
     name: str
     arguments: dict[str, Any]
 
     @property
     def grammar(self) -> GrammarSpec:
-        """Of its arguments."""
-        # One blank between its parts is what models write; without a limit, small ones sometimes write nothing else.
+        """The grammar of its arguments."""
+        # Models write one blank between parts; without a limit, small models sometimes write blanks without end.
         return {"type": "json_schema", "json_schema": self.arguments, "max_whitespace_cnt": 1}
 
 
 class ToolCallFormat(ABC):
-    """One form. Where a method has `at_most_one`, it says that the answer may hold one call; some forms hold no more
-    in any case.
-    """
+    """A format of tool calls. `at_most_one` limits an answer to one call; some formats never hold more."""
 
     name: ClassVar[str]
-    marks: ClassVar[tuple[str, ...]]  # what it is written with: those that are special tokens are text all the same
-    takes_one: ClassVar[bool] = False  # one call an answer, and in a message that is sent back
-    frames_answers: ClassVar[bool] = False  # answers without calls are written in it, too
-    introduction: ClassVar[str] = ""  # teaches it behind a list of functions, where a template does not tell of them
+    marks: ClassVar[tuple[str, ...]]  # texts of the format; those that are special tokens are kept as text
+    takes_one: ClassVar[bool] = False  # one call in an answer, and in an earlier message
+    frames_answers: ClassVar[bool] = False  # answers without calls are written in the format, too
+    introduction: ClassVar[str] = ""  # teaches the format if a template does not list tools
 
     @abstractmethod
     def is_taught_by(self, template: str) -> bool:
-        """By the words of a chat template."""
+        """Return whether a chat template teaches this format."""
 
     @abstractmethod
     def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
-        """For one answer. A call of another function is text."""
+        """Return a parser for one answer. Calls of unknown functions are content."""
 
     def answer_grammar(self, content: GrammarSpec) -> GrammarSpec:
-        """What an answer fits that is `content`, and calls nothing."""
+        """Return the grammar of an answer that is `content`, without calls."""
         return content
 
     def describe_tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What is put into the system's message where a template does not tell of functions."""
+        """Return the description of tools for the system message, if a template does not list them."""
         told = ["## Tools"]
         for function in (tool["function"] for tool in tools):
             told.append(f"### {function['name']}")
@@ -62,32 +60,35 @@ class ToolCallFormat(ABC):
         return "\n\n".join([*told, self.introduction])
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message as the templates that teach this form take it. Raises `InvalidMessages`."""
+        """Return a message as templates of this format expect it. Raises `InvalidMessages`."""
         return message
 
 
 class GrammarToolCallFormat(ToolCallFormat):
-    """One of which a grammar can say what it allows."""
+    """A format that a grammar can describe."""
 
     @abstractmethod
     def calls_grammar(self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False) -> GrammarSpec:
-        """What an answer fits that is a call or several, and nothing else."""
+        """Return the grammar of an answer that consists of one or more calls."""
 
     @abstractmethod
     def text_and_calls_grammar(
         self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False
     ) -> GrammarSpec:
-        """What an answer fits that may hold anything, but calls as they should be."""
+        """Return the grammar of an answer of any text, in which calls are valid."""
 
 
 class DelimitedToolCallFormat(GrammarToolCallFormat):
-    """What is read is more than what is written: `opening` (with `%s` for the name) and `closing` are put around
-    arguments where a grammar says what the model writes.
+    """A format with calls between `opening`, which has `%s` for the name, and `closing`.
+
+    Grammars write calls in exactly this way; parsers accept more.
     """
 
-    taught_by: ClassVar[tuple[str, ...]]  # a template that teaches it holds all of these, and none of `taught_not_by`
+    taught_by: ClassVar[
+        tuple[str, ...]
+    ]  # a template that teaches the format has all of these, and none of `taught_not_by`
     taught_not_by: ClassVar[tuple[str, ...]] = ()
-    triggers: ClassVar[tuple[str, ...]]  # whatever is read as a call begins with one, and ordinary text does not
+    triggers: ClassVar[tuple[str, ...]]  # every call begins with one of these, and ordinary text does not
     opening: ClassVar[str]
     closing: ClassVar[str]
     separator: ClassVar[str] = ""
@@ -117,11 +118,11 @@ class DelimitedToolCallFormat(GrammarToolCallFormat):
 
 
 class SectionToolCallFormat(DelimitedToolCallFormat):
-    """All calls of an answer stand in one section, from `begin` to `end`."""
+    """A format with all calls of an answer in one section, from `begin` to `end`."""
 
     begin: ClassVar[str]
     end: ClassVar[str]
-    section_lead: ClassVar[str] = ""  # a pattern of what is written between `begin` and the first call
+    section_lead: ClassVar[str] = ""  # pattern of the text between `begin` and the first call
 
     def calls_grammar(self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False) -> GrammarSpec:
         content = super().calls_grammar(functions, at_most_one=at_most_one)

@@ -1,5 +1,6 @@
-"""Forms that put tags around calls and around each of their arguments. Text in them stands as it is; other values are
-JSON, and the function's schema says which is which.
+"""Tool-call formats with XML-like tags around calls and around each argument.
+
+Text stands in tags as it is; other values are JSON. The function's schema says which is which.
 """
 
 from __future__ import annotations
@@ -20,45 +21,46 @@ _NAME = r"(?P<name>[\w.-]{1,64})"
 
 
 class XmlToolCallFormat(DelimitedToolCallFormat):
-    """FIRST, with the name, then KEY value VALUE_CLOSE of each argument, CLOSE [NEXT ... CLOSE ...] TAIL. All but the
-    values are patterns here, and what models forget of them need not be there. KEY goes up to the value.
+    """FIRST, with the name, then KEY value VALUE_CLOSE for each argument, CLOSE [NEXT ... CLOSE ...] TAIL.
+
+    All but the values are patterns here, in which parts that models forget are optional. KEY extends to the value.
     """
 
     first: ClassVar[str]
-    next: ClassVar[str] = "(?!)"  # begins another call between the same tags
-    more: ClassVar[str] = ""  # no pattern: with which NEXT begins
+    next: ClassVar[str] = "(?!)"  # pattern of the beginning of another call within the same tags
+    more: ClassVar[str] = ""  # the text with which NEXT begins
     key: ClassVar[str]
     value_close: ClassVar[str]
-    forgotten_close: ClassVar[str] = "(?P<known_key>(?!))"  # a group `known_key` must be one that the function has
+    forgotten_close: ClassVar[str] = "(?P<known_key>(?!))"  # the group `known_key` must be an argument of the function
     close: ClassVar[str]
-    tail: ClassVar[str] = ""  # no pattern; may be there
-    style: ClassVar[str]  # what xgrammar calls the form of arguments
+    tail: ClassVar[str] = ""  # optional text
+    style: ClassVar[str]  # xgrammar's name of the arguments' format
 
     def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
         return XmlToolCallParser(self, functions, at_most_one=at_most_one)
 
     @cached_property
     def head(self) -> regex.Pattern[str]:
-        """From the mark to the first argument's value, or behind a call without arguments."""
+        """Pattern from the mark to the first argument's value, or behind a call without arguments."""
         return regex.compile(rf"{self.first}{BLANKS}(?:{self.key}|{self.close})")
 
     @cached_property
     def next_head(self) -> regex.Pattern[str]:
-        """The same from `more`."""
+        """Pattern of the same from `more` on."""
         return regex.compile(rf"{self.next}{BLANKS}(?:{self.key}|{self.close})")
 
     @cached_property
     def value_end(self) -> regex.Pattern[str]:
-        """From a value's end to the next one, or behind the call."""
+        """Pattern from a value's end to the next one, or behind the call."""
         return regex.compile(rf"{self.value_close}{BLANKS}(?:{self.key}|{self.close})|{self.forgotten_close}")
 
     @cached_property
     def last_close(self) -> regex.Pattern[str]:
-        """From a value's end to the end of the call, where its tag is the last of the answer."""
+        """Pattern from a value's end to the end of the call, if its tag is the last of the answer."""
         return regex.compile(rf"\n?(?:{self.close})")
 
     def types(self, key: regex.Match[str], allowed: frozenset[str]) -> frozenset[str]:
-        """That the value behind `key` may have, of those that its function's schema allows."""
+        """Return the types of the value behind `key`, of those that the function's schema allows."""
         return allowed
 
     def _arguments(self, function: FunctionSignature) -> GrammarSpec:
@@ -66,13 +68,14 @@ class XmlToolCallFormat(DelimitedToolCallFormat):
 
 
 class Qwen3Coder(XmlToolCallFormat):
-    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each of them in a line:
-    Qwen3-Coder, Qwen3.5, Nemotron 3. In long answers they forget to close values.
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each in a line of its own.
+
+    Qwen3-Coder, Qwen3.5, Nemotron 3. In long answers these models forget to close values.
     """
 
     name = "qwen3-coder"
     taught_by = ("<tool_call>", "<function=", "<parameter=")
-    triggers = ("<tool_call>", "<function=")  # Qwen3-Coder forgets the first
+    triggers = ("<tool_call>", "<function=")  # Qwen3-Coder may omit the first
     marks = ("<tool_call>", "</tool_call>")
     first = rf"(?:<tool_call>{BLANKS})?<function={_NAME}>"
     key = r"<parameter=(?P<key>[^<>\n]{1,200})>(?:\n|(?=[^\n]))"
@@ -86,7 +89,7 @@ class Qwen3Coder(XmlToolCallFormat):
     def text_and_calls_grammar(
         self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False
     ) -> GrammarSpec:
-        """A call without its outer tags is read, so it must fit, too."""
+        """Also constrain calls without the outer tags, which the parser accepts."""
         opening = self.opening.removeprefix("<tool_call>\n")
         bare = [self._tag(function, opening, "</function>") for function in functions]
         grammar = super().text_and_calls_grammar(functions, at_most_one=at_most_one)
@@ -94,8 +97,9 @@ class Qwen3Coder(XmlToolCallFormat):
 
 
 class Glm45(XmlToolCallFormat):
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`, in lines up to GLM-4.6, in one
-    from GLM-4.7 on.
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5 and later.
+
+    Tags are in lines of their own up to GLM-4.6, in one line from GLM-4.7 on.
     """
 
     name = "glm4.5"
@@ -103,14 +107,16 @@ class Glm45(XmlToolCallFormat):
     triggers = ("<tool_call>",)
     marks = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     first = rf"<tool_call>{BLANKS}{_NAME}"
-    key = rf"<arg_key>(?P<key>[^<>\n]{{1,200}})</arg_key>{BLANKS}(?:<arg_value>|(?=[^<\s]))"  # GLM-4.7 forgets the last
+    key = (
+        rf"<arg_key>(?P<key>[^<>\n]{{1,200}})</arg_key>{BLANKS}(?:<arg_value>|(?=[^<\s]))"  # GLM-4.7 may omit the last
+    )
     value_close = "</arg_value>"
     close = "</tool_call>"
     style = "glm_xml"
     opening, closing, separator = "<tool_call>%s", "</tool_call>", "\n"
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Its templates write what is no text as Python does, and a message of calls alone has no text."""
+        """Replace null content, which these templates would write as Python does."""
         return {**message, "content": message["content"] or ""}
 
 
@@ -118,8 +124,9 @@ _ATTRIBUTE = r'(?P<key>[^<>"\n]{1,200})'
 
 
 class MiniMaxM2(SectionToolCallFormat, XmlToolCallFormat):
-    """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">value</parameter></invoke></minimax:tool_call>`, in
-    lines, with any number of calls between the outer tags: MiniMax-M2 to M2.7.
+    """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">value</parameter></invoke></minimax:tool_call>`.
+
+    Each tag is in a line of its own, with any number of calls between the outer tags: MiniMax-M2 to M2.7.
     """
 
     name = "minimax-m2"
@@ -137,13 +144,19 @@ class MiniMaxM2(SectionToolCallFormat, XmlToolCallFormat):
 
 
 class DeepSeek32(SectionToolCallFormat, XmlToolCallFormat):
-    """The same with other tags, which say of each value whether it is text: DeepSeek-V3.2.
+    """MiniMax's format with other tags, which say of each value whether it is text: DeepSeek-V3.2.
+
     https://huggingface.co/deepseek-ai/DeepSeek-V3.2/blob/main/encoding/encoding_dsv32.py
     """
 
     name = "deepseek3.2"
     begin, end = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
-    taught_by = ("｜DSML｜", "function_calls", "invoke name=", "parameter name=")  # templates put the mark between
+    taught_by = (
+        "｜DSML｜",
+        "function_calls",
+        "invoke name=",
+        "parameter name=",
+    )  # templates insert the mark in between
     triggers = (begin,)
     marks = ("｜DSML｜",)
     next = rf'<｜DSML｜invoke name="{_NAME}">'
@@ -155,5 +168,5 @@ class DeepSeek32(SectionToolCallFormat, XmlToolCallFormat):
     section_lead, opening, closing = r"\n", '<｜DSML｜invoke name="%s">\n', "</｜DSML｜invoke>\n"
 
     def types(self, key: regex.Match[str], allowed: frozenset[str]) -> frozenset[str]:
-        """The model says what the schema leaves open."""
+        """Let the model decide if the schema does not."""
         return (allowed & TEXT if key["is_text"] == "true" else allowed - TEXT) or allowed

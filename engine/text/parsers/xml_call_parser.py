@@ -1,13 +1,13 @@
-"""Calls whose arguments have a tag each, told from words, in text that arrives in pieces: their JSON is written here.
+"""Parser of tool calls with a tag for each argument, which it converts to JSON.
 
         a mark       name, first key                  end, no key             tail, or none
 OUTSIDE ──────> HEAD ───────────────> VALUE ──────────────────────────> TAIL ───────────────> OUTSIDE
                  │                      ^ └── end, next key ──┐          ^ └── more ──> HEAD
                  │                      └─────────────────────┘          │
                  ├── name, and no key ───────────────────────────────────┘
-                 └── reads otherwise, or no such function: it was text ─────────────────────> OUTSIDE
+                 └── another text, or no such function: it was content ─────────────────────> OUTSIDE
 
-A value may hold what looks like its end: it ends where another key follows, or the end of the call.
+A value may hold what looks like its end: it ends only before another key or the end of the call.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class _State(Enum):
     HEAD = auto()
     VALUE = auto()
     TAIL = auto()
-    SILENT = auto()  # to the end: no more calls are allowed
+    SILENT = auto()  # the rest is dropped: no more calls are allowed
 
 
 class XmlToolCallParser(InlineToolCallParser):
-    """See `OutputParser`. Text is told as it comes; a value that may be something else, when it is whole."""
+    """The `OutputParser` of `XmlToolCallFormat`. It reports text as it arrives, other values once they are complete."""
 
     OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
 
     def __init__(self, form: XmlToolCallFormat, functions: Functions, *, at_most_one: bool) -> None:
-        """With `at_most_one`, what follows the first call is left out."""
+        """With `at_most_one`, anything behind the first call is dropped."""
         super().__init__(_State.OUTSIDE, *form.triggers)
         self._form = form
         self._functions = functions
         self._at_most_one = at_most_one
-        self._parameters: Mapping[str, Any] = {}  # of the function
-        self._names: Collection[str] = ()  # of its arguments
+        self._parameters: Mapping[str, Any] = {}  # of the called function
+        self._names: Collection[str] = ()  # names of its arguments
         self._has_keys = False
-        self._types = TYPES  # that the value may have
-        self._value = ""  # so far, where it is not told as it comes
+        self._types = TYPES  # types of the current value
+        self._value = ""  # the value so far, unless it is reported as it arrives
 
     def _other_steps(self) -> Mapping[Enum, Step]:
         return {
@@ -75,7 +75,7 @@ class XmlToolCallParser(InlineToolCallParser):
         return self._begin_call(found["name"]) + self._go_on(found, found["key"])
 
     def _go_on(self, found: regex.Match[str], key: str | None) -> list[OutputPart]:
-        """With the next argument, or without any."""
+        """Begin the next argument, or end the call if there is none."""
         if key is None:
             return self._end_call()
         self._state, self._value = _State.VALUE, ""
@@ -86,7 +86,7 @@ class XmlToolCallParser(InlineToolCallParser):
 
     @property
     def _quote(self) -> str:
-        """Around a value that is told as it comes."""
+        """The quote around a value that is reported as it arrives."""
         return '"' if self._types == TEXT else ""
 
     def _read_values(self, finished: bool) -> list[OutputPart]:
@@ -106,14 +106,14 @@ class XmlToolCallParser(InlineToolCallParser):
         return parts
 
     def _find_end(self) -> regex.Match[str] | None:
-        """Of the value, in what is held; or what may be its beginning."""
+        """Find the end of the value in the held text, or what may become it."""
         for found in self._form.value_end.finditer(self._held, overlapped=True, partial=True):
             if found.partial or found["known_key"] is None or found["known_key"] in self._names:
                 return found
         return None
 
     def _grow(self, length: int) -> list[OutputPart]:
-        """By what is held."""
+        """Extend the value by held text."""
         text = self._take(length)
         if self._quote:
             return self._arguments(to_json(text)[1:-1])
