@@ -21,7 +21,6 @@ OPENINGS = {"of", "who", "whose", "those", "where", "until", "whether", "from", 
 TO_DO = (  # folders and pages that are still to be rewritten
     "cluster",
     "engine/layers",
-    "engine/text",
     "engine/weights",
 )
 WIDTH = 120

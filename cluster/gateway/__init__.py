@@ -1,6 +1,6 @@
 """The HTTP front of the cluster: OpenAI's API in, engine requests out. No ray here.
 
-app ──> middleware ──> api ──> serving ──> routing ──> engines
+app ──> middleware ──> api ──> serving ──> routing, engines
 """
 
 from .app import create_app
