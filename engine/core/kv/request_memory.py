@@ -59,6 +59,10 @@ class RequestMemory:
         self._known = _Known(request, self._pool.cache_version, prefix)
         return prefix
 
+    def num_blocks(self, request: Request) -> int:
+        """Return how many blocks the request needs to start, cached ones included."""
+        return self._blocks_for(request.num_to_hold)
+
     def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Return whether it could be given its blocks now, or once those of the requests `without` are back."""
         prefix = self.lookup(request).blocks

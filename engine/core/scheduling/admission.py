@@ -6,6 +6,9 @@ waiting ── its KV is at another engine, or in a tier ──> KVLoading ─�
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from ..kv.fence import Fence
 from ..kv.request_memory import RequestMemory
 from ..kv.tier_copies import Restoration, TierCopies
@@ -15,6 +18,9 @@ from ..requests.request import Request, RequestStatus
 from ..stages import Stage
 from .running import RunningRequests, StepDraft
 from .waiting import ReadyQueue, WaitingQueue
+
+SHORT_SHARE = 4  # of a step's budget, one part is for short prompts while longer ones are read
+SMALL = 8  # a request that needs an eighth of the head's blocks, or fewer, may overtake it
 
 
 class KVLoading:
@@ -126,10 +132,22 @@ class KVLoading:
         self.ready.add(request)
 
 
+class _Overtaken(NamedTuple):
+    """The head of the queue that lacked blocks last, and how many blocks requests behind it were given meanwhile."""
+
+    head: Request | None
+    num_blocks: int
+
+
 class Admission:
     """Decides which waiting requests may start: ready ones first, then the queue in order.
 
-    A request starts when there is a row, budget in this step, and blocks for all of its tokens.
+    A request starts when there is a row, budget in this step, and blocks for all of its tokens. Long prompts do not
+    hold up short ones without bound:
+
+    * While one is read over several steps, a share of each step is for prompts that fit into it whole.
+    * While the head of the queue waits for blocks, requests that need few of them may overtake it, until together they
+      were given as many as the head needs: then it is next, whatever comes.
     """
 
     def __init__(
@@ -148,6 +166,7 @@ class Admission:
         self._memory = memory
         self._fence = fence
         self._tier_copies = tier_copies
+        self._overtaken = _Overtaken(None, 0)
 
     def make_way(self) -> None:
         """Preempt running requests of lower priority where the head of the queue lacks only their blocks."""
@@ -160,20 +179,55 @@ class Admission:
         while ready.head is not None and self._running.has_room and draft.budget:
             self._start(ready.take(), draft)
 
+    def choose_short(self, prefills: Sequence[Request], draft: StepDraft) -> list[Request]:
+        """Return waiting prompts to start in this step though those that are being read could use all of it."""
+        unread = sum(request.num_tokens - request.num_computed for request in prefills)
+        if unread < draft.budget or not self._running.has_room or self._running.lacks_blocks:
+            return []
+        head = self._waiting.peek()
+        share, chosen = draft.budget // SHORT_SHARE, list[Request]()
+        for request in () if head is None else (head, *self._waiting.behind_head()):
+            if request.num_tokens <= share and not request.awaits_transfer and self._memory.fits(request):
+                share -= request.num_tokens
+                chosen.append(request)
+        return chosen
+
+    def admit_short(self, chosen: Sequence[Request], draft: StepDraft) -> None:
+        """Start the prompts that were chosen, as far as rows and blocks go."""
+        for request in chosen:
+            if not self._loading.is_in_tiers(request):
+                self._admit(request, draft)
+
     def admit_waiting(self, draft: StepDraft) -> None:
-        """Start waiting requests in order. No request overtakes another: one that lacks blocks would starve."""
+        """Start waiting requests in order."""
         while not self._running.lacks_blocks and (request := self._waiting.peek()):
-            if request.awaits_transfer:
-                if not self._loading.begin_transfer(request):
-                    return
-            elif self._loading.is_in_tiers(request):
-                if not self._loading.begin_restore(request):
-                    return
-            elif draft.budget and self._running.has_room and self._reserve(request, draft):
-                self._waiting.remove(request)
-                self._start(request, draft)
-            else:
+            if not self._admit(request, draft):
+                self._let_small_ones_pass(request, draft)
                 return
+
+    def _admit(self, request: Request, draft: StepDraft) -> bool:
+        """Take a request out of the queue: into this step, or to load its KV. False where it has to wait."""
+        if request.awaits_transfer:
+            return self._loading.begin_transfer(request)
+        if self._loading.is_in_tiers(request):
+            return self._loading.begin_restore(request)
+        if draft.budget and self._running.has_room and self._reserve(request, draft):
+            self._waiting.remove(request)
+            self._start(request, draft)
+            return True
+        return False
+
+    def _let_small_ones_pass(self, head: Request, draft: StepDraft) -> None:
+        """Let requests overtake a head that lacks blocks, each of which needs few beside it."""
+        needed = self._memory.num_blocks(head)
+        passed = self._overtaken.num_blocks if self._overtaken.head is head else 0
+        if passed >= needed or self._memory.fits(head):
+            return
+        for request in self._waiting.behind_head():
+            num_blocks = self._memory.num_blocks(request)
+            if num_blocks * SMALL <= needed and passed + num_blocks <= needed and self._admit(request, draft):
+                passed += num_blocks
+        self._overtaken = _Overtaken(head, passed)
 
     def _reserve(self, request: Request, draft: StepDraft) -> bool:
         """Reserve the request's blocks. False where it cannot start in this step.

@@ -236,13 +236,15 @@ class RunningRequests:
         self._reading = prefills.copy()
         return prefills
 
-    def read_on(self, prefills: list[Request], draft: StepDraft) -> None:
-        """Plan as much of their prompts as the budget allows, in order."""
+    def read_on(self, prefills: list[Request], draft: StepDraft, kept: int = 0) -> None:
+        """Plan as much of their prompts as the budget allows, in order, and leave `kept` tokens of it."""
+        draft.budget -= kept
         for request in prefills:
             if not draft.budget:
-                return
+                break
             draft.add(request)
             draft.filled_blocks.update(self._memory.register(request))
+        draft.budget += kept
 
     # -------------------------------------------------------------------------------- who gives way
 

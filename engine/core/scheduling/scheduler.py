@@ -139,7 +139,9 @@ class Scheduler:
         self.admission.make_way()
         prefills = self.running.decode(draft)
         self.admission.admit_ready(draft)
-        self.running.read_on(prefills, draft)
+        short = self.admission.choose_short(prefills, draft)
+        self.running.read_on(prefills, draft, kept=sum(request.num_tokens for request in short))
+        self.admission.admit_short(short, draft)
         self.admission.admit_waiting(draft)
         self._offer_early(draft.started)
         if draft.is_empty:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from ..kv.blocks import BlockPool
 from ..kv.request_memory import RequestMemory
 from ..prefix import BlockHash
 from ..requests.request import Request
 
+TOP = 16  # entries of the heap, of thousands: looking through all of them would cost in every step
 SPARE_ENTRIES = 256  # of requests that are over, before the heap is built anew
 
 _rank = attrgetter("rank")
@@ -111,6 +112,13 @@ class WaitingQueue:
     def peek(self) -> Request | None:
         """Return the next request; None where none may draw."""
         return self._heap[0][1] if self._heap else None
+
+    def behind_head(self) -> list[Request]:
+        """Return requests of the head's priority that come soon after it, in order: those near the top of the heap."""
+        near = sorted(self._heap[1:TOP], key=itemgetter(0))
+        return [
+            request for _, request in near if request in self._members and request.priority == self._heap[0][1].priority
+        ]
 
     def remove(self, request: Request) -> None:
         """Remove a request. One that is not in the queue is ignored."""

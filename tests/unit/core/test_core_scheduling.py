@@ -109,6 +109,62 @@ class TestOneRule:
         assert not engine.runner.plans
 
 
+class TestLongAndShort:
+    """Long prompts do not hold up short ones without bound, and short ones do not keep long ones from their turn."""
+
+    def started(self, engine: Harness) -> list[list[str]]:
+        return [[start.request_id for start in plan.started_rows] for plan in engine.runner.plans]
+
+    def test_a_share_of_each_step_is_for_short_prompts_while_a_long_one_is_read(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=16))
+        engine.add(request("long", [1] * 60, max_tokens=1))
+        engine.step()
+        engine.add(request("short", [2] * 4, max_tokens=1), request("too long", [3] * 5, max_tokens=1))
+        engine.step(2)
+        assert shapes(engine)[1:] == [[(0, 16, 12), (1, 0, 4)], [(0, 28, 16)]], "what nobody uses is not kept"
+        engine.run_to_the_end()
+        assert self.started(engine) == [["long"], ["short"], [], [], ["too long"]]
+
+    def test_a_short_prompt_passes_a_long_one_that_waits_for_the_step(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=16))
+        engine.add(request("first", [1] * 60, max_tokens=1))
+        engine.step()
+        engine.add(request("second", [2] * 60, max_tokens=1), request("short", [3] * 3, max_tokens=1))
+        engine.step()
+        assert self.started(engine) == [["first"], ["short"]]
+        engine.run_to_the_end()
+
+    def test_a_prompt_of_another_priority_is_passed_by_none(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=16))
+        engine.add(request("first", [1] * 60, max_tokens=1))
+        engine.step()
+        engine.add(request("second", [2] * 60, max_tokens=1), request("short", [3] * 3, max_tokens=1, priority=1))
+        engine.step()
+        assert self.started(engine) == [["first"], []]
+        engine.run_to_the_end()
+
+    def test_small_requests_pass_a_head_that_lacks_blocks_until_they_had_as_many_as_it_needs(self) -> None:
+        engine = Harness(config(num_blocks=20, max_num_batched_tokens=128, max_model_len=128))
+        engine.add(request("runs", [1] * (8 * BLOCK_SIZE), max_tokens=3 * BLOCK_SIZE))
+        engine.step()
+        engine.add(request("head", [2] * (16 * BLOCK_SIZE - 1), max_tokens=1, arrival_s=1.0))
+        small = [request(f"s{n}", [3 + n] * (2 * BLOCK_SIZE - 1), max_tokens=1, arrival_s=2.0 + n) for n in range(12)]
+        engine.add(*small)
+        engine.run_to_the_end()
+        order = [name for names in self.started(engine) for name in names]
+        assert order.index("head") == 9, "eight of two blocks each pass a head that needs sixteen"
+        assert sorted(order) == sorted(["runs", "head", *(asked.request_id for asked in small)])
+
+    def test_a_request_that_needs_more_than_a_few_blocks_waits_behind_the_head(self) -> None:
+        engine = Harness(config(num_blocks=20, max_num_batched_tokens=128, max_model_len=128))
+        engine.add(request("runs", [1] * (8 * BLOCK_SIZE), max_tokens=3 * BLOCK_SIZE))
+        engine.step()
+        engine.add(request("head", [2] * (16 * BLOCK_SIZE - 1), max_tokens=1, arrival_s=1.0))
+        engine.add(request("third", [3] * (3 * BLOCK_SIZE - 1), max_tokens=1, arrival_s=2.0))
+        engine.run_to_the_end()
+        assert [name for names in self.started(engine) for name in names] == ["runs", "head", "third"]
+
+
 class TestPipelining:
     def test_at_depth_two_a_step_is_planned_before_the_tokens_of_the_last_are_known(self) -> None:
         engine = Harness(config(depth=2))
