@@ -48,18 +48,21 @@ def _kv_usage(stats: EngineStats) -> float:
 
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the engine's batch.", lambda stats: stats.num_requests_running),
-    "num_requests_waiting": ("Requests that wait for a place.", lambda stats: stats.num_requests_waiting),
+    "num_requests_waiting": ("Requests that wait to start.", lambda stats: stats.num_requests_waiting),
     "num_prompt_tokens_waiting": (
-        "Of prompts that wait, without what is cached; `gateway.queue_limits` may bound them.",
+        "Tokens of waiting prompts that are not cached; `gateway.queue_limits` may bound them.",
         lambda stats: stats.num_waiting_tokens,
     ),
     "num_requests_waiting_for_kv": (
-        "Requests whose KV is on its way.",
+        "Requests that wait for blocks of another engine or a tier.",
         lambda stats: stats.num_requests_waiting_for_kv,
     ),
-    "kv_cache_usage_perc": ("Used share of the KV blocks, 1 is full.", _kv_usage),
-    "kv_blocks_held": ("Blocks kept for readers of finished prefills.", lambda stats: stats.num_blocks_held),
-    "kv_blocks_quarantined": ("Blocks a failed transfer may still write.", lambda stats: stats.num_blocks_quarantined),
+    "kv_cache_usage_perc": ("Used share of the KV blocks; 1 is full.", _kv_usage),
+    "kv_blocks_held": ("Blocks of finished prefills, kept for decode engines.", lambda stats: stats.num_blocks_held),
+    "kv_blocks_quarantined": (
+        "Blocks that a failed transfer may still write.",
+        lambda stats: stats.num_blocks_quarantined,
+    ),
     "jit_compilations_after_ready": (
         "Kernels compiled while serving: more than 0 is a fault.",
         lambda stats: stats.num_late_compilations,
@@ -70,38 +73,56 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions_total": ("Requests that lost their place.", lambda stats: stats.num_preemptions),
+    "num_preemptions_total": (
+        "Running requests that gave their blocks to others.",
+        lambda stats: stats.num_preemptions,
+    ),
     "engine_steps_total": ("Steps of the model.", lambda stats: stats.num_steps),
     "engine_prompt_tokens_total": ("Prompt tokens computed.", lambda stats: stats.prompt_tokens),
     "engine_generation_tokens_total": ("Tokens generated.", lambda stats: stats.generation_tokens),
     "prefix_cache_queries_total": ("Prompt tokens looked up in the cache.", lambda stats: stats.prefix_cache_queries),
     "prefix_cache_hits_total": ("Prompt tokens found in the cache.", lambda stats: stats.prefix_cache_hits),
     "expert_moves_total": (
-        "Experts that were copied to other places, by load.",
+        "Experts that were copied to other ranks to even out the load.",
         lambda stats: stats.experts.num_moves if stats.experts else 0,
     ),
     "grammars_compiled_total": ("Grammars of structured outputs compiled.", lambda stats: stats.num_grammars_compiled),
-    "grammars_refused_total": ("Grammars that could not be.", lambda stats: stats.num_grammars_refused),
-    "grammar_cache_hits_total": ("Grammars that were known already.", lambda stats: stats.num_grammar_hits),
-    "grammar_compile_seconds_total": ("Time spent on compiling grammars.", lambda stats: stats.grammar_compile_s),
+    "grammars_refused_total": ("Grammars that could not be compiled.", lambda stats: stats.num_grammars_refused),
+    "grammar_cache_hits_total": ("Grammars that were found compiled.", lambda stats: stats.num_grammar_hits),
+    "grammar_compile_seconds_total": ("Seconds spent on compiling grammars.", lambda stats: stats.grammar_compile_s),
 }
 MAIL_COUNTERS: dict[str, tuple[str, Callable[[MessageCounters], float]]] = {
     "engine_messages_malformed_total": (
-        "Of gateways, and none of ours: dropped.",
+        "Messages of gateways that could not be read: dropped.",
         lambda mail: mail.malformed_messages,
     ),
-    "engine_messages_stale_total": ("Of gateways, for others or too late: dropped.", lambda mail: mail.stale_messages),
-    "engine_messages_unsent_total": ("To gateways that were gone.", lambda mail: mail.undeliverable_messages),
+    "engine_messages_stale_total": (
+        "Messages of gateways that came too late: dropped.",
+        lambda mail: mail.stale_messages,
+    ),
+    "engine_messages_unsent_total": ("Messages to gateways that were gone.", lambda mail: mail.undeliverable_messages),
 }
 CLIENT_COUNTERS: dict[str, tuple[str, Callable[[ClientCounters], float]]] = {
-    "gateway_messages_malformed_total": ("Of engines, and none of ours.", lambda counters: counters.malformed_messages),
-    "gateway_messages_stale_total": ("Of engines, too late: dropped.", lambda counters: counters.stale_messages),
-    "engine_connections_lost_total": ("To engines, other than at their end.", lambda counters: counters.engines_lost),
-    "block_news_missed_total": ("Of what an engine has cached: asked for again.", lambda counters: counters.block_gaps),
+    "gateway_messages_malformed_total": (
+        "Messages of engines that could not be read.",
+        lambda counters: counters.malformed_messages,
+    ),
+    "gateway_messages_stale_total": (
+        "Messages of engines that came too late: dropped.",
+        lambda counters: counters.stale_messages,
+    ),
+    "engine_connections_lost_total": (
+        "Connections to engines that broke or fell silent.",
+        lambda counters: counters.engines_lost,
+    ),
+    "block_news_missed_total": (
+        "Updates of an engine's cached blocks that were missed and asked for again.",
+        lambda counters: counters.block_gaps,
+    ),
 }
 HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
-    "kv_leases_held": ("Tickets whose blocks wait for a reader.", lambda stats: stats.leases_held),
-    "kv_receives_active": ("Hand-offs on their way in.", lambda stats: stats.receives_active),
+    "kv_leases_held": ("Tickets whose blocks wait for a decode engine.", lambda stats: stats.leases_held),
+    "kv_receives_active": ("Hand-offs that are being received.", lambda stats: stats.receives_active),
     "kv_buffer_blocks": ("Blocks on their way through the memory of a host.", lambda stats: stats.buffer_blocks),
     "kv_peers_ready": ("Engines whose blocks can be read.", lambda stats: stats.peers_ready),
 }
@@ -109,18 +130,27 @@ HANDOFF_COUNTERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_transfer_bytes_total": ("Bytes read from peers.", lambda stats: stats.bytes_read),
     "kv_transfer_descriptors_total": ("Ranges of memory read from peers.", lambda stats: stats.descriptors_read),
     "kv_blocks_read_early_total": ("Blocks read while prefill still ran.", lambda stats: stats.blocks_read_early),
-    "kv_transfer_seconds_total": ("Time of received hand-offs, summed.", lambda stats: stats.receive_seconds),
+    "kv_transfer_seconds_total": ("Seconds of received hand-offs, summed.", lambda stats: stats.receive_seconds),
     "kv_buffer_refusals_total": ("Prompts that had no room in the host buffer.", lambda stats: stats.buffer_refusals),
-    "kv_messages_stale_total": ("Of another epoch, or too late: dropped.", lambda stats: stats.messages_stale),
-    "kv_messages_malformed_total": ("No messages of ours: dropped.", lambda stats: stats.messages_malformed),
-    "kv_messages_unsent_total": ("To peers that were gone.", lambda stats: stats.messages_unsent),
+    "kv_messages_stale_total": (
+        "Messages about hand-offs of another epoch, or too late: dropped.",
+        lambda stats: stats.messages_stale,
+    ),
+    "kv_messages_malformed_total": (
+        "Messages about hand-offs that could not be read: dropped.",
+        lambda stats: stats.messages_malformed,
+    ),
+    "kv_messages_unsent_total": (
+        "Messages about hand-offs to peers that were gone.",
+        lambda stats: stats.messages_unsent,
+    ),
 }
 HANDOFF_OUTCOMES: dict[str, tuple[str, Callable[[TransferStats], dict[str, int]]]] = {
     "kv_tickets_total": ("Tickets given out, by how they ended.", lambda stats: _zeros(OfferOutcome) | stats.offers),
     "kv_receives_total": ("Tickets taken, by how they ended.", lambda stats: _zeros(ReceiveOutcome) | stats.receives),
 }
 TIER_COUNTERS: dict[str, tuple[str, Callable[[TierStats], float]]] = {
-    "kv_tier_hits_total": ("Blocks that were asked of a tier.", lambda stats: stats.hits),
+    "kv_tier_hits_total": ("Blocks that were found in a tier and asked for.", lambda stats: stats.hits),
     "kv_tier_misses_total": ("Full blocks of prompts that no tier had.", lambda stats: stats.misses),
     "kv_tier_restored_tokens_total": ("Tokens that came out of a tier.", lambda stats: stats.restored_tokens),
     "kv_tier_written_bytes_total": ("Bytes written into tiers.", lambda stats: stats.written_bytes),
@@ -158,11 +188,17 @@ class GatewayMetrics:
         def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(f"baton_{name}", help, labels, registry=registry)
 
-        self.first_token_s = histogram("time_to_first_token_seconds", "From the request to token 1.", FIRST_TOKEN_S)
-        self.inter_token_s = histogram("inter_token_latency_seconds", "Between the tokens of a choice.", PER_TOKEN_S)
-        self.queue_s = histogram("request_queue_time_seconds", "From the request to its first step.", REQUEST_S)
-        self.request_s = histogram("e2e_request_latency_seconds", "From the request to its last byte.", REQUEST_S)
-        help = "What the way to each stamp of a choice's timeline added to its latency."
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "Seconds from the request to its first token.", FIRST_TOKEN_S
+        )
+        self.inter_token_s = histogram(
+            "inter_token_latency_seconds", "Seconds between the tokens of a choice.", PER_TOKEN_S
+        )
+        self.queue_s = histogram("request_queue_time_seconds", "Seconds from the request to its first step.", REQUEST_S)
+        self.request_s = histogram(
+            "e2e_request_latency_seconds", "Seconds from the request to its last byte.", REQUEST_S
+        )
+        help = "Seconds that each part of a choice's timeline added to its latency."
         labels = ["model_name", "part"]
         parts = Histogram("baton_request_part_seconds", help, labels, registry=registry, buckets=PART_S)
         self._parts_s: dict[Stamp, Histogram] = {
@@ -172,16 +208,22 @@ class GatewayMetrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens.", ["model_name"]).labels(model_id)
         self.generation_tokens = counter("generation_tokens_total", "New tokens.", ["model_name"]).labels(model_id)
         self.requests = counter("choices_total", "Choices that were asked for.")
-        self.paths = counter("requests_by_path_total", "Routes taken, also repeated ones.", ["path", "reason"])
-        self.retries = counter("request_retries_total", "Failed attempts that another one followed.", ["reason"])
+        self.paths = counter(
+            "requests_by_path_total", "Ways that attempts took, also repeated ones.", ["path", "reason"]
+        )
+        self.retries = counter(
+            "request_retries_total", "Failed attempts that were followed by another one.", ["reason"]
+        )
         self.rungs = counter("request_rungs_total", "Attempts after a failure, by where they went.", ["rung", "reason"])
-        help = "From the last word of who failed, or the request to it, to the decision what follows."
+        help = "Seconds from a failed engine's last message, or the request to it, to the decision what follows."
         self.decisions_s = Histogram(
             "baton_failure_decision_seconds", help, ["failure"], registry=registry, buckets=DECISION_S
         )
         self.circuits_opened = counter("circuits_opened_total", "Engines and pairs that failed too often.", ["kind"])
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
-        self.resumed = counter("streams_resumed_total", "Streams of which the client had a part from elsewhere.")
+        self.resumed = counter(
+            "streams_resumed_total", "Streams that were resumed after a part had come from another gateway."
+        )
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
         for status in STREAM_ERRORS:  # see `_zeros`
             self.stream_errors.labels(status)
@@ -191,7 +233,9 @@ class GatewayMetrics:
         self._bodies = counter("large_bodies_total", "Bodies read in a process of their own, by outcome.", ["outcome"])
         for outcome in BODY_OUTCOMES:  # see `_zeros`
             self._bodies.labels(outcome)
-        self._memory = Gauge("baton_request_memory_bytes", "Bodies and prompts that requests hold.", registry=registry)
+        self._memory = Gauge(
+            "baton_request_memory_bytes", "Bytes of bodies and prompts that requests hold.", registry=registry
+        )
         registry.register(_EngineCollector(model_id, engines))
         registry.register(_ClientCollector(counters))
         registry.register(_DirectoryCollector(listed))
@@ -300,8 +344,8 @@ class _DirectoryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         drains = self._listed().drains
         yield CounterMetricFamily("baton_drains_total", "Groups of engines that drained.", drains.groups)
-        yield CounterMetricFamily("baton_drain_seconds_total", "What they took, summed.", drains.seconds)
-        help = "Requests that went on elsewhere, since the drain's time was over."
+        yield CounterMetricFamily("baton_drain_seconds_total", "Seconds that drains took, summed.", drains.seconds)
+        help = "Requests that went on elsewhere when the drain's time was over."
         yield CounterMetricFamily("baton_drain_handed_over_total", help, drains.handed_over)
         help = "Gateways and groups of engines without heartbeats that were kept, since their processes ran."
         yield CounterMetricFamily("baton_members_kept_total", help, self._listed().num_kept)
