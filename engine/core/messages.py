@@ -76,7 +76,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     arrival_s: float = 0.0  # wall clock at the ingress
     timeout_s: float = 0.0  # from when the engine gets it: then it ends, wherever it is; 0: never
     cache_salt: str = ""  # prefixes are shared only between equal salts
-    adapter_id: str = ""
     keep_kv: bool = False  # prefill only: stop after the first token, keep the blocks, answer with a ticket
     kv_source: KVSource | None = None  # decode after a hand-off
     # Decode during prefill: the KV of all tokens is on its way, and the token to go on from comes later (`begin`).

@@ -1,6 +1,6 @@
 """Names for prefixes: the hash of a full block stands for all tokens up to its end.
 
-    root = H(cache salt, adapter)    hash[0] = H(root, tokens of block 0)    hash[i] = H(hash[i - 1], tokens of block i)
+    root = H(cache salt)    hash[0] = H(root, tokens of block 0)    hash[i] = H(hash[i - 1], tokens of block i)
 
 Equal in every process and on every machine, so that routers and engines may compare them.
 """
@@ -17,13 +17,9 @@ HASH_BYTES = 16
 BlockHash = bytes
 
 
-def prefix_root(cache_salt: str = "", adapter_id: str = "") -> BlockHash:
-    """Return the start of a hash chain: requests of different salts or adapters never share a block."""
-    salt = cache_salt.encode()
-    framed = (
-        struct.pack("<Q", len(salt)) + salt + adapter_id.encode()
-    )  # the length keeps ("ab", "c") and ("a", "bc") apart
-    return hashlib.blake2b(framed, digest_size=HASH_BYTES).digest()
+def prefix_root(cache_salt: str = "") -> BlockHash:
+    """Return the start of a hash chain: requests of different salts never share a block."""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
 def extend_block_hashes(
@@ -38,12 +34,10 @@ def extend_block_hashes(
         hashes.append(parent)
 
 
-def block_hashes(
-    token_ids: Sequence[int], block_size: int, cache_salt: str = "", adapter_id: str = ""
-) -> list[BlockHash]:
-    """One hash for each full block of `token_ids`."""
+def block_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str = "") -> list[BlockHash]:
+    """Return one hash for each full block of `token_ids`."""
     hashes: list[BlockHash] = []
-    root = prefix_root(cache_salt, adapter_id)
+    root = prefix_root(cache_salt)
     extend_block_hashes(hashes, root, token_ids, len(token_ids) // block_size, block_size)
     return hashes
 

@@ -81,7 +81,7 @@ class TierWatcher(Protocol):
 class KVTiers(Protocol):
     """All calls return at once, and none raises for what memory or disks do. One thread calls them.
 
-    A block is known by the hash of its prefix (`prefix.py`), in which salt and adapter are.
+    A block is known by the hash of its prefix (`prefix.py`), in which the salt is.
     """
 
     min_tokens: int  # a shorter prefix is computed rather than restored

@@ -100,7 +100,7 @@ class Router:
     ) -> RoutingQuery:
         """Return what routing needs. `names` are those of the prompt's blocks, where they are known."""
         if names is None:
-            packed = prefix_names(request.prompt_token_ids, request.sampling, request.cache_salt, request.adapter_id)
+            packed = prefix_names(request.prompt_token_ids, request.sampling, request.cache_salt)
             names = unpack_names(packed)
         tie = f"{self._gateway_id}/{request.request_id}" if session_id is None else f"session/{session_id}"
         return RoutingQuery(num_tokens(request), names, tie, session_id is not None, pinned_rank)
@@ -249,14 +249,14 @@ class _Receivers:
         return min(far_s, self._near_s.get((source.fingerprint, source.node_id), far_s))
 
 
-def prefix_names(prompt: Sequence[int], sampling: SamplingParams, salt: str, adapter_id: str = "") -> bytes:
+def prefix_names(prompt: Sequence[int], sampling: SamplingParams, salt: str) -> bytes:
     """Return the packed names of the prompt's full blocks that an engine may find in its cache: none where every
     position has to run. Takes about a microsecond a block: computed once a prompt, however many choices it has.
     """
     if sampling.prompt_logprobs is not None:
         return b""
     findable = prompt[: (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE]
-    return pack_names(block_hashes(findable, BLOCK_SIZE, salt, adapter_id))
+    return pack_names(block_hashes(findable, BLOCK_SIZE, salt))
 
 
 def _staying(engines: Sequence[EngineView]) -> list[EngineView]:

@@ -144,7 +144,7 @@ class Request:
         self.row = NO_ROW
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that its blocks can hold
-        self.root = prefix_root(message.cache_salt, message.adapter_id)
+        self.root = prefix_root(message.cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_registered = 0  # leading blocks that the prefix cache knows
         self.next_registration = sys.maxsize  # number of tokens at which the next block is full

@@ -186,17 +186,6 @@ def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
         assert chosen.reason == reason
 
 
-def test_a_prefix_is_shared_only_under_the_same_adapter() -> None:
-    blocks = CachedBlocks(1000)
-    blocks.apply(BlocksCached(0, pack_names(block_hashes(PROMPT, BLOCK_SIZE, "", "a"))))
-    engines = [view(0), msgspec.structs.replace(view(1), cached=blocks)]
-    chooser = router()
-    for adapter, reason in {"a": "prefix-hit", "b": "least-loaded", "": "least-loaded"}.items():
-        chosen = chooser.route(engines, chooser.read(request(PROMPT, adapter_id=adapter)))
-        assert chosen is not None
-        assert chosen.reason == reason
-
-
 def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() -> None:
     clock = Clock()
     chooser, engines = router(clock=clock), [view(0), view(1)]
