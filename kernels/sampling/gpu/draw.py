@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels import pdl, tuned
+from baton.kernels import pdl
 
 from .. import row_format
 from ..batch import GREEDY_BELOW, NO_TOKEN
@@ -63,9 +63,8 @@ def draw_tokens(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return tokens
-    options = tuned.config("sampling", logits.device, {"kernel": "draw", "rows": num_rows}, OPTIONS)
-    tiles = -(-vocab_size // (options["groups"] * GROUP.value))
-    shares = max(1, min(tiles, options["programs"] // num_rows, _MOST_SHARES))
+    tiles = -(-vocab_size // (OPTIONS["groups"] * GROUP.value))
+    shares = max(1, min(tiles, OPTIONS["programs"] // num_rows, _MOST_SHARES))
     scores = torch.empty(num_rows, shares, dtype=torch.float64, device=logits.device)
     winners = torch.empty(num_rows, shares, dtype=torch.int32, device=logits.device)
     _draw_share[(shares, num_rows)](
@@ -80,7 +79,7 @@ def draw_tokens(
         tokens,
         vocab_size,
         logits.stride(0),
-        GROUPS=options["groups"],
+        GROUPS=OPTIONS["groups"],
         MOST_SHARES=_MOST_SHARES,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
