@@ -36,6 +36,11 @@ def read_latent(keys: Keys) -> LatentShape:
     )
     if shape.rope_dim % 2:
         raise InvalidModelConfig(f"config.json: qk_rope_head_dim ({shape.rope_dim}) must be even for rotary embeddings")
+    if shape.head_dim % 2:
+        raise InvalidModelConfig(
+            f"config.json: qk_nope_head_dim ({shape.nope_dim}) and qk_rope_head_dim ({shape.rope_dim}) must add up to "
+            f"an even width of queries and keys, not {shape.head_dim}"
+        )
     if shape.q_rank is None and keys.flag("attention_bias", False):
         raise UnsupportedModel("config.json: attention_bias without a q_lora_rank is not supported")
     return shape

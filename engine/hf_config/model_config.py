@@ -30,7 +30,7 @@ from .generation import GenerationDefaults, read_eos_token_ids, read_generation
 from .keys import Keys
 from .latent import LatentShape
 from .quantization import Quantization, read_quantization
-from .rope import Rope, reachable_positions, read_rope
+from .rope import Rope, default_positions, reachable_positions, read_rope
 from .windows import read_layer_windows
 
 __all__ = [
@@ -124,8 +124,9 @@ class ModelConfig:
         """Reads a checkpoint's folder.
 
         `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
-        `max_model_len` defaults to all of the model's positions. `load_format` "auto" and "safetensors" take the
-        weights of the folder; "dummy" draws them from `seed` and needs config.json only. Raises `ModelError`.
+        `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times
+        as many. `load_format` "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed`
+        and needs config.json only. Raises `ModelError`.
         """
         _require_choice("load_format", load_format, LOAD_FORMATS)
         _require_choice("dtype", dtype, ("auto", *DTYPES))
@@ -133,14 +134,16 @@ class ModelConfig:
         folder = ModelFolder.open(Path(path), with_weights=load_format != "dummy")
         computed = _computed(folder)
         computed_in = _dtype(dtype, folder)
-        limit = reachable_positions(computed["rope"], folder.keys.integer("max_position_embeddings"))
+        max_positions = folder.keys.integer("max_position_embeddings")
+        max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
+        computed["rope"] = computed["rope"].at_length(max_model_len, _rotary_dim(computed))
         return cls(
             folder=folder.path,
             **computed,
             **_cached(kv_cache_dtype, computed_in, folder, computed["latent"]),
             num_draft_layers=_num_draft_layers(folder.keys),
             dtype=computed_in,
-            max_model_len=_max_model_len(max_model_len, limit),
+            max_model_len=max_model_len,
             eos_token_ids=read_eos_token_ids(folder.generation, folder.keys.values, computed["vocab_size"]),
             generation=read_generation(folder.generation),
             load_format=load_format,
@@ -175,6 +178,11 @@ def _computed(folder: ModelFolder) -> dict[str, Any]:
         "moe": moe,
         "layer_windows": read_layer_windows(family.windows, keys, num_layers),
     }
+
+
+def _rotary_dim(computed: Mapping[str, Any]) -> int:
+    latent = computed["latent"]
+    return int(computed["head_dim"] if latent is None else latent.rope_dim)
 
 
 def _refuse_what_no_layer_computes(keys: Keys) -> None:
@@ -238,9 +246,10 @@ def _cached(asked: str, dtype: str, folder: ModelFolder, latent: LatentShape | N
     return {"cache_dtype": "float8_e4m3fn", "cache_scales": measured}
 
 
-def _max_model_len(asked: int | None, limit: int) -> int:
+def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
     if asked is None:
-        return limit
+        return default_positions(rope, max_positions)
+    limit = reachable_positions(rope, max_positions)
     if asked < 1:
         raise InvalidModelConfig(f"max_model_len is {asked}, must be at least 1")
     if asked > limit:

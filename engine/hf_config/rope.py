@@ -18,12 +18,33 @@ class Rope:
 
     theta: float
 
+    def at_length(self, num_positions: int, rotary_dim: int) -> Rope:
+        """Return the rotation of a model that serves sequences of up to `num_positions` tokens."""
+        return self
+
 
 @dataclass(frozen=True)
 class LinearRope(Rope):
     """Positions divided by `factor` (Chen et al., arXiv:2306.15595)."""
 
     factor: float
+
+
+@dataclass(frozen=True)
+class DynamicRope(Rope):
+    """Plain up to the original context; a sequence beyond it has a larger theta, by its length ("NTK-aware").
+
+    Cached keys cannot be turned again when a sequence grows. So `Rope.at_length` fixes one theta for all sequences.
+    """
+
+    factor: float
+    original_max_positions: int
+
+    def at_length(self, num_positions: int, rotary_dim: int) -> Rope:
+        if num_positions <= self.original_max_positions or rotary_dim <= 2:  # one pair turns by 1, whatever theta is
+            return Rope(self.theta)
+        stretch = self.factor * num_positions / self.original_max_positions - (self.factor - 1)
+        return Rope(self.theta * stretch ** (rotary_dim / (rotary_dim - 2)))
 
 
 @dataclass(frozen=True)
@@ -70,11 +91,22 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
     return _READERS[kind](keys, max_positions)
 
 
-def reachable_positions(rope: Rope, max_positions: int) -> int:
-    """Return how many positions the model serves: YaRN checkpoints may state them before scaling."""
+def default_positions(rope: Rope, max_positions: int) -> int:
+    """Return how many positions the model serves unless asked for others: YaRN may state them before scaling."""
     if isinstance(rope, YarnRope):
         return max(max_positions, int(rope.original_max_positions * rope.factor))
     return max_positions
+
+
+def reachable_positions(rope: Rope, max_positions: int) -> int:
+    """Return the most positions that the model can be asked to serve.
+
+    Some checkpoints with linear scaling state their positions before it and some after it, and dynamic scaling changes
+    nothing up to the positions that are stated: the factor allows more, but only where that is asked for.
+    """
+    if isinstance(rope, LinearRope | DynamicRope):
+        return max(max_positions, int(max_positions * rope.factor))
+    return default_positions(rope, max_positions)
 
 
 def _refuse_what_no_layer_computes(config: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
@@ -106,8 +138,7 @@ def _read_linear(keys: Mapping[str, Any], max_positions: int) -> Rope:
 
 
 def _read_dynamic(keys: Mapping[str, Any], max_positions: int) -> Rope:
-    # Dynamic scaling changes the angles only of sequences beyond max_position_embeddings, which are never admitted.
-    return Rope(_number(keys, "rope_theta"))
+    return DynamicRope(_number(keys, "rope_theta"), _number(keys, "factor"), max_positions)
 
 
 def _read_llama3(keys: Mapping[str, Any], max_positions: int) -> Rope:

@@ -395,6 +395,28 @@ def test_dtype_is_the_checkpoints_unless_asked_for(read: Callable[..., ModelConf
     assert read(torch_dtype=None).dtype == "float32"
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_linear_and_dynamic_scaling_reach_as_far_as_their_factor_where_that_is_asked_for(
+    kind: str, read: Callable[..., ModelConfig]
+) -> None:
+    keys = {"rope_scaling": {"type": kind, "factor": 2.5}}
+    assert read(**keys).max_model_len == 512
+    assert read(**keys, given={"max_model_len": 1280}).max_model_len == 1280
+    with pytest.raises(MaxModelLenTooLong, match=r"1281.*1280 positions"):
+        read(**keys, given={"max_model_len": 1281})
+
+
+def test_dynamic_scaling_is_that_of_the_longest_sequence_and_part_of_the_identity(
+    read: Callable[..., ModelConfig],
+) -> None:
+    """Engines of other lengths turn keys otherwise: they must not read each other's."""
+    keys = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    within, beyond = read(**keys, given={"max_model_len": 300}), read(**keys, given={"max_model_len": 1024})
+    assert within.rope == Rope(500.0)
+    assert beyond.rope == Rope(pytest.approx(500.0 * 3 ** (32 / 30)))
+    assert within.identity == read(**keys).identity != beyond.identity
+
+
 def test_a_longer_max_model_len_than_the_model_has_positions_is_refused(read: Callable[..., ModelConfig]) -> None:
     assert read(given={"max_model_len": 300}).max_model_len == 300
     with pytest.raises(MaxModelLenTooLong, match=r"513.*512 positions"):
@@ -521,6 +543,8 @@ def test_queries_come_from_a_latent_of_their_own_unless_the_config_says_null(
 
 
 def test_latents_that_no_layer_computes_are_refused(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelConfig, match=r"qk_nope_head_dim \(23\) and qk_rope_head_dim \(8\) .* not 31"):
+        read(**{**LATENT, "qk_nope_head_dim": 23})
     with pytest.raises(InvalidModelConfig, match=r"qk_rope_head_dim \(7\) must be even"):
         read(**{**LATENT, "qk_rope_head_dim": 7})
     (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **LATENT, "attention_bias": True}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,16 @@ def test_a_rope_scaling_that_were_dropped_would_show(variant: str, pair: Callabl
     tokens = random_tokens(100)
     error = (chunked_logprobs(unscaled, tokens, 100) - reference_logprobs(reference, tokens)).abs().max().item()
     assert error > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_a_context_beyond_the_stated_one_is_scaled_as_transformers_scales_it(kind: str, tmp_path: Path) -> None:
+    """Dynamic scaling is that of the longest sequence that is served: here one of that very length."""
+    keys: dict[str, Any] = {"rope": ROPES[kind], "max_position_embeddings": 64}
+    folder = write_checkpoint(tmp_path, "llama", **keys)
+    model = load_model(ModelConfig.from_folder(folder, max_model_len=120))
+    tokens = random_tokens(120)
+    assert_close(chunked_logprobs(model, tokens, 37), reference_logprobs(make_model("llama", **keys), tokens))
 
 
 @pytest.mark.parametrize("variant", ["mistral", "qwen2-window", "qwen3-window", "mixtral", "gpt_oss"])
