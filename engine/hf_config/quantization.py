@@ -58,7 +58,7 @@ class _Fp8(msgspec.Struct):
     """The keys of a config about weights in "fp8" that are read."""
 
     fmt: str | None = None
-    weight_block_size: list[int] | None = None
+    weight_block_size: list[int] | str | None = None
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
 
@@ -113,6 +113,7 @@ def _read_fp8(described: _Fp8, tensors: Iterable[str]) -> Quantization:
     if described.fmt not in (None, "e4m3", "float8_e4m3fn"):
         raise _unsupported(f"fmt {described.fmt!r} of fp8 weights")
     block = described.weight_block_size
+    _refuse_text("weight_block_size", block)
     if block not in (None, BLOCK):
         raise _unsupported(f"weight_block_size {block}")
     inverse = block is not None or any(name.endswith(".weight_scale_inv") for name in tensors)
@@ -131,9 +132,18 @@ def _read_compressed_tensors(described: _CompressedTensors) -> Quantization:
     if weights.strategy not in ("tensor", "channel", "block"):
         raise _unsupported(f"strategy {weights.strategy!r} of weights")
     in_blocks = weights.strategy == "block"
+    _refuse_text("block_structure", weights.block_structure)
     if in_blocks and weights.block_structure != BLOCK:
         raise _unsupported(f"block_structure {weights.block_structure} of weights")
     return Quantization(in_blocks, "weight_scale", tuple(described.ignore or ()))
+
+
+def _refuse_text(name: str, given: list[int] | str | None) -> None:
+    if isinstance(given, str):
+        raise InvalidModelConfig(
+            f"config.json: 'quantization_config': {name} must be a list of rows and columns such as {BLOCK}, not the "
+            f"text {given!r}"
+        )
 
 
 def _is_named(layer: str, pattern: str) -> bool:

@@ -13,7 +13,7 @@ from paged import chunked_logprobs, random_tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.hf_config.errors import UnsupportedModel
+from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.model_config import ModelConfig, WeightsError
 from baton.engine.hf_config.quantization import read_quantization
@@ -252,6 +252,18 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
 )
 def test_other_quantizations_are_refused_by_name(described: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
+        read_quantization(Keys("config.json", {"quantization_config": described}))
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {**BLOCKS, "weight_block_size": "128x128"},
+        compressed_tensors("block", block_structure="128x128"),
+    ],
+)
+def test_a_size_of_blocks_that_is_a_text_is_refused_with_what_it_must_be(described: dict[str, Any]) -> None:
+    with pytest.raises(InvalidModelConfig, match=r"must be a list .* such as \[128, 128\], not the text '128x128'"):
         read_quantization(Keys("config.json", {"quantization_config": described}))
 
 
