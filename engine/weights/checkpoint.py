@@ -1,4 +1,4 @@
-"""What lies in a folder of safetensors files, read from their headers only.
+"""The tensors in a folder of safetensors files, read from their headers only.
 
     8 bytes: length n of the header, little endian | n bytes: JSON {name: {dtype, shape, data_offsets}} | data
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SAMPLE_BYTES = 1024
+_NUM_SAMPLES = 64  # where two tensors are compared
 _NAMED_IN_ERRORS = 8
 _OTHER_KINDS = ("*.bin", "*.pt", "*.pth", "*.gguf")  # of files with weights
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
@@ -49,6 +51,19 @@ class TensorEntry:
     @property
     def size_bytes(self) -> int:
         return self.end - self.begin
+
+    def seems_equal(self, other: TensorEntry) -> bool:
+        """Return whether two tensors have the same type, shape and samples of values."""
+        alike = (self.dtype, self.shape) == (other.dtype, other.shape)
+        return alike and all(map(operator.eq, self._samples(), other._samples()))
+
+    def _samples(self) -> Iterator[bytes]:
+        """Yield the values at some places that are spread evenly over the tensor."""
+        room = max(self.size_bytes - _SAMPLE_BYTES, 0)
+        with self.file.open("rb") as stream:
+            for place in range(_NUM_SAMPLES):
+                stream.seek(self.begin + room * place // (_NUM_SAMPLES - 1))
+                yield stream.read(min(_SAMPLE_BYTES, self.size_bytes))
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -77,12 +92,12 @@ class Checkpoint:
         self._index = index
 
     def expected_in(self, name: str) -> str:
-        """Names a tensor, and the file in which the index says it is."""
+        """Return a tensor's name, and the file in which the index says it is."""
         return f"{name} (of {self._index[name].name})" if name in self._index else name
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Reads all headers. Of a tensor in several files that counts which the index names.
+        """Read all headers. Where a tensor is in several files, the one that the index names counts.
 
         Raises `WeightsError` for a file that is missing or broken, or a tensor in two files of which none is named.
         """
@@ -105,11 +120,11 @@ class Checkpoint:
 
     @property
     def has_cache_scales(self) -> bool:
-        """Whether scales of cached keys and values were measured for the layers."""
+        """True where scales of cached keys and values were measured for the layers."""
         return any(name.endswith(".self_attn.k_scale") for name in self.entries)
 
     def by_file(self) -> Iterator[tuple[Path, list[TensorEntry]]]:
-        """The entries of each file in the order of their data, so that a disk is read from front to back."""
+        """Yield the entries of each file in the order of their data, so that a disk is read from front to back."""
         ordered = sorted(self.entries.values(), key=lambda entry: (entry.file, entry.begin))
         for file, entries in groupby(ordered, key=lambda entry: entry.file):
             yield file, list(entries)
@@ -144,7 +159,7 @@ def some(names: list[str]) -> str:
 
 
 def _of_two(known: TensorEntry | None, found: TensorEntry, home: Path | None) -> TensorEntry:
-    """The one that counts; `home` is the file in which the index says the tensor is."""
+    """Return the entry that counts; `home` is the file in which the index says the tensor is."""
     if known is None or home == found.file:
         return found
     if home == known.file:
@@ -155,7 +170,7 @@ def _of_two(known: TensorEntry | None, found: TensorEntry, home: Path | None) ->
 
 
 def _read_index(folder: Path) -> dict[str, Path]:
-    """The file of each tensor; empty where there is no index."""
+    """Return the file of each tensor; empty where there is no index."""
     path = folder / INDEX_FILE
     if path.is_symlink() and not path.exists():
         raise WeightsError(f"{folder} has no {absent_file(path)}: {FETCH_AGAIN}")
@@ -169,7 +184,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
 
 
 def _files(folder: Path, index: Mapping[str, Path]) -> list[Path]:
-    """The safetensors files that belong together: those of the index, else the single file, else all of them."""
+    """Return the safetensors files that belong together: those of the index, else the single file, else all of them."""
     if index:
         named = sorted(set(index.values()))
         missing = [absent_file(file) for file in named if not file.is_file()]

@@ -6,6 +6,7 @@ every tensor of the checkpoint is placed exactly once, every slot of the model i
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +30,8 @@ from .quantized import use_quantized_methods
 
 if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
+
+logger = logging.getLogger(__name__)
 
 
 def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
@@ -88,11 +91,25 @@ def _choose_formats(model: CausalLM, device: torch.device) -> Checkpoint | None:
 
 def _account_with_scales(model: CausalLM, slots: Mapping[str, Slot], checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Accounts for all tensors. Returns the scales that weights are to be multiplied with, by the weights' names."""
+    _warn_of_unread_head(model, checkpoint)
     quantization = model.config.quantization
     scales = _scales_to_multiply_with(slots, checkpoint, quantization)
     unread = () if quantization is None else quantization.unread
     account(slots, checkpoint, (*model.ignored_tensors, *unread, *(entry.name for entry in scales.values())))
     return scales
+
+
+def _warn_of_unread_head(model: CausalLM, checkpoint: Checkpoint) -> None:
+    """Warn where the config ties the head to the embedding, but the checkpoint brings another one."""
+    embedding, head = (checkpoint.entries.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    if not model.config.tie_word_embeddings or embedding is None or head is None:
+        return
+    if not embedding.seems_equal(head):
+        logger.warning(
+            "%s: lm_head.weight is not model.embed_tokens.weight, but goes unread: config.json says "
+            "tie_word_embeddings. Set it to false there if the checkpoint's own head is meant",
+            checkpoint.folder,
+        )
 
 
 def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[str, ...]) -> None:

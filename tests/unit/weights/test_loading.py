@@ -119,6 +119,25 @@ def test_a_tied_head_is_the_embedding_also_where_a_second_copy_is_stored(archite
     assert torch.equal(logits(load(folder)), expected)
 
 
+def test_a_head_that_a_tied_config_leaves_unread_is_warned_of_where_it_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
+
+    def store_head(change: Callable[[Tensor], Tensor]) -> Change:
+        return lambda tensors: tensors.update({"lm_head.weight": change(tensors["model.embed_tokens.weight"].clone())})
+
+    rewrite(folder, store_head(lambda weight: weight))
+    load(folder)
+    assert not caplog.messages
+    for change in (torch.neg, Tensor.bfloat16):
+        rewrite(folder, store_head(change))
+        load(folder)
+        (message,) = caplog.messages
+        assert message.startswith(f"{folder}: lm_head.weight is not model.embed_tokens.weight")
+        caplog.clear()
+
+
 def test_an_untied_head_must_be_there(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(WeightsError, match=r"1 missing: lm_head\.weight"):
