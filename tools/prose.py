@@ -20,8 +20,6 @@ PACKAGES = ("cluster", "engine", "kernels", "kv_transfer")
 OPENINGS = {"of", "who", "whose", "those", "where", "until", "whether", "from", "what", "how", "which"}
 TO_DO = (  # folders and pages that are still to be rewritten
     "cluster",
-    "engine/layers",
-    "engine/weights",
 )
 WIDTH = 120
 CELL = 160

@@ -44,7 +44,7 @@ class Share:
 
     @classmethod
     def part(cls, whole: int, group: Group) -> Share:
-        """One of equal parts, in rank order."""
+        """Return one of equal parts, in rank order."""
         size, rest = divmod(whole, group.size)
         assert not rest, f"{whole} does not divide by {group.size}: `check_division` comes before layers are divided"
         return cls(group.rank * size, size, whole)
@@ -58,7 +58,7 @@ class Share:
         return slice(self.start, self.end)
 
     def times(self, width: int) -> Share:
-        """The same share where each element is `width` of them."""
+        """Return the same share where each element is `width` of them."""
         return Share(self.start * width, self.size * width, self.whole * width)
 
 
@@ -104,7 +104,7 @@ class Parameter:
         self._data = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
 
     def release(self) -> None:
-        """Gives the memory back, once a packed copy serves."""
+        """Give the memory back, once a packed copy serves."""
         self._data = None
 
     def slot(self, name: str, start: int = 0, rows: Share | None = None) -> Slot:
@@ -121,7 +121,7 @@ class Slot:
 
     __slots__ = ("item", "name", "parameter", "shares", "start", "step")
 
-    takes_bytes = False  # whether the checkpoint's tensor is of uint8, which stand for something else
+    takes_bytes = False  # whether the checkpoint's tensor is of uint8, whose values stand for something else
 
     def __init__(
         self,
@@ -160,16 +160,16 @@ class Slot:
 
     @property
     def num_elements(self) -> int:
-        """That go here."""
+        """The number of values that go here."""
         return math.prod(self.share_shape)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """In a model of this type."""
+        """Return the bytes that it fills in a model of this type."""
         return self.num_elements * (self.parameter.dtype or dtype).itemsize
 
     @property
     def takes_8_bits(self) -> bool:
-        """Whether the values are 8-bit codes that mean nothing without their scales."""
+        """True where the values are 8-bit codes that mean nothing without their scales."""
         return self.parameter.dtype is not None and self.parameter.dtype.itemsize == 1
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
@@ -206,13 +206,13 @@ class Layer:
     """Parameters, layers and lists of layers as plain attributes."""
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """This layer's own, by attribute name."""
+        """Yield this layer's own parameters by attribute name."""
         for name, value in vars(self).items():
             if isinstance(value, Parameter):
                 yield name, value
 
     def children(self) -> Iterator[tuple[str, Layer]]:
-        """The layers directly below, by attribute name (`layers.0`, `layers.1`, ... for a list)."""
+        """Yield the layers directly below by attribute name (`layers.0`, `layers.1`, ... for a list)."""
         for name, value in vars(self).items():
             if isinstance(value, Layer):
                 yield name, value
@@ -220,7 +220,7 @@ class Layer:
                 yield from ((f"{name}.{index}", item) for index, item in enumerate(value) if isinstance(item, Layer))
 
     def slots(self, path: str = "") -> Iterator[Slot]:
-        """Every checkpoint tensor that this layer and those below it are made of."""
+        """Yield the place of every checkpoint tensor that this layer and those below it are made of."""
         for name, parameter in self.parameters():
             yield parameter.slot(join(path, name))
         for name, child in self.children():
@@ -238,7 +238,7 @@ class Layer:
             child.allocate(device, dtype)
 
     def finish(self) -> None:
-        """Called once all slots are filled: lays weights out for the kernels, one layer at a time."""
+        """Lay weights out for the kernels, one layer at a time. Called once all slots are filled."""
         for _, child in self.children():
             child.finish()
 
@@ -255,7 +255,7 @@ Kind = TypeVar("Kind", bound=Layer)
 
 
 def layers_of(kind: type[Kind], layer: Layer, path: str = "") -> list[tuple[str, Kind]]:
-    """All of a kind that `layer` is or has below it, by path."""
+    """Return all of a kind that `layer` is or has below it, by path."""
     found = [(path, layer)] if isinstance(layer, kind) else []
     for name, child in layer.children():
         found += layers_of(kind, child, join(path, name))

@@ -56,7 +56,7 @@ class LinearWeight(abc.ABC):
 
 
 class LinearMethod(abc.ABC):
-    """How the weight [N, K] of a linear layer is stored, held and multiplied."""
+    """The way in which the weight [N, K] of a linear layer is stored, held and multiplied."""
 
     def fits(self, columns: Share, parts: Sequence[Share]) -> bool:
         """Return whether layers with these rows can be merged in one matrix. Those that cannot stay plain."""
@@ -134,7 +134,7 @@ class PackedExperts(abc.ABC):
 
 
 class ExpertsMethod(abc.ABC):
-    """How the matrices of a layer's experts are stored, held and multiplied."""
+    """The way in which the matrices of a layer's experts are stored, held and multiplied."""
 
     @abc.abstractmethod
     def declare(self, shape: ExpertsShape) -> dict[str, Parameter]:
