@@ -22,7 +22,7 @@ from .ingress.gateway_controller import GatewayController
 from .ingress.replica import GatewayReplica
 from .logs import LogFormat
 from .membership.draining import LONGEST_S
-from .planning.plan import check_model
+from .planning.model_checks import check_model
 from .serve_policy import FollowDirectory
 from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
 

@@ -14,7 +14,7 @@ GB = 10**9
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskUsage:
     """How full the disk below a folder is."""
 
     folder: Path
@@ -38,11 +38,11 @@ class Disk:
         )
 
 
-def disk_of(folder: Path) -> Disk:
+def disk_usage(folder: Path) -> DiskUsage:
     """Return the disk on which a folder is, or would be made."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     total_bytes, _, free_bytes = shutil.disk_usage(there)
-    return Disk(folder, total_bytes, free_bytes)
+    return DiskUsage(folder, total_bytes, free_bytes)
 
 
 def default_ray_folder() -> str:
@@ -50,10 +50,10 @@ def default_ray_folder() -> str:
     return os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
 
 
-def full_disks(ray_folder: str | None = None) -> list[Disk]:
+def full_disks(ray_folder: str | None = None) -> list[DiskUsage]:
     """Return the disks of this machine that are too full for Ray. `ray_folder`: where a cluster that runs writes."""
     folders = (Path(ray_folder or default_ray_folder()), SHARED_MEMORY)
-    return [disk for disk in map(disk_of, folders) if disk.is_full]
+    return [disk for disk in map(disk_usage, folders) if disk.is_full]
 
 
 def _allowed_share() -> float:

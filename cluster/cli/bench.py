@@ -161,9 +161,9 @@ def serve(
     json_file: JsonFile = None,
 ) -> None:
     """Load a running server with random prompts, and measure first token, time per token and throughput."""
-    from .bench_serve import Load, ServerUnfit, measure
+    from .bench_serve import ServeLoad, ServerUnfit, measure
 
-    load = Load(
+    load = ServeLoad(
         url=url,
         model=model,
         api_key=api_key,

@@ -71,7 +71,7 @@ class ServerUnfit(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Load:
+class ServeLoad:
     """What is sent. Lengths are in tokens; a rate of 0 sends everything at once."""
 
     url: str
@@ -94,7 +94,7 @@ class Load:
 
 
 @dataclass
-class Answer:
+class MeasuredRequest:
     """One request as its client saw it, in seconds."""
 
     ttft_s: float = 0.0
@@ -105,12 +105,12 @@ class Answer:
     error: str = ""
 
 
-def measure(load: Load) -> dict[str, Any]:
+def measure(load: ServeLoad) -> dict[str, Any]:
     """Runs the load and returns the figures. Raises `ServerUnfit`."""
     return asyncio.run(_measure(load))
 
 
-async def _measure(load: Load) -> dict[str, Any]:
+async def _measure(load: ServeLoad) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     patience = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests
@@ -130,12 +130,12 @@ async def _measure(load: Load) -> dict[str, Any]:
     return summary(load, model, answers, duration_s)
 
 
-async def _only_model(client: aiohttp.ClientSession, load: Load) -> str:
+async def _only_model(client: aiohttp.ClientSession, load: ServeLoad) -> str:
     async with client.get(load.at("/v1/models"), raise_for_status=True) as response:
         return msgspec.json.decode(await response.read(), type=_Models).data[0].id
 
 
-async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: Load) -> list[int]:
+async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: ServeLoad) -> list[int]:
     """Tokens that are plain text, as a few letters are written in them."""
     if load.tokenizer is not None:
         try:
@@ -152,19 +152,19 @@ async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: Load) -
         return msgspec.json.decode(await answer.read(), type=_Tokens).tokens
 
 
-def _prompts(tokens: Sequence[int], load: Load) -> list[list[int]]:
+def _prompts(tokens: Sequence[int], load: ServeLoad) -> list[list[int]]:
     rng = random.Random(load.seed)
     return [rng.choices(tokens, k=load.input_len) for _ in range(load.num_warmups + load.num_prompts)]
 
 
 async def _send_all(
-    client: aiohttp.ClientSession, model: str, prompts: Sequence[list[int]], load: Load
-) -> tuple[list[Answer], float]:
+    client: aiohttp.ClientSession, model: str, prompts: Sequence[list[int]], load: ServeLoad
+) -> tuple[list[MeasuredRequest], float]:
     gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else nullcontext()
     with Progress(transient=True) as bar:
         task = bar.add_task("requests", total=len(prompts))
 
-        async def one(prompt: list[int]) -> Answer:
+        async def one(prompt: list[int]) -> MeasuredRequest:
             async with gate:
                 answer = await _ask(client, model, prompt, load)
             bar.advance(task)
@@ -176,7 +176,7 @@ async def _send_all(
     return list(answers), time.perf_counter() - start_s
 
 
-async def _paced(prompts: Sequence[list[int]], load: Load) -> AsyncIterator[list[int]]:
+async def _paced(prompts: Sequence[list[int]], load: ServeLoad) -> AsyncIterator[list[int]]:
     """A Poisson process of `request_rate` requests a second."""
     rng = random.Random(load.seed + 1)
     due_s = time.perf_counter()
@@ -187,7 +187,7 @@ async def _paced(prompts: Sequence[list[int]], load: Load) -> AsyncIterator[list
             await asyncio.sleep(due_s - time.perf_counter())
 
 
-async def _ask(client: aiohttp.ClientSession, model: str, prompt: list[int], load: Load) -> Answer:
+async def _ask(client: aiohttp.ClientSession, model: str, prompt: list[int], load: ServeLoad) -> MeasuredRequest:
     body = {
         "model": model,
         "prompt": prompt,
@@ -199,7 +199,7 @@ async def _ask(client: aiohttp.ClientSession, model: str, prompt: list[int], loa
     }
     if load.timeline:
         body["baton_timeline"] = True
-    answer = Answer()
+    answer = MeasuredRequest()
     start_s = last_s = time.perf_counter()
     try:
         async with client.post(load.at("/v1/completions"), json=body) as response:
@@ -239,7 +239,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
                 yield _decode(data)
 
 
-def summary(load: Load, model: str, answers: Sequence[Answer], duration_s: float) -> dict[str, Any]:
+def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], duration_s: float) -> dict[str, Any]:
     """The figures under `vllm bench serve`'s names. Times end in `_ms`; means over no value are 0."""
     good = [answer for answer in answers if not answer.error]
     output_tokens = sum(answer.output_tokens for answer in good)
@@ -283,7 +283,7 @@ def _figures(name: str, seconds: Sequence[float]) -> dict[str, float]:
     return figures | {f"p{percent}_{name}_ms": cuts[percent - 1] for percent in PERCENTILES}
 
 
-def _median_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
+def _median_parts_ms(answers: Sequence[MeasuredRequest]) -> dict[str, float]:
     """By stamp, over all answers: what an answer did not come to took it no time."""
     stamps = dict.fromkeys(stamp for answer in answers for stamp in answer.parts_s)
     return {stamp: 1000 * statistics.median(answer.parts_s.get(stamp, 0.0) for answer in answers) for stamp in stamps}

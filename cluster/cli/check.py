@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cluster.counted import counted
-from baton.cluster.planning.model_files import check_model_files, needs_weights
-from baton.cluster.planning.plan import check_model
+from baton.cluster.planning.model_checks import check_model, check_model_files, needs_weights
+from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import (
     FleetSpec,
     has_model,
@@ -24,7 +23,7 @@ def judgements_of(file: Path) -> Iterator[tuple[str, bool]]:
     content = read_mapping(file)
     if is_ray_cluster(content):
         cluster = load_ray_cluster(content)
-        workers = counted(cluster.max_workers, "worker")
+        workers = pluralize(cluster.max_workers, "worker")
         yield f"{cluster.name} is fine: a Ray cluster of a head and up to {workers}", True
         return
     for name, spec in load_specs(content, needs_model=False).items():

@@ -99,8 +99,7 @@ def serve(
 
     baton serve --config configs/serve/demo.yaml --port 9000
     """
-    from baton.cluster.planning.model_files import check_model_files
-    from baton.cluster.planning.plan import check_model
+    from baton.cluster.planning.model_checks import check_model, check_model_files
     from baton.cluster.spec import InvalidSpec
 
     from .serve import Overrides, application_spec, run
@@ -218,7 +217,7 @@ def status(
 
     The exit code is 1 where no engine can serve a request, and where no gateway answers: then only an error is told.
     """
-    from .client import show_status
+    from .http_client import show_status
 
     raise SystemExit(show_status(url, api_key, as_json=as_json))
 
@@ -233,9 +232,29 @@ def drain(
 
     `baton status` shows when it has gone. What is left after fleets.*.drain_timeout_s goes on in other engines.
     """
-    from .drain import drain_rank
+    from baton.cluster.gateway.routing.ranks import spell_ranks
 
-    drain_rank(rank, application, address)
+    from .ray_cluster import NoRayCluster, connect, leave
+
+    try:
+        connect(address)
+    except NoRayCluster as error:
+        fail(str(error), code=1)
+    import ray
+
+    from baton.cluster.membership.directory import NAMESPACE, directory_name
+    from baton.cluster.membership.members import NoSuchRank
+
+    try:
+        directory = ray.get_actor(directory_name(application), namespace=NAMESPACE)
+        ranks: list[int] = ray.get(directory.drain_rank.remote(rank))
+    except NoSuchRank as error:
+        fail(str(error).splitlines()[-1], code=1)
+    except ValueError:
+        fail(f"the cluster runs no application named {application!r}: see `serve status`, and give --app", code=1)
+    finally:
+        leave()
+    typer.echo(f"rank {spell_ranks(ranks)}: it drains; Serve then starts another group in its place")
 
 
 @app.command()
@@ -248,7 +267,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
 ) -> None:
     """Talk to a running server. An empty line or Ctrl-D ends."""
-    from .client import ChatSettings, run_chat
+    from .http_client import ChatSettings, run_chat
 
     run_chat(url, api_key, ChatSettings(model, system, max_tokens, temperature))
 

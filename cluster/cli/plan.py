@@ -8,22 +8,22 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cluster.contracts import LoadBalancing
-from baton.cluster.counted import counted
 from baton.cluster.gateway.routing.ranks import spell_ranks
-from baton.cluster.planning.hosts import HostNeeds
 from baton.cluster.planning.plan import GB, Plan, RankPlan
+from baton.cluster.planning.sizing import HostNeeds
+from baton.cluster.pluralize import pluralize
 
 
 def print_plan(console: Console, name: str, plan: Plan) -> None:
     spec, machines = plan.spec, plan.machines
     size = (
-        f"{counted(machines.gpus_per_node, 'GPU')} of {machines.gpu_memory_bytes / GB:g} GB"
+        f"{pluralize(machines.gpus_per_node, 'GPU')} of {machines.gpu_memory_bytes / GB:g} GB"
         if machines.gpus_per_node
         else "no GPU"
     )
     if resources := {name for fleet in spec.fleets.present.values() for name in fleet.resources}:
         size += f", each with enough of {', '.join(sorted(resources))}"
-    nodes = counted(plan.num_nodes, "node")
+    nodes = pluralize(plan.num_nodes, "node")
     console.print(f"[bold]{name}[/]: {spec.served_model_id} on {nodes} with {size}", highlight=False)
     console.print(_placement(plan))
     if plan.fleets:
@@ -97,7 +97,7 @@ def _gateways(plan: Plan) -> str:
 
 def _print_bandwidth(console: Console, plan: Plan) -> None:
     load = plan.traffic
-    requests = counted(load.requests_per_s, "request")
+    requests = pluralize(load.requests_per_s, "request")
     line = f"At {requests} a second of {load.prompt_tokens} + {load.output_tokens} tokens: "
     if (bandwidth := plan.bandwidth) is None:
         line += "nothing is handed over"

@@ -1,4 +1,9 @@
-"""The Ray cluster of a command: one of its own, or one that is there."""
+"""The Ray cluster of a command: one of its own, or one that runs already; its capacity; its unexpected end.
+
+A terminal that closes, and a service manager that stops a service, signal all their processes at once: Ray's end before
+`baton serve` can end them in order. Ray's client then waits a minute for them, wherever it is called, and aborts. So a
+thread watches the processes of a cluster of our own (`RayWatch`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,13 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from baton.cluster.spec import FleetSpec
 from baton.engine.net.endpoints import split_endpoint
 
 # Ray's own switches; it reads them when it is imported. Its token authentication stays on.
@@ -17,20 +26,24 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call behind Ray's end would join any other cluster of this machine
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call after Ray's end would join any other cluster of this machine
     "RAY_worker_niceness": "0",  # Ray's 15 lets every other process take the cores from a step
 }
 PROBE_S = 5.0
+POLL_S = 0.2
+FREED_S = 4.0  # in which resources of processes that have just ended become free
+NEEDED = frozenset({"gcs_server", "raylet"})  # processes of a cluster, as Ray calls them
+START_S = 5.0
 
 
 class NoRayCluster(RuntimeError):
-    """None answers where one should be, or Ray could not start one. The message says which."""
+    """No cluster answers at an address, or Ray could not start one. The message says which."""
 
 
 def connect(address: str | None, **own: Any) -> None:
-    """Joins the cluster at `address` ('auto': this machine's), or with None starts one here, with the options `own`.
+    """Join the cluster at `address` ('auto': this machine's), or with None start one here, with the options `own`.
 
-    In the main thread. Raises `NoRayCluster`.
+    To be called in the main thread. Raises `NoRayCluster`.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -48,17 +61,67 @@ def connect(address: str | None, **own: Any) -> None:
 
 
 def leave() -> None:
-    """The inverse of `connect`. In the main thread."""
+    """Leave the cluster, and end it where it is our own. To be called in the main thread."""
     import ray
 
     with _sigterm_kept():
         ray.shutdown()
 
 
+def missing_capacity(spec: FleetSpec, stop: threading.Event) -> str:
+    """Return what the cluster lacks for an application: Ray would wait for it without an end.
+
+    Empty where nothing is missing, where an autoscaler may add machines, or once `stop` is set.
+    """
+    import ray
+
+    total = ray.cluster_resources()
+    if missing := spec.missing_gpus(total.get("GPU", 0.0)) or spec.missing_markers(total):
+        return missing
+    until_s = time.monotonic() + FREED_S
+    while missing := spec.missing_capacity(ray.available_resources(), total):
+        if _may_grow():
+            return ""
+        if time.monotonic() > until_s:
+            return missing
+        if stop.wait(POLL_S):
+            return ""
+    return ""
+
+
+class RayWatch:
+    """Calls `on_end`, in a thread of its own, once a process that Ray needs is gone; also where Ray has not started
+    `START_S` after `stop` was set: it may wait for a process that is gone.
+
+    `on_end` must end this process: the main thread may be inside a call of Ray's for long.
+    """
+
+    def __init__(self, stop: threading.Event, on_end: Callable[[], None]) -> None:
+        self._on_end, self._stop = on_end, stop
+        self._started, self._left = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="ray-watch", daemon=True).start()
+
+    def started(self) -> None:
+        """Note that Ray has started."""
+        self._started.set()
+
+    def leave(self) -> None:
+        """Stop watching. To be called before Ray is shut down on purpose."""
+        self._left.set()
+
+    def _watch(self) -> None:
+        stopped_s = 0.0
+        while not self._left.wait(POLL_S):
+            stopped_s += POLL_S if self._stop.is_set() and not self._started.is_set() else 0.0
+            if (stopped_s > START_S or _has_ended()) and not self._left.is_set():
+                self._on_end()
+                return
+
+
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """What SIGTERM means stays as it is. In `init` Ray's library puts a handler of its own below Python's, which aborts
-    the process after 3 s; behind `shutdown` there is none at all.
+    """Keep the handler of SIGTERM. In `init` Ray's library puts a handler of its own below Python's, which aborts the
+    process after 3 s; after `shutdown` there is none at all.
     """
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
@@ -68,13 +131,13 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def _leave_signals_alone(handler: object) -> None:
-    """Ray's handler ends the process with 1 wherever it is: what SIGTERM means is the command's to say."""
+    """Replace Ray's function that installs a handler which ends the process with 1: signals are the command's."""
 
 
 def _answering(address: str) -> str:
-    """Return HOST:PORT of a cluster where somebody listens: Ray itself would ask for minutes."""
+    """Return HOST:PORT of a cluster that accepts connections: Ray itself would try for minutes."""
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or "auto"  # as every command of Ray's
+        address = os.environ.get("RAY_ADDRESS") or "auto"  # as every command of Ray's does
     if address == "auto":
         return _only_one_here()
     from ray._private.services import canonicalize_bootstrap_address_or_die
@@ -93,9 +156,9 @@ def _answering(address: str) -> str:
 
 
 def _only_one_here() -> str:
-    """Return the cluster that `ray start` has made known here, or else the only one of this machine.
+    """Return the address of the cluster that `ray start` has recorded here, or else of the only one of this machine.
 
-    Ray's own `auto` is whichever it finds first, be it a dead one's address that a file or a process still names.
+    Ray's own `auto` is whichever it finds first, be it the address of a dead one that a file or a process still names.
     """
     from ray._private.services import find_bootstrap_address, find_gcs_addresses
 
@@ -126,5 +189,18 @@ def _is_alive(address: str) -> bool:
 
 
 def _reach(address: str) -> None:
-    """Raises `OSError` where nobody listens, `ValueError` for an address that is none."""
+    """Connect and close. Raises `OSError` where no process listens, `ValueError` for what is no address."""
     socket.create_connection(split_endpoint(address), PROBE_S).close()
+
+
+def _may_grow() -> bool:
+    """Tell whether the cluster has an autoscaler: it alone knows what machines it may add."""
+    from ray._private.state import state
+
+    return state.get_max_resources_from_cluster_config() is not None
+
+
+def _has_ended() -> bool:
+    worker = sys.modules.get("ray._private.worker")  # the main thread imports it when it has made its environment
+    node = getattr(worker, "_global_node", None)
+    return node is not None and any(kind in NEEDED for kind, _ in node.dead_processes())

@@ -17,10 +17,10 @@ from baton.cluster.logs import configure
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
 
 from .cli_common import fail, say_error
-from .client import print_ranks
-from .local import LocalApplication, Progress, ServeFailed, kill_what_started
+from .http_client import print_ranks
+from .local_application import LocalApplication, ServeFailed, StartProgress, kill_what_started
 from .ports import PortTaken, claimed_ports
-from .stop import Output, Stop
+from .stop_signals import StopSignals, TolerantOutput
 
 DEFAULT_HOST = "127.0.0.1"
 ALL_STOPPED = "Stopped: every process has ended."
@@ -92,7 +92,7 @@ def _application_in(config: Path) -> tuple[str, dict[str, Any]]:
 def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
     """Serves until Ctrl-C. Returns the exit code."""
     configure(spec.logging, "serve", "serve")
-    stop = Stop(kill_what_started)
+    stop = StopSignals(kill_what_started)
     stop.listen()
     try:
         with claimed_ports(spec):
@@ -107,13 +107,13 @@ class Session:
     Raises `InvalidSpec` where the application's API keys cannot be read here.
     """
 
-    def __init__(self, spec: FleetSpec, name: str, ray_address: str | None, stop: Stop) -> None:
+    def __init__(self, spec: FleetSpec, name: str, ray_address: str | None, stop: StopSignals) -> None:
         self._spec, self._stop = spec, stop
         self._application = LocalApplication(
             spec, name=name, ray_address=ray_address, stop=stop.asked, on_ray_end=self._end_without_ray
         )
         self._has_own_ray = ray_address is None
-        self._console = Console(file=cast(TextIO, Output(sys.stdout)))
+        self._console = Console(file=cast(TextIO, TolerantOutput(sys.stdout)))
         self._display = Display(self._console, f"{spec.served_model_id} from {spec.model}")
         self._disks = DiskWatch(self._console)
         self._ending = threading.Lock()
@@ -201,7 +201,7 @@ class Display:
             self._status = console.status("starting")
             self._status.start()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: StartProgress) -> None:
         if progress.done:
             self._waiting.pop(progress.name, None)
             self._console.print(f"  [green]ok[/] {progress.name} {progress.detail}".rstrip(), highlight=False)

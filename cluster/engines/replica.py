@@ -20,7 +20,7 @@ from ray.util.placement_group import get_current_placement_group
 
 from baton.cluster.contracts import EngineGroup, Role
 from baton.cluster.logs import configure
-from baton.cluster.membership.contact import ANSWER_S, DirectoryWatch, presence, stay_registered
+from baton.cluster.membership.directory_client import ANSWER_S, DirectoryClient, keep_app_alive, stay_registered
 from baton.cluster.membership.draining import drain
 from baton.cluster.membership.members import Standing
 from baton.cluster.spec import Bundle, FleetSpec, load_spec
@@ -44,7 +44,7 @@ class EngineReplica:
         context = serve.get_replica_context()
         group_id = f"{role}-{context.replica_id.unique_id}"
         configure(spec.logging, "group", group_id)
-        self._directory = DirectoryWatch(context.app_name)
+        self._directory = DirectoryClient(context.app_name)
         key: ClusterKey = await self._directory.call("cluster_key", spec.logging)
         launch = EngineLaunch(spec, Role(role), group_id, context.app_name, key)
         self._fleet = spec.fleets.present[launch.role]
@@ -52,7 +52,7 @@ class EngineReplica:
         placement = get_current_placement_group()
         assert placement is not None, "the deployment has one"
         self._workers = WorkerGroup(launch, bundle, placement)
-        async with presence(self._directory):
+        async with keep_app_alive(self._directory):
             engines = await self._workers.start()
         first_rank = spec.first_rank(launch.role)
         self._group = EngineGroup(group_id=launch.group_id, first_rank=first_rank, engines=engines)

@@ -19,8 +19,8 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
 from baton.cluster.contracts import EnginePulse
-from baton.cluster.counted import counted
 from baton.cluster.gateway.settings import QueueLimits
+from baton.cluster.pluralize import pluralize
 from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Submit
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
@@ -297,7 +297,7 @@ def _brings_work(request: EngineRequest) -> bool:
 
 
 def _full(stats: EngineStats, limits: QueueLimits) -> EngineError:
-    requests, tokens = counted(stats.num_requests_waiting, "request"), counted(stats.num_waiting_tokens, "token")
+    requests, tokens = pluralize(stats.num_requests_waiting, "request"), pluralize(stats.num_waiting_tokens, "token")
     message = (
         f"What waits in this engine: {requests}, with {tokens} to compute. "
         f"gateway.queue_limits are {limits.requests} and {limits.tokens}."

@@ -16,7 +16,7 @@ import ray
 
 from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord
 from baton.cluster.logs import configure
-from baton.cluster.membership.contact import DirectoryWatch
+from baton.cluster.membership.directory_client import DirectoryClient
 from baton.engine.core.engine import EngineCore
 from baton.engine.parallel.member import Member
 
@@ -201,7 +201,7 @@ class EngineWorker:
 
     async def _watch(self) -> None:
         """Follow the directory: abort requests of gateways that left, close connections of peers that left."""
-        directory, version = DirectoryWatch(self._launch.app), -1
+        directory, version = DirectoryClient(self._launch.app), -1
         while True:
             try:
                 snapshot = await directory.watch(version)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from baton.cluster.counted import counted
+from baton.cluster.pluralize import pluralize
 from baton.engine.core.messages import EngineError, ErrorKind
 
 MAX_TEXT_CHARS = 2048  # of an error message
@@ -122,7 +122,7 @@ def prompt_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiErr
 def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, max_tokens: int | None) -> ApiError:
     """Refuse a prompt that leaves no room in the context for `max_tokens` more, or for any token if that is None."""
     if max_tokens is None:
-        length = counted(prompt_tokens, "token")
+        length = pluralize(prompt_tokens, "token")
         asked = f"Your prompt has {length}, which leaves no room for an answer. Shorten the prompt."
     else:
         asked = (
@@ -189,13 +189,13 @@ def timed_out(message: str, code: str = "request_timeout") -> ApiError:
 
 
 def queue_full(limit: int, retry_after_s: float) -> ApiError:
-    served = counted(limit, "request")
+    served = pluralize(limit, "request")
     message = f"This gateway already serves {served}, which is its limit. Try again in {retry_after_s:g} s."
     return _too_many(message, "queue_full", retry_after_s)
 
 
 def key_limit(limit: int, retry_after_s: float) -> ApiError:
-    served = counted(limit, "request")
+    served = pluralize(limit, "request")
     message = f"This API key already has {served} under way, which is its limit. Try again in {retry_after_s:g} s."
     return _too_many(message, "key_limit", retry_after_s)
 

@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.cluster.contracts import DirectorySnapshot, GatewayRecord
 from baton.cluster.logs import configure
-from baton.cluster.membership.contact import DirectoryWatch, presence
 from baton.cluster.membership.directory import NAMESPACE
+from baton.cluster.membership.directory_client import DirectoryClient, keep_app_alive
 from baton.cluster.spec import load_spec
 
 from .gateway_placement import GatewayPlacement, PortAllocator, gateway_placements
@@ -133,7 +133,7 @@ class GatewayController:
         self._mode = spec.load_balancing
         self._app = serve.get_replica_context().app_name
         configure(spec.logging, "keeper", f"keeper-{self._app}")
-        self._directory = DirectoryWatch(self._app)
+        self._directory = DirectoryClient(self._app)
         self._ports = PortAllocator(spec.gateway.port)
         self._gateways: dict[str, RunningGateway] = {}
         self._placements: dict[str, GatewayPlacement] = {}
@@ -149,7 +149,7 @@ class GatewayController:
                 task.result()
 
     async def _watch(self) -> None:
-        async with presence(self._directory):
+        async with keep_app_alive(self._directory):
             while True:
                 try:
                     self._snapshot = await self._directory.watch(self._snapshot.version)

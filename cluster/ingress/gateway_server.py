@@ -22,8 +22,8 @@ import ray
 from fastapi import FastAPI
 from ray.actor import ActorHandle
 
-from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import GatewayRecord, Reach
+from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.bodies.service import BodyService
 from baton.cluster.gateway.metrics import GatewayMetrics
@@ -31,8 +31,8 @@ from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.tracing import RequestSpans
 from baton.cluster.logs import configure
-from baton.cluster.membership.contact import DirectoryWatch, HeartbeatThread
-from baton.cluster.membership.liveness import LifeSocket
+from baton.cluster.membership.directory_client import DirectoryClient, HeartbeatThread
+from baton.cluster.membership.member_probe import ProbeSocket
 from baton.cluster.spec import FleetSpec, load_spec
 from baton.engine.net.curve import ClusterKey
 
@@ -65,11 +65,11 @@ class GatewayServer:
         `TraceExporterError` where the environment asks for traces that nothing can send.
         """
         self._spec = load_spec(launch.args)
-        self._directory = DirectoryWatch(launch.app)
+        self._directory = DirectoryClient(launch.app)
         self._actor = actor
         self._reach = launch.reach
         self._listener = listen(self._spec.gateway.host, launch.port, share=share_port)
-        self._life = LifeSocket(launch.node_ip)
+        self._life = ProbeSocket(launch.node_ip)
         self.record = GatewayRecord(
             identity=f"gateway-{secrets.token_hex(6)}",
             node_id=launch.node_id,
@@ -164,7 +164,7 @@ class GatewayServer:
             await self._directory.call("leave", self.record.identity)
         self._life.close()
 
-    async def _register(self, directory: DirectoryWatch) -> None:
+    async def _register(self, directory: DirectoryClient) -> None:
         await directory.call("register_gateway", self.record, self._actor)
 
 

@@ -1,1 +1,1 @@
-"""Who belongs to an application: the directory, what it knows, and how a group leaves."""
+"""The members of an application: the directory, the list that it keeps, and how a group leaves."""

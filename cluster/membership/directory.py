@@ -1,15 +1,15 @@
-"""Who is alive: the one named actor that engines and gateways register with and everyone watches.
+"""The directory of live members: one named actor with which engines and gateways register, and which all watch.
 
     replica ── register(group, worker handles) ──> directory ── snapshots ──> gateways, engines
     gateway ── register(record) ───────────────>       │
     both    ── heartbeat ──────────────────────>       └── run() of every worker: Ray fails it when the process dies
 
 A group leaves the snapshot the moment one of its processes dies; a lost machine or a dead gateway when its heartbeats
-stop and it does not answer when it is asked (`liveness.py`); a member that is only busy stays. A group that drains
-stays listed, as one that drains, until it has ended. The directory keeps nothing on disk: after a restart its members
-are told that they are unknown, and register again. It ends itself when its application has been gone for a while
-(`company.py`), and gateways that nobody else would end with it; members that are still starting say that there is one.
-Where the application is autoscaled, it decides how many groups there should be.
+stop and it does not answer probes (`member_probe.py`); a member that is only busy stays. A group that drains stays
+listed, as draining, until it has ended. The directory keeps nothing on disk: after a restart its members are told that
+they are unknown, and register again. It ends when its application has been gone for a while (`app_liveness.py`), and
+ends gateways that are no Serve replicas with it; members that are still starting keep it alive. Where the application
+is autoscaled, it decides how many groups there should be.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, Eng
 from baton.cluster.logs import LogSettings, configure
 from baton.engine.net.curve import ClusterKey
 
-from .company import Company
-from .liveness import BUSY_S, MISSED_AFTER_S, Pulse, ask_all
+from .app_liveness import AppLiveness
+from .member_probe import BUSY_S, MISSED_AFTER_S, ProcessState, probe_all
 from .members import Membership, Standing
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "baton"  # of the actor's name
 HEAD_NODE = "node:__internal_head__"  # where Ray's own state is: the loss of another machine never takes the directory
 HEARTBEAT_S = 1.0
-RECOVERY_S = 3.0  # after a restart watchers wait so long, that nobody takes a half-filled list for the whole
-WATCH_S = 20.0  # a watch without news is answered after so long
+RECOVERY_S = 3.0  # for which watchers wait after a restart: a half-filled list must not be taken for the whole
+WATCH_S = 20.0  # after which a watch is answered though nothing has changed
 
 
 class Directory:
-    """The actor. `get_directory` finds or starts it."""
+    """The actor of the directory. `get_directory` finds or starts it."""
 
     async def __init__(self, key: ClusterKey) -> None:  # type: ignore[misc]  # Ray awaits constructors
         self._key = key
@@ -53,18 +53,18 @@ class Directory:
         self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
         self._changed = asyncio.Event()
         self._watched: dict[tuple[str, int | None], asyncio.Task[None]] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}  # members that are silent
-        self._free_standing: dict[str, ActorHandle] = {}  # gateways that live until somebody ends them
+        self._probes: dict[str, asyncio.Task[None]] = {}  # of members that are silent
+        self._free_standing: dict[str, ActorHandle] = {}  # gateways that are no Serve replicas
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
             restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._complete_at_s = time.monotonic() + (RECOVERY_S if restarted else 0.0)
-        self._company = Company(time.monotonic)
+        self._app_liveness = AppLiveness(time.monotonic)
         self._scaler: Scaler | None = None
-        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._scale())]
+        self._tasks = [asyncio.create_task(self._check_members()), asyncio.create_task(self._scale())]
 
     async def cluster_key(self, logs: LogSettings) -> ClusterKey:
-        """Return what members are let in by. Each asks for it first, and says how its application logs."""
+        """Return the key of all sockets between members. A member calls it first, and brings the settings of logs."""
         self._log_as(logs)
         return self._key
 
@@ -87,7 +87,7 @@ class Directory:
         return listed
 
     async def register_gateway(self, record: GatewayRecord, actor: ActorHandle | None = None) -> None:
-        """`actor` where it is no Serve replica: the directory ends it with the application."""
+        """List a gateway. `actor`: given where it is no Serve replica, so that it ends with the application."""
         version = self._members.version
         self._members.add_gateway(record)
         if self._members.version != version:
@@ -103,58 +103,58 @@ class Directory:
         self._announce()
 
     async def report_gateway(self, identity: str, load: GatewayLoad) -> None:
-        """For the autoscaler."""
+        """Give a gateway's load to the autoscaler."""
         if self._scaler is not None:
             self._scaler.hear_gateway(identity, load)
 
     async def report_group(self, group_id: str, epoch: int, pulses: list[EnginePulse]) -> None:
-        """For the autoscaler."""
+        """Give the pulses of a group's engines to the autoscaler."""
         group = next((group for group in self._members.groups() if group.group_id == group_id), None)
         if self._scaler is not None and group is not None and group.epoch == epoch:
             self._scaler.hear_group(group, pulses)
 
     async def wanted(self, role: Role, replicas: int) -> FleetTarget | None:
-        """How many groups a fleet is to have that has `replicas` now; None where that is not for us to say."""
+        """Return the target of a fleet that has `replicas` groups now; None where nothing is autoscaled."""
         if self._scaler is None:
             return None
         self._scaler.start_from({role: replicas})
         return self._scaler.wanted(role)
 
     async def leave(self, name: str, epoch: int | None = None, why: str = "") -> None:
-        """A member ends on purpose, or since a process of it has. Unknown names are ignored."""
+        """Remove a member that ends on purpose, or since a process of it has. Unknown names are ignored."""
         if self._members.remove(name, epoch):
             level = logging.WARNING if why else logging.INFO
             logger.log(level, "%s is gone: it says so itself%s", name, f": {why}" if why else "")
             self._announce()
 
     async def drain(self, group_id: str, epoch: int, draining: bool) -> None:
-        """Gateways stop choosing the group's engines, or may choose them again."""
+        """Make gateways stop choosing the group's engines, or choose them again."""
         self._members.set_draining(group_id, epoch, draining)
         self._announce()
 
     async def drain_rank(self, rank: int) -> list[int]:
-        """Asks the group of this rank to drain and to end; returns the ranks that leave. Raises `NoSuchRank`."""
+        """Ask the group of this rank to drain and end; return its ranks. Raises `NoSuchRank`."""
         group = self._members.group_with(rank)
         self._members.ask_to_leave(group.group_id)
         return [engine.rank for engine in group.engines]
 
     async def drained(self, group_id: str, epoch: int, drained: Drained) -> None:
-        """The group has drained, and leaves."""
+        """Count a group that has drained, and remove it."""
         self._members.drains = self._members.drains.plus(drained)
         await self.leave(group_id, epoch)
 
     async def heartbeat(self, name: str, epoch: int | None = None) -> Standing:
-        """A member lives."""
+        """Note a sign of life of a member, and return what it is to do."""
         if name not in self._free_standing:
-            self._company.heard()
+            self._app_liveness.heard()
         return self._members.heard(name, epoch)
 
     async def application_lives(self) -> None:
-        """Someone is about to become a member."""
-        self._company.heard()
+        """Note that a member is starting."""
+        self._app_liveness.heard()
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """The first snapshot of another version, or the current one after `WATCH_S` seconds."""
+        """Return the first snapshot of another version, or the current one after `WATCH_S` seconds."""
         await asyncio.sleep(max(0.0, self._complete_at_s - time.monotonic()))
         deadline_s = time.monotonic() + WATCH_S
         while self._members.version == version and time.monotonic() < deadline_s:
@@ -165,14 +165,14 @@ class Directory:
         return self._members.snapshot()
 
     async def end(self) -> None:
-        """Ends what would outlive the application: gateways that are no Serve replicas, and this actor."""
+        """End what would outlive the application: gateways that are no Serve replicas, and this actor."""
         for actor in self._free_standing.values():
             ray.kill(actor)
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _announce(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()  # those who waited have been woken; the next ones wait for the next change
+        self._changed = asyncio.Event()  # watchers have been woken; later ones wait for the next change
 
     def _watch(self, name: str, epoch: int | None, what: str, find: Callable[[], list[ActorHandle]]) -> None:
         if (name, epoch) not in self._watched:
@@ -186,47 +186,49 @@ class Directory:
         del self._watched[name, epoch]
         self._free_standing.pop(name, None)
         if any(isinstance(error, ray.exceptions.ActorUnavailableError) for error in errors):
-            self._company.lost()
+            self._app_liveness.lost()
         if self._members.remove(name, epoch):
             reasons = ", ".join(sorted({type(error).__name__ for error in errors if error is not None}))
             logger.warning("%s is gone: Ray saw a process of it %s", what, f"die ({reasons})" if reasons else "end")
             self._announce()
 
-    async def _keep(self) -> None:
+    async def _check_members(self) -> None:
         while True:
             slept_s = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
-            self._excuse(time.monotonic() - slept_s - HEARTBEAT_S)
-            self._ask_suspects()
+            self._excuse_stall(time.monotonic() - slept_s - HEARTBEAT_S)
+            self._probe_suspects()
             silent = self._members.remove_silent()
             if silent:
                 silence = f"the directory had no sign of life for {MISSED_AFTER_S:.0f} s or longer"
                 logger.warning("%s is gone: %s", ", ".join(silent), silence)
-                self._company.lost()
+                self._app_liveness.lost()
                 self._announce()
-            if self._company.is_gone:
+            if self._app_liveness.is_gone:
                 logger.info("the application is gone, so the directory ends")
                 await self.end()
 
-    def _ask_suspects(self) -> None:
+    def _probe_suspects(self) -> None:
         for name, addresses in self._members.suspects().items():
-            if name not in self._asking:
-                self._asking[name] = asyncio.create_task(self._ask(name, addresses))
+            if name not in self._probes:
+                self._probes[name] = asyncio.create_task(self._probe(name, addresses))
 
-    async def _ask(self, name: str, addresses: list[str]) -> None:
+    async def _probe(self, name: str, addresses: list[str]) -> None:
         try:
-            pulse = await ask_all(addresses)
+            state = await probe_all(addresses)
         finally:
-            del self._asking[name]
-        if self._members.asked(name, pulse):
-            logger.warning("%s sends no heartbeats, but %s: it is kept for %.0f s", name, Pulse.RUNS.value, BUSY_S)
+            del self._probes[name]
+        if self._members.note_probe(name, state):
+            logger.warning(
+                "%s sends no heartbeats, but %s: it is kept for %.0f s", name, ProcessState.RUNS.value, BUSY_S
+            )
             self._announce()
 
-    def _excuse(self, deaf_s: float) -> None:
-        """A directory that was stopped wakes up before the signs of life that wait for it are read."""
-        if deaf_s > HEARTBEAT_S:
-            self._members.excuse(deaf_s)
-            self._company.excuse(deaf_s)
+    def _excuse_stall(self, stalled_s: float) -> None:
+        """Leave out a time in which this process was stopped: the heartbeats that came meanwhile are read later."""
+        if stalled_s > HEARTBEAT_S:
+            self._members.excuse(stalled_s)
+            self._app_liveness.excuse(stalled_s)
 
     async def _scale(self) -> None:
         while True:
@@ -266,9 +268,9 @@ def directory_name(app: str) -> str:
 
 
 def get_directory(app: str) -> ActorHandle:
-    """The directory of the application `app`, started if there is none. Ray restarts it where it dies, on its head.
+    """Return the directory of the application `app`, started if there is none. Ray restarts it where it dies.
 
-    Detached, because each of its members may be replaced at any time; see `company.py` for how it ends.
+    It is detached, because each of its members may be replaced at any time; `app_liveness.py` says when it ends.
     """
     actor: Any = ray.remote(Directory)
     return actor.options(
@@ -277,7 +279,7 @@ def get_directory(app: str) -> ActorHandle:
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
-        resources={HEAD_NODE: 0.001},  # a marker: it says where, and counts nothing
+        resources={HEAD_NODE: 0.001},  # pins it to a node; the amount means nothing
         scheduling_strategy="DEFAULT",  # not in the placement group of the member that happens to start it
         max_restarts=-1,
         max_concurrency=10_000,

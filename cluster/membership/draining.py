@@ -1,9 +1,9 @@
-"""How a group of engines leaves: nobody chooses it any more, what it has ends, the rest goes on elsewhere.
+"""Draining a group of engines: gateways choose it no more, its requests end, or are returned and go on elsewhere.
 
-SERVING ──listed as draining──> DRAINING ──nothing is left──────────────────────> DRAINED
-                                    └────deadline──> HANDED OVER ──last words──────┘
+SERVING ──listed as draining──> DRAINING ──nothing is left────────────────────────> DRAINED
+                                    └────deadline──> REQUESTS RETURNED ──sent────────┘
 
-Nothing is left: no request without its last token, no blocks that wait for a reader, none on their way in.
+Nothing is left: no request without its last token, no blocks that wait for a reader, none that are being received.
 """
 
 from __future__ import annotations
@@ -15,53 +15,54 @@ from typing import Protocol
 
 from baton.cluster.contracts import Drained, EnginePulse
 
-SETTLE_S = 0.5  # until every gateway has heard, and what it had sent before has arrived
-LOOK_S = 0.1  # between looks at what is left
-QUIET_S = 0.3  # for which nothing must be left: engines tell of their leases that much later than of their requests
-LAST_WORDS_S = 1.0  # for what is handed over to reach the gateways
-ANSWER_S = 2.0  # of one question to the engines: Ray waits for ever for an answer that was lost with a link
-LONGEST_S = SETTLE_S + QUIET_S + LAST_WORDS_S + 2 * LOOK_S + 4 * ANSWER_S  # beside the wait itself
+SETTLE_S = 0.5  # until every gateway knows, and the requests that it had sent before have arrived
+POLL_S = 0.1  # between looks at the engines
+QUIET_S = 0.3  # for which nothing must be left: an engine's number of leases is that much older than of its requests
+RETURN_S = 1.0  # for returned requests to reach the gateways
+ANSWER_S = 2.0  # for one call to the engines: Ray waits for ever for an answer that was lost with a link
+LONGEST_S = SETTLE_S + QUIET_S + RETURN_S + 2 * POLL_S + 4 * ANSWER_S  # beside the wait itself
 
 
-class Engines(Protocol):
-    """One group, as far as draining goes."""
+class DrainingGroup(Protocol):
+    """The part of a group that draining uses."""
 
     async def pulses(self) -> list[EnginePulse]: ...
 
     async def return_requests(self) -> None: ...
 
 
-async def drain(engines: Engines, timeout_s: float) -> Drained:
-    """Once gateways have been told: waits for what is there, `timeout_s` at most, and hands over what then is left.
+async def drain(engines: DrainingGroup, timeout_s: float) -> Drained:
+    """Wait until a group's requests have ended, `timeout_s` at most, and return those that are left to their gateways.
 
-    Raises what the engines raise. What they do not answer is asked again, or taken for the worst when the time is over.
+    The directory must list the group as draining before. Raises what the engines raise; where no answer comes they
+    are asked again, and count as busy.
     """
     began_s = time.monotonic()
     await asyncio.sleep(SETTLE_S)
     handed_over = 0
-    if not await _ends(engines, timeout_s):
+    if not await _becomes_idle(engines, timeout_s):
         handed_over = await _num_requests(engines) or 0
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engines.return_requests(), ANSWER_S)
-        await _answers(engines)
+        await _wait_until_returned(engines)
     return Drained(time.monotonic() - began_s, handed_over)
 
 
-async def _pulses(engines: Engines) -> list[EnginePulse] | None:
-    """None: no answer has come."""
+async def _pulses(engines: DrainingGroup) -> list[EnginePulse] | None:
+    """Return the pulses of all engines; None where no answer has come."""
     try:
         return await asyncio.wait_for(engines.pulses(), ANSWER_S)
     except TimeoutError:
         return None
 
 
-async def _num_requests(engines: Engines) -> int | None:
+async def _num_requests(engines: DrainingGroup) -> int | None:
     pulses = await _pulses(engines)
     return None if pulses is None else sum(pulse.num_requests for pulse in pulses)
 
 
-async def _ends(engines: Engines, timeout_s: float) -> bool:
-    """Whether nothing is left in time."""
+async def _becomes_idle(engines: DrainingGroup, timeout_s: float) -> bool:
+    """Wait until nothing is left; return whether that was in time."""
     live_s = time.monotonic()
     deadline_s = live_s + timeout_s
     while True:
@@ -74,12 +75,12 @@ async def _ends(engines: Engines, timeout_s: float) -> bool:
             return True
         if is_live and now_s >= deadline_s:
             return False
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
-async def _answers(engines: Engines) -> None:
-    """Waits until what was handed over has gone out."""
-    deadline_s = time.monotonic() + LAST_WORDS_S
+async def _wait_until_returned(engines: DrainingGroup) -> None:
+    """Wait until the returned requests have been sent."""
+    deadline_s = time.monotonic() + RETURN_S
     while await _num_requests(engines) != 0 and time.monotonic() < deadline_s:
-        await asyncio.sleep(LOOK_S)
-    await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
+    await asyncio.sleep(POLL_S)

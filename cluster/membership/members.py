@@ -1,7 +1,7 @@
-"""Who is a member of the application, which ranks they have, and who is to leave: what the directory knows.
+"""The list of an application's members, with their ranks and the requests to leave; the directory's state.
 
 UNKNOWN ──register──> LISTED ──set_draining──> LISTED as draining ──remove──> UNKNOWN
-                        └──────── remove, or silent for long (`liveness.py`) ─┘
+                        └──────── remove, or silent for long (`member_probe.py`) ─┘
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 
 from baton.cluster.contracts import DirectorySnapshot, DrainCounters, EngineGroup, EngineRecord, GatewayRecord
 
-from .liveness import BUSY_S, MISSED_AFTER_S, SUSPECT_AFTER_S, TRUSTED_S, Pulse
+from .member_probe import BUSY_S, MISSED_AFTER_S, SUSPECT_AFTER_S, TRUSTED_S, ProcessState
 
 
 class Standing(enum.StrEnum):
-    """What a member is told when it gives a sign of life."""
+    """The directory's answer to a heartbeat."""
 
     UNKNOWN = "unknown"  # register again
     LISTED = "listed"
@@ -32,17 +32,19 @@ class NoSuchRank(ValueError):
 
 
 @dataclass
-class Member:
+class ListedMember:
+    """A group or a gateway, with the signs of its life."""
+
     heard_s: float
     group: EngineGroup | None = None
     gateway: GatewayRecord | None = None
-    is_to_leave: bool = False  # somebody asked for its end
-    pulse: Pulse | None = None  # what its process was found to be, while it was silent
-    answered_s: float = -math.inf  # when that was last found to run
+    is_to_leave: bool = False  # its end was asked for
+    process_state: ProcessState | None = None  # as the last probe found it in this silence
+    answered_s: float = -math.inf  # when a probe last found its process running
 
     @property
     def addresses(self) -> list[str]:
-        """Where its processes listen."""
+        """Return the addresses at which its processes listen."""
         if self.group is not None:
             return [engine.address for engine in self.group.engines]
         return [self.gateway.life_address] if self.gateway is not None and self.gateway.life_address else []
@@ -64,17 +66,19 @@ class Membership:
 
     def __init__(self, clock: Callable[[], float], first_version: int) -> None:
         self._clock = clock
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, ListedMember] = {}
         self.version = first_version
         self.drains = DrainCounters()
-        self.num_kept = 0  # members that were silent and kept, since their processes ran
+        self.num_kept = 0  # silent members that were kept, since their processes ran
 
     def __len__(self) -> int:
         return len(self._members)
 
     def add_group(self, group: EngineGroup) -> EngineGroup:
-        """Gives the engines ranks: those that they had, where they are free (a returning group), else the first run of
-        free ones among those of the fleet, which are cut into runs of a group's size.
+        """List a group, and give its engines ranks.
+
+        A group that returns has the ranks that it had, where they are free. Else it has the first free run of the
+        fleet's ranks, which are cut into runs of a group's size.
         """
         known = self._members.get(group.group_id)
         if known is not None and known.group is not None and known.epoch == group.epoch:
@@ -89,8 +93,8 @@ class Membership:
             had = next(run for run in runs if not taken.intersection(run))
         engines = [msgspec.structs.replace(engine, rank=rank) for engine, rank in zip(group.engines, had, strict=True)]
         listed = msgspec.structs.replace(group, engines=engines)
-        # One that drains was asked to leave, before this list was made or while it was cut off: it is not to stay now.
-        self._members[group.group_id] = Member(self._clock(), group=listed, is_to_leave=group.draining)
+        # A group that drains was asked to leave before this list was made or while cut off: it must not stay now.
+        self._members[group.group_id] = ListedMember(self._clock(), group=listed, is_to_leave=group.draining)
         self.version += 1
         return listed
 
@@ -98,10 +102,10 @@ class Membership:
         known = self._members.get(record.identity)
         if known is None or known.gateway != record:
             self.version += 1
-        self._members[record.identity] = Member(self._clock(), gateway=record)
+        self._members[record.identity] = ListedMember(self._clock(), gateway=record)
 
     def remove(self, name: str, epoch: int | None = None) -> bool:
-        """Removes a member. A group only if it still is the one of that epoch. False where there was none."""
+        """Remove a member; a group only if it still has that epoch. Return whether there was one."""
         member = self._members.get(name)
         if member is None or (epoch is not None and member.epoch not in (None, epoch)):
             return False
@@ -110,15 +114,15 @@ class Membership:
         return True
 
     def heard(self, name: str, epoch: int | None = None) -> Standing:
-        """A sign of life."""
+        """Note a heartbeat, and return what the member is to do."""
         member = self._members.get(name)
         if member is None or member.epoch not in (None, epoch):
             return Standing.UNKNOWN
-        member.heard_s, member.pulse = self._clock(), None
+        member.heard_s, member.process_state = self._clock(), None
         return Standing.LEAVE if member.is_to_leave else Standing.LISTED
 
     def set_draining(self, group_id: str, epoch: int, draining: bool) -> None:
-        """Of a group that is no longer, nothing changes."""
+        """Mark a group as draining or not. A group that is not listed is ignored."""
         member = self._members.get(group_id)
         if member is None or member.group is None or member.epoch != epoch:
             return
@@ -128,12 +132,12 @@ class Membership:
             self.version += 1
 
     def ask_to_leave(self, group_id: str, leave: bool = True) -> None:
-        """Or, of a group that has not ended yet, to stay after all. It hears of it with its next sign of life."""
+        """Ask a member to leave, or after all to stay. It learns so with its next heartbeat."""
         if group_id in self._members:
             self._members[group_id].is_to_leave = leave
 
     def group_with(self, rank: int) -> EngineGroup:
-        """Raises `NoSuchRank`."""
+        """Return the group that has this rank. Raises `NoSuchRank`."""
         for group in self.groups():
             if any(engine.rank == rank for engine in group.engines):
                 return group
@@ -143,14 +147,14 @@ class Membership:
     def groups(self) -> list[EngineGroup]:
         return [member.group for member in self._members.values() if member.group is not None]
 
-    def excuse(self, deaf_s: float) -> None:
-        """Nobody could be heard for so long: it was our own process that stood still."""
+    def excuse(self, stalled_s: float) -> None:
+        """Leave out a time in which nothing could be heard, since this process stood still."""
         now = self._clock()
         for member in self._members.values():
-            member.heard_s = min(now, member.heard_s + deaf_s)
+            member.heard_s = min(now, member.heard_s + stalled_s)
 
     def suspects(self) -> dict[str, list[str]]:
-        """Return the members whose heartbeats are missing, with the addresses where they are to be asked."""
+        """Return the members whose heartbeats are missing, with the addresses to probe."""
         now = self._clock()
         return {
             name: member.addresses
@@ -158,27 +162,30 @@ class Membership:
             if now - member.heard_s > SUSPECT_AFTER_S and member.addresses
         }
 
-    def asked(self, name: str, pulse: Pulse) -> bool:
-        """Note what a suspect's process is. Return whether it is kept by that for the first time in this silence."""
+    def note_probe(self, name: str, state: ProcessState) -> bool:
+        """Note the state of a suspect's process. Return whether that keeps it for the first time in this silence."""
         member, now = self._members.get(name), self._clock()
         if member is None or now - member.heard_s <= SUSPECT_AFTER_S:
             return False
-        is_news = pulse is Pulse.RUNS and member.pulse is not Pulse.RUNS
-        member.pulse = pulse
-        if pulse is Pulse.RUNS:
+        is_new = state is ProcessState.RUNS and member.process_state is not ProcessState.RUNS
+        member.process_state = state
+        if state is ProcessState.RUNS:
             member.answered_s = now
-        if is_news:
+        if is_new:
             self.num_kept += 1
             self.version += 1
-        return is_news
+        return is_new
 
     def remove_silent(self) -> list[str]:
-        """Remove members that are gone; return their names, with what was found of their processes."""
+        """Remove members that are gone; return their names, with the state of their processes."""
         now = self._clock()
         gone = {name: member for name, member in self._members.items() if member.is_gone(now)}
         for name in gone:
             self.remove(name)
-        return [name if member.pulse is None else f"{name} ({member.pulse.value})" for name, member in gone.items()]
+        return [
+            name if member.process_state is None else f"{name} ({member.process_state.value})"
+            for name, member in gone.items()
+        ]
 
     def snapshot(self) -> DirectorySnapshot:
         engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
@@ -186,7 +193,7 @@ class Membership:
         return DirectorySnapshot(self.version, engines, gateways, self.drains, self.num_kept)
 
     def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
-        """With the names of their groups."""
+        """Yield all engines, each with the name of its group."""
         for name, member in self._members.items():
             if member.group is not None:
                 yield from ((name, engine) for engine in member.group.engines)

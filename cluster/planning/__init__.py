@@ -1,1 +1,1 @@
-"""What an application would need, without one: sizes of a model, machines, memory, bandwidth."""
+"""Planning without a running application: sizes of a model, machines, memory, bandwidth; checks of a model's folder."""

@@ -1,7 +1,7 @@
-"""What an application would be on machines that one does not have yet: placement, memory, blocks, bandwidth, refusals.
+"""The plan of an application on given machines: placement, memory, KV blocks, bandwidth, refusals.
 
-Everything comes from the application's arguments and the model's config.json. What only a running engine can measure
-(what a step allocates) is estimated, and said to be.
+Everything comes from the application's arguments and the model's config.json. The memory that a step allocates, which
+only a running engine can measure, is an estimate, and named so.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.cluster.contracts import Role
-from baton.cluster.counted import counted
 from baton.cluster.engines.rank_assignment import assign_ranks
-from baton.cluster.spec import FleetSpec, InvalidSpec
-from baton.engine.config import DTYPES, EngineConfig, InvalidEngineConfig
+from baton.cluster.pluralize import pluralize
+from baton.cluster.spec import FleetSpec
+from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
 from baton.engine.hf_config.model_config import ModelConfig, ModelError
-from baton.engine.parallel.division import check_division
 
-from .hosts import GB, HostNeeds, needs_of_nodes, needs_of_worker, what_does_not_fit
-from .sizing import block_bytes, weights_of_rank
+from .model_checks import read_model
+from .sizing import (
+    GB,
+    HostNeeds,
+    block_bytes,
+    find_overcommitted,
+    needs_of_nodes,
+    needs_of_worker,
+    weights_of_rank,
+)
 
-CPU_KV_BYTES = 4 << 30  # at most, where nobody says how much
-DRIVER_BYTES = 2 << 30  # of a GPU: its context, captured steps, libraries; seen on an H200
+CPU_KV_BYTES = 4 << 30  # at most, where no setting gives it
+DRIVER_BYTES = 2 << 30  # of a GPU: its context, captured steps, libraries; measured on an H200
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The nodes to plan for: all alike."""
+    """The nodes to plan for, which are all alike."""
 
     gpus_per_node: int = 8
     gpu_memory_bytes: int = 80 * GB
@@ -43,7 +50,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the application is to serve."""
+    """The load that the application is to serve."""
 
     requests_per_s: float = 1.0
     prompt_tokens: int = 1024
@@ -52,19 +59,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One worker."""
+    """The placement of one worker."""
 
     role: Role
     group: int  # within the fleet
     dp_rank: int
     tp_rank: int
-    engine_rank: int  # that gateways and clients know: of the engine that this worker is part of
+    engine_rank: int  # of the engine that this worker is part of, as gateways and clients know it
     node: int
 
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What each rank of a fleet holds, in bytes unless it says otherwise."""
+    """The memory of each rank of a fleet, in bytes where no other unit is named."""
 
     role: Role
     config: EngineConfig
@@ -81,18 +88,18 @@ class FleetPlan:
 
     @property
     def host(self) -> int:
-        """What of it is in the host's memory."""
+        """Return the bytes that are in the host's memory."""
         return self.weights + self.step + self.kv if self.device == "cpu" else 0
 
     def num_requests(self, traffic: Traffic) -> int:
-        """That one engine can have in its blocks, and in a step, at once."""
+        """Return how many requests one engine can have at once, by its blocks and by its rows."""
         blocks = -(-(traffic.prompt_tokens + traffic.output_tokens) // BLOCK_SIZE)
         return min(self.config.max_num_seqs, self.num_blocks // blocks)
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of hand-offs at the target load, in bytes and bytes a second."""
+    """The traffic of hand-offs at the target load, in bytes and bytes a second."""
 
     request: int
     total: float
@@ -102,6 +109,8 @@ class Bandwidth:
 
 @dataclass
 class Plan:
+    """An application on given machines, and the reasons why it could not run there."""
+
     spec: FleetSpec
     machines: Machines
     traffic: Traffic
@@ -118,13 +127,13 @@ class Plan:
 
 
 def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
-    """Never raises for an application that cannot work: its `refusals` say why."""
+    """Plan an application. One that cannot work raises nothing: its `refusals` say why."""
     plan = Plan(spec, machines, traffic)
     plan.refusals += _too_large_for_a_node(spec, machines)
     plan.ranks = [] if plan.refusals else list(_placement(spec, machines))
     if machines.nodes is not None and plan.num_nodes > machines.nodes:
         plan.refusals.append(
-            f"{counted(plan.num_nodes, 'node')} needed, {machines.nodes} given: give more, or fewer or smaller groups"
+            f"{pluralize(plan.num_nodes, 'node')} needed, {machines.nodes} given: give more, or fewer or smaller groups"
         )
     for role in spec.fleets.present:
         try:
@@ -132,43 +141,14 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
         except (ModelError, InvalidEngineConfig) as error:
             plan.refusals.append(f"{role}: {error}")
     plan.hosts = _hosts(plan)
-    plan.refusals += what_does_not_fit(plan.hosts, machines.memory_bytes, machines.disk_bytes)
+    plan.refusals += find_overcommitted(plan.hosts, machines.memory_bytes, machines.disk_bytes)
     plan.bandwidth = _bandwidth(plan)
     _note_what_is_slow(plan)
     return plan
 
 
-def check_model(spec: FleetSpec) -> None:
-    """What depends on the model's config.json. Raises `InvalidSpec` with one line a fleet that cannot be."""
-    problems = []
-    for role in spec.fleets.present:
-        try:
-            model_of(spec, role)
-        except (ModelError, InvalidEngineConfig) as error:
-            problems.append(f"{role}: {error}")
-    if problems:
-        raise InvalidSpec("\n".join(dict.fromkeys(problems)))
-
-
-def model_of(spec: FleetSpec, role: Role) -> ModelConfig:
-    """The model as one fleet serves it; of its weights nothing is read.
-
-    Raises `ModelError` for one that this version cannot serve, `InvalidEngineConfig` where it does not divide.
-    """
-    config = spec.engine_config(role)
-    model = ModelConfig.from_folder(
-        spec.model,
-        dtype=DTYPES[config.dtype] or "auto",
-        max_model_len=config.max_model_len,
-        load_format="dummy",
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
-    check_division(model, config)
-    return model
-
-
 def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) -> FleetPlan:
-    config, model = spec.engine_config(role), model_of(spec, role)
+    config, model = spec.engine_config(role), read_model(spec, role)
     device = machines.device if config.device == "auto" else config.device
     weights = weights_of_rank(model, config).num_bytes(model, device)
     step = _step_bytes(model, config)
@@ -190,13 +170,13 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     if max_model_len < model.max_model_len:
         what = f"for {max_model_len} tokens, a sequence may have {model.max_model_len}"
         if config.max_model_len is not None:
-            raise InvalidEngineConfig(setting, f"{counted(num_blocks, 'block')} {what}")
-        notes.append(f"{role}: {counted(num_blocks, 'block')} {what}: max_model_len becomes {max_model_len}")
+            raise InvalidEngineConfig(setting, f"{pluralize(num_blocks, 'block')} {what}")
+        notes.append(f"{role}: {pluralize(num_blocks, 'block')} {what}: max_model_len becomes {max_model_len}")
     return FleetPlan(role, config, device, weights, step, block, num_blocks, max_model_len)
 
 
 def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, taken: int) -> tuple[int, str]:
-    """Bytes for blocks, and the argument that changes them."""
+    """Return the bytes for blocks, and the argument that changes them."""
     config = spec.engine_config(role)
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -207,7 +187,7 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
 
 
 def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """An estimate of what the largest step allocates: the widest activations, and logits in float32."""
+    """Estimate the bytes that the largest step allocates: the widest activations, and logits in float32."""
     ranks = config.tensor_parallel_size
     width = 4 * model.hidden_size + 3 * max(model.intermediate_size, model.num_heads * model.head_dim) // ranks
     if model.moe is not None:
@@ -225,7 +205,7 @@ def _too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[str]:
 
 
 def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
-    """As Ray's PACK does: the bundles of a group on as few nodes as possible, groups one after the other."""
+    """Place all ranks as Ray's PACK does: a group on as few nodes as possible, groups one after the other."""
     free: list[float] = []
     for role, fleet in spec.fleets.present.items():
         config = spec.engine_config(role)
@@ -239,12 +219,12 @@ def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
 
 
 def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]:
-    """The node of each bundle; `free` GPUs of each node are updated, and nodes are added as they are needed.
+    """Choose the node of each bundle; update the `free` GPUs of each node, and add nodes as they are needed.
 
     A node must hold `each` at least.
     """
 
-    def room(node: int) -> int:
+    def capacity(node: int) -> int:
         return size if each == 0 else int(free[node] / each + 1e-9)
 
     if not free:
@@ -252,10 +232,10 @@ def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]
     nodes: list[int] = []
     while len(nodes) < size:
         left = size - len(nodes)
-        whole = [node for node in range(len(free)) if room(node) >= left]
-        node = whole[0] if whole else max(range(len(free)), key=room)
-        taken = min(left, room(node))
-        if taken == 0 or (not whole and not nodes and room(node) < min(size, math.floor(per_node / each))):
+        whole = [node for node in range(len(free)) if capacity(node) >= left]
+        node = whole[0] if whole else max(range(len(free)), key=capacity)
+        taken = min(left, capacity(node))
+        if taken == 0 or (not whole and not nodes and capacity(node) < min(size, math.floor(per_node / each))):
             free.append(per_node)
             continue
         free[node] -= taken * each
@@ -270,13 +250,13 @@ def _hosts(plan: Plan) -> list[HostNeeds]:
 
 
 def _bandwidth(plan: Plan) -> Bandwidth | None:
-    """None where nothing is handed over."""
+    """Return the traffic of hand-offs; None where there are none."""
     fleets = {fleet.role: fleet for fleet in plan.fleets}
     if Role.PREFILL not in fleets or Role.DECODE not in fleets:
         return None
     spec, decode = plan.spec, fleets[Role.DECODE].config
     blocks = -(-plan.traffic.prompt_tokens // BLOCK_SIZE)
-    request = blocks * sum(block_bytes(model_of(spec, Role.DECODE), decode.tensor_parallel_size))
+    request = blocks * sum(block_bytes(read_model(spec, Role.DECODE), decode.tensor_parallel_size))
     total = request * plan.traffic.requests_per_s
     readers, holders = (spec.num_workers_of(role) for role in (Role.DECODE, Role.PREFILL))
     return Bandwidth(request, total, total / holders, total / readers)
@@ -289,6 +269,6 @@ def _note_what_is_slow(plan: Plan) -> None:
     straddling = sum(len(nodes) > 1 for nodes in groups.values())
     if straddling:
         plan.notes.append(
-            f"the layers of {counted(straddling, 'engine')} are divided over several nodes, which is slow: choose a "
+            f"the layers of {pluralize(straddling, 'engine')} are divided over several nodes, which is slow: choose a "
             f"tensor_parallel_size that divides {plan.machines.gpus_per_node}"
         )

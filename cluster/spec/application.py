@@ -22,7 +22,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from baton.cluster.contracts import LoadBalancing, Role, ScalePlan
-from baton.cluster.counted import counted
+from baton.cluster.pluralize import pluralize
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
 
@@ -203,7 +203,7 @@ class FleetSpec(StrictModel):
         first = {**rank, "CPU": round(rank.get("CPU", 0.0) + REPLICA_CPUS, 4)}  # as fine as Ray counts
         return [first] + [rank] * (self.engine_config(role).world_size - 1)
 
-    def missing_room(self, free: Mapping[str, float], total: Mapping[str, float]) -> str:
+    def missing_capacity(self, free: Mapping[str, float], total: Mapping[str, float]) -> str:
         """Why a cluster with so much of each resource cannot place all engines now; empty where it may."""
         needs: defaultdict[str, float] = defaultdict(float)
         for role, fleet in self.fleets.present.items():
@@ -232,7 +232,7 @@ class FleetSpec(StrictModel):
         if needed <= cluster_gpus:
             return ""
         return (
-            f"{counted(needed, 'GPU')} to reserve for {counted(sum(ranks.values()), 'rank')}, the cluster has "
+            f"{pluralize(needed, 'GPU')} to reserve for {pluralize(sum(ranks.values()), 'rank')}, the cluster has "
             f"{cluster_gpus:g}: give fewer replicas, smaller groups (tensor_parallel_size, data_parallel_size), let "
             "engines share a GPU "
             "(fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or run them on CPUs "

@@ -14,8 +14,8 @@ from fakes import CountingEngine, ListedSource, make_request, serve_engine
 from ipv6 import needs_ipv6
 from strangers import GARBAGE, say
 
-from baton.cluster.cli.local import LocalApplication
-from baton.cluster.client import ZmqEngineClient
+from baton.cluster.cli.local_application import LocalApplication
+from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.spec import load_spec
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.endpoints import split_endpoint

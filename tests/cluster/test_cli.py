@@ -18,8 +18,8 @@ from free_ports import free_port
 from rich.console import Console
 from served import BATON
 
-from baton.cluster.cli.client import print_ranks
-from baton.cluster.cli.local import gist
+from baton.cluster.cli.http_client import print_ranks
+from baton.cluster.cli.local_application import gist
 from baton.cluster.cli.ports import PortTaken, claimed_ports
 from baton.cluster.spec import FleetSpec, load_spec
 

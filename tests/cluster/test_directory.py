@@ -8,9 +8,9 @@ import pytest
 from fakes import make_gateway, make_record
 
 from baton.cluster.contracts import DrainCounters, Drained, EngineGroup
-from baton.cluster.membership import contact
-from baton.cluster.membership.company import LONELY_S, LOST_S, Company
-from baton.cluster.membership.contact import presence
+from baton.cluster.membership import directory_client
+from baton.cluster.membership.app_liveness import LOST_S, NO_MEMBER_S, AppLiveness
+from baton.cluster.membership.directory_client import keep_app_alive
 from baton.cluster.membership.members import Membership, NoSuchRank, Standing
 
 
@@ -203,8 +203,8 @@ async def test_a_member_that_starts_says_again_and_again_that_the_application_li
         async def call(self, method: str) -> None:
             calls.append(method)
 
-    monkeypatch.setattr(contact, "PRESENCE_S", 0.01)
-    async with presence(Listener()):  # type: ignore[arg-type]
+    monkeypatch.setattr(directory_client, "KEEP_ALIVE_S", 0.01)
+    async with keep_app_alive(Listener()):  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
     said = len(calls)
     assert said > 3
@@ -214,32 +214,32 @@ async def test_a_member_that_starts_says_again_and_again_that_the_application_li
 
 
 def test_a_directory_whose_members_have_left_is_soon_alone(clock: Clock) -> None:
-    company = Company(clock)
-    clock.now_s = LONELY_S
-    company.heard()
-    clock.now_s += LONELY_S
-    assert not company.is_gone
+    liveness = AppLiveness(clock)
+    clock.now_s = NO_MEMBER_S
+    liveness.heard()
+    clock.now_s += NO_MEMBER_S
+    assert not liveness.is_gone
     clock.now_s += 1.0
-    assert company.is_gone
+    assert liveness.is_gone
 
 
 def test_a_directory_that_is_cut_off_from_its_members_waits_until_ray_would_have_ended_them(clock: Clock) -> None:
     """Its successor has another cluster key: who comes back could not talk to those that start then."""
-    company = Company(clock)
-    company.lost()
+    liveness = AppLiveness(clock)
+    liveness.lost()
     clock.now_s = LOST_S
-    assert not company.is_gone
-    company.heard()
-    clock.now_s += LONELY_S + 1.0
-    assert company.is_gone, "those that were lost are no reason any more: others were there later, and have left"
-    company.heard()
-    company.lost()
+    assert not liveness.is_gone
+    liveness.heard()
+    clock.now_s += NO_MEMBER_S + 1.0
+    assert liveness.is_gone, "those that were lost are no reason any more: others were there later, and have left"
+    liveness.heard()
+    liveness.lost()
     clock.now_s += LOST_S + 1.0
-    assert company.is_gone
+    assert liveness.is_gone
 
 
 def test_a_directory_that_was_stopped_is_not_alone_when_it_goes_on(clock: Clock) -> None:
-    company = Company(clock)
+    liveness = AppLiveness(clock)
     clock.now_s = 100.0
-    company.excuse(90.0)
-    assert not company.is_gone
+    liveness.excuse(90.0)
+    assert not liveness.is_gone

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from fakes import STEP_S, CountingEngine, ListedSource, make_request, serve_engine
 
-from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import EnginePulse, EngineRecord, EngineView, Role
+from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.router import Path, Router
@@ -43,7 +43,7 @@ class Group:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draining, "SETTLE_S", 0.01)
-    monkeypatch.setattr(draining, "LOOK_S", 0.01)
+    monkeypatch.setattr(draining, "POLL_S", 0.01)
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ async def test_the_directory_may_die_while_engines_serve(client: openai.AsyncOpe
 
 OUT_OF_REACH = """
 import asyncio, sys, ray
-from baton.cluster.membership.contact import DirectoryWatch
+from baton.cluster.membership.directory_client import DirectoryClient
 
 class Stale:
     async def remote(self, *args):
@@ -258,7 +258,7 @@ class StaleHandle:
     watch = heartbeat = Stale()
 
 async def ask():
-    watch = DirectoryWatch("main")
+    watch = DirectoryClient("main")
     watch._actor = StaleHandle()
     ranks = {engine.rank for engine in (await watch.watch(0)).engines}
     print(ranks, await watch.call("heartbeat", "nobody"))

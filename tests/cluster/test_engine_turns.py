@@ -15,9 +15,9 @@ from fakes import CountingEngine, ListedSource, make_request, serve_engine
 from free_ports import free_port
 from silent_proxy import SilentProxy
 
-from baton.cluster.client import ZmqEngineClient
-from baton.cluster.connection import Connection, RequestStream
 from baton.cluster.contracts import EngineGone, EngineRecord
+from baton.cluster.engine_client import ZmqEngineClient
+from baton.cluster.engine_connection import Connection, RequestStream
 from baton.cluster.engines import engine_socket
 from baton.cluster.engines.server import EngineServer
 from baton.engine.core.messages import EngineOutput, EngineStats, ErrorKind

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.cli.bench_serve import ALPHABET, Load, ServerUnfit, measure
+from baton.cluster.cli.bench_serve import ALPHABET, ServeLoad, ServerUnfit, measure
 from baton.engine.text import Tokenizer
 
 PREFIX = "/llm"
@@ -66,10 +66,10 @@ def their_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         thread.join()
 
 
-def load(url: str, **changed: Any) -> Load:
+def load(url: str, **changed: Any) -> ServeLoad:
     fixed: dict[str, Any] = {"model": None, "api_key": None, "num_prompts": 3, "input_len": 16, "output_len": 4}
     pace: dict[str, Any] = {"request_rate": 0.0, "max_concurrency": 2, "num_warmups": 1, "seed": 0}
-    return Load(url=url, **{**fixed, **pace, **changed})
+    return ServeLoad(url=url, **{**fixed, **pace, **changed})
 
 
 def test_a_server_without_tokenize_is_loaded_with_tokens_of_a_models_folder(

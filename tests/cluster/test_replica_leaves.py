@@ -15,8 +15,8 @@ from fakes import make_record
 from baton.cluster.contracts import EngineGroup, EnginePulse
 from baton.cluster.engines import replica as replicas
 from baton.cluster.engines.replica import EngineReplica
-from baton.cluster.membership import contact, draining
-from baton.cluster.membership.contact import DirectoryWatch
+from baton.cluster.membership import directory_client, draining
+from baton.cluster.membership.directory_client import DirectoryClient
 from baton.cluster.membership.members import Standing
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,8 +90,8 @@ class Replica(EngineReplica):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draining, "SETTLE_S", 0.01)
-    monkeypatch.setattr(draining, "LOOK_S", 0.01)
-    monkeypatch.setattr(draining, "LAST_WORDS_S", PATIENCE_S)
+    monkeypatch.setattr(draining, "POLL_S", 0.01)
+    monkeypatch.setattr(draining, "RETURN_S", PATIENCE_S)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -199,10 +199,10 @@ async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directo
         await asyncio.sleep(2 * PATIENCE_S)
 
     handle = SimpleNamespace(heartbeat=SimpleNamespace(remote=answered), leave=SimpleNamespace(remote=lost))
-    monkeypatch.setattr(contact, "get_directory", lambda _: handle)
-    monkeypatch.setattr(contact, "ANSWER_S", 0.05)
+    monkeypatch.setattr(directory_client, "get_directory", lambda _: handle)
+    monkeypatch.setattr(directory_client, "ANSWER_S", 0.05)
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._directory = DirectoryWatch("app")
+    replica._directory = DirectoryClient("app")
     await replica._directory.call("heartbeat", "g", 1)
     ending = asyncio.create_task(replica._end_group("has stood still"))
     await until(lambda: replica._workers.has_ended)

@@ -98,12 +98,12 @@ def hears(process: Process, number: signal.Signals) -> bool:
 RAY_COMES_AND_GOES = """
 import ctypes, inspect, signal
 from baton.cluster.cli.ray_cluster import connect, leave
-from baton.cluster.cli.stop import Stop
+from baton.cluster.cli.stop_signals import StopSignals
 def handler():
     action = (ctypes.c_ulong * 32)()
     ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
     return action[0]
-stop = Stop(lambda: None)
+stop = StopSignals(lambda: None)
 stop.listen()
 python = handler()
 connect(None, include_dashboard=False, num_cpus=1, object_store_memory=100 * 2**20)

@@ -11,7 +11,7 @@ import pytest
 from fakes import CountingEngine, ListedSource, make_request, serve_engine
 from silent_proxy import SilentProxy
 
-from baton.cluster.client import ZmqEngineClient
+from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.breaker import Breakers

@@ -306,10 +306,10 @@ def test_the_first_bundle_of_a_group_has_room_for_its_control_plane(model: str) 
 def test_engines_for_which_there_is_no_room_are_named_with_what_they_lack(model: str) -> None:
     fleets = {"prefill": {"replicas": 2, "num_cpus": 0.9}, "decode": {"num_cpus": 0.9, "resources": {"fast": 1}}}
     spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
-    assert spec.missing_room({"CPU": 3.0, "fast": 1.0}, {"CPU": 4.0, "fast": 1.0}) == ""
-    missing = spec.missing_room({"CPU": 2.9}, {"CPU": 4.0})
+    assert spec.missing_capacity({"CPU": 3.0, "fast": 1.0}, {"CPU": 4.0, "fast": 1.0}) == ""
+    missing = spec.missing_capacity({"CPU": 2.9}, {"CPU": 4.0})
     assert "no room for all engines: they reserve 3 CPU (free 2.9 of 4), 1 fast (free 0 of 0). Give fewer" in missing
-    assert "fast" not in spec.missing_room({"CPU": 2.9, "fast": 2.0}, {"CPU": 4.0, "fast": 2.0})
+    assert "fast" not in spec.missing_capacity({"CPU": 2.9, "fast": 2.0}, {"CPU": 4.0, "fast": 2.0})
 
 
 @pytest.mark.parametrize(("mode", "gateways"), [("internal", 1), ("hybrid", 3), ("external", 6)])

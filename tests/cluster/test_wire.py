@@ -11,8 +11,8 @@ import pytest
 import zmq
 from fakes import CountingEngine, ListedSource, make_request, serve_engine
 
-from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, MessageCounters, Reach
+from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.engine_socket import GatewayLost
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.wire import Begin, Codec, Hello, Outputs, Submit

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from baton.cluster.counted import counted
+from baton.cluster.pluralize import pluralize
 from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.text import ChatPrompt, TextError, bad_word_token_ids
 
@@ -196,8 +196,8 @@ class Preparer:
     def _check_choices(self, prompts: int, n: int) -> None:
         if prompts * n > self._settings.max_choices:
             message = (
-                f"n={n} for {counted(prompts, 'prompt')} makes {prompts * n} choices, more than this server's limit of "
-                f"{self._settings.max_choices}."
+                f"n={n} for {pluralize(prompts, 'prompt')} makes {prompts * n} choices, more than this server's "
+                f"limit of {self._settings.max_choices}."
             )
             raise bad_request("n" if n > prompts else "prompt", message)
 

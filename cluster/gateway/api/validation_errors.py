@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from baton.cluster.counted import counted
+from baton.cluster.pluralize import pluralize
 
 from ..errors import ApiError, bad_request, excerpt, field_name, shown
 from .validators import FieldError, json_type_name
@@ -94,8 +94,8 @@ def _allowed(error: ErrorDetails) -> str:
 def _length(error: ErrorDetails) -> str:
     noun, limits = _LENGTHS[error["type"]], error["ctx"]
     if "min_length" in limits:
-        return f"at least {counted(limits['min_length'], noun)}"
-    return f"at most {counted(limits['max_length'], noun)}"
+        return f"at least {pluralize(limits['min_length'], noun)}"
+    return f"at most {pluralize(limits['max_length'], noun)}"
 
 
 def _unknown(kind: type[BaseModel], place: list[str | int]) -> str:

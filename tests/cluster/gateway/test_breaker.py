@@ -12,7 +12,7 @@ from fake_cluster import FakeEngine
 from gateway_service import Clock, Service
 from rich.console import Console
 
-from baton.cluster.cli.client import print_ranks
+from baton.cluster.cli.http_client import print_ranks
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import app
 from baton.cluster.gateway.routing.breaker import (

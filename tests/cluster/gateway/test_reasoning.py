@@ -13,7 +13,7 @@ from gateway_service import Service, events
 from rich.console import Console
 from tiny_model import TEMPLATE
 
-from baton.cluster.cli.client import _show_answer
+from baton.cluster.cli.http_client import _show_answer
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
 from baton.engine.structured import XGrammarBackend

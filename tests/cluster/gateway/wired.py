@@ -13,8 +13,8 @@ from fakes import ListedSource
 from gateway_service import until
 from tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer
 
-from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import EngineRecord, Role
+from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway import GatewaySettings, create_app
 from baton.cluster.gateway.metrics import GatewayMetrics

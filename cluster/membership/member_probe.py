@@ -1,7 +1,7 @@
-"""How the directory asks a member that fell silent once more, past its Python.
+"""Probes members that fell silent, without the help of their Python.
 
 A heartbeat is sent by Python, and a process that parses, compiles or collects garbage may hold Python's lock for
-seconds. libzmq's threads need no lock: one that listens greets whoever connects, before it knows who that is. So the
+seconds. libzmq's threads need no lock: a socket that listens greets each connection before it knows the peer. So the
 directory connects to the member and waits for the first byte (`ZMTP` signature, RFC 23/37).
 
 | member | heartbeat | connection | first byte | listed |
@@ -13,8 +13,8 @@ directory connects to the member and waits for the first byte (`ZMTP` signature,
 | dead | none | is refused | | until Ray tells, `MISSED_AFTER_S` at most |
 | its machine or the link is lost | none | no answer | | until `MISSED_AFTER_S` |
 
-All times count from the last heartbeat. The directory begins to ask after `SUSPECT_AFTER_S`, so that whoever is not
-there is gone no later than without it.
+All times count from the last heartbeat. Probes begin after `SUSPECT_AFTER_S`, so that a dead member is dropped no later
+than without them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from baton.engine.net.endpoints import endpoint, is_ipv6
 
 SUSPECT_AFTER_S = 3.0  # two heartbeats are missing
 MISSED_AFTER_S = 6.0  # a member that was silent for so long, and does not answer, is gone
-BUSY_S = 30.0  # one that answers and says nothing for so long is gone, too: nobody can be served by it
-ASK_S = 1.5  # for an answer
+BUSY_S = 30.0  # a member that answers probes but sends no heartbeat for so long is gone, too: it cannot serve
+PROBE_S = 1.5  # for an answer to a probe
 TRUSTED_S = 3.0  # after its answer, in which the next one comes
 
 _SIGNATURE = b"\xff"  # the first byte of each ZMTP connection
 
 
-class Pulse(enum.Enum):
-    """What a silent member's process turned out to be."""
+class ProcessState(enum.Enum):
+    """The state of a silent member's process, as a probe finds it."""
 
     RUNS = "its process runs"
     STOPPED = "its process is stopped"
@@ -47,15 +47,15 @@ class Pulse(enum.Enum):
     UNREACHABLE = "its machine does not answer"
 
 
-class LifeSocket:
-    """A port at which nobody is ever let in: libzmq's thread greets whoever connects. The key is nobody's."""
+class ProbeSocket:
+    """A port for probes: libzmq's thread greets each connection, and lets none in, since nobody has the key."""
 
     def __init__(self, host: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.ipv6 = is_ipv6(host)
-        self._socket.handshake_ivl = round(2 * ASK_S * 1000)
+        self._socket.handshake_ivl = round(2 * PROBE_S * 1000)
         self.public_key, secret = zmq.curve_keypair()
         self._socket.curve_server, self._socket.curve_secretkey = True, secret
         self._socket.zap_domain = b"nobody"
@@ -73,20 +73,20 @@ class LifeSocket:
         self._context.term()
 
 
-async def ask(address: str, timeout_s: float = ASK_S) -> Pulse:
-    """Return what the process that listens at `address` is, `tcp://HOST:PORT`, as far as its machine tells."""
+async def probe(address: str, timeout_s: float = PROBE_S) -> ProcessState:
+    """Return the state of the process that listens at `address`, `tcp://HOST:PORT`, as far as it can be seen."""
     where = urlsplit(address)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(where.hostname, where.port)
-            return Pulse.RUNS if await reader.read(1) == _SIGNATURE else Pulse.DEAD
+            return ProcessState.RUNS if await reader.read(1) == _SIGNATURE else ProcessState.DEAD
     except TimeoutError:
-        return Pulse.UNREACHABLE if writer is None else Pulse.STOPPED
+        return ProcessState.UNREACHABLE if writer is None else ProcessState.STOPPED
     except (ConnectionRefusedError, ConnectionResetError):
-        return Pulse.DEAD
+        return ProcessState.DEAD
     except OSError:
-        return Pulse.UNREACHABLE
+        return ProcessState.UNREACHABLE
     finally:
         if writer is not None:
             writer.close()
@@ -94,7 +94,7 @@ async def ask(address: str, timeout_s: float = ASK_S) -> Pulse:
                 await writer.wait_closed()
 
 
-async def ask_all(addresses: Sequence[str], timeout_s: float = ASK_S) -> Pulse:
-    """Return `RUNS` where all of a member's processes do, else what is wrong with the first that does not."""
-    pulses = await asyncio.gather(*(ask(address, timeout_s) for address in addresses))
-    return next((pulse for pulse in pulses if pulse is not Pulse.RUNS), Pulse.RUNS)
+async def probe_all(addresses: Sequence[str], timeout_s: float = PROBE_S) -> ProcessState:
+    """Return `RUNS` where all of a member's processes run, else the state of the first that does not."""
+    states = await asyncio.gather(*(probe(address, timeout_s) for address in addresses))
+    return next((state for state in states if state is not ProcessState.RUNS), ProcessState.RUNS)

@@ -23,7 +23,7 @@ STDOUT, STDERR = 1, 2
 READER_GONE = (errno.EIO, errno.EPIPE)  # of a terminal that was closed, of a pipe
 
 
-class Stop:
+class StopSignals:
     """Asked for by signals, from `listen` on. `kill` ends all that was started, at once."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
@@ -53,13 +53,13 @@ class Stop:
 
     def _on_hangup(self, number: int, _: FrameType | None) -> None:
         for descriptor in self._terminals:
-            to_nowhere(descriptor)
+            redirect_to_null(descriptor)
         if not self.asked.is_set():
             self.code = 128 + number
             self.asked.set()
 
 
-class Output(io.TextIOBase):
+class TolerantOutput(io.TextIOBase):
     """A stream to a reader who may go: what is written then goes nowhere, and whoever writes goes on.
 
     A terminal that closes refuses output before its signal is here.
@@ -91,10 +91,10 @@ class Output(io.TextIOBase):
         except OSError as error:
             if error.errno not in READER_GONE:
                 raise
-            to_nowhere(self._stream.fileno())
+            redirect_to_null(self._stream.fileno())
 
 
-def to_nowhere(descriptor: int) -> None:
+def redirect_to_null(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -1,11 +1,11 @@
-"""How engines and gateways reach the directory: their calls, and what keeps them listed.
+"""The client of the directory: calls of engines and gateways, and the heartbeats that keep them listed.
 
     HeartbeatThread ─┐
     stay_registered ─┴ register, heartbeat ──┐
-    presence ────────── application_lives ───┼──> DirectoryWatch ──> directory
-    snapshots <──────── watch ───────────────┘         └── where it is out of this process's reach: by another process
+    keep_app_alive ──── application_lives ───┼──> DirectoryClient ──> directory
+    snapshots <──────── watch ───────────────┘         └── where this process cannot reach it: by another process
 
-Every call has an end: Ray waits for ever for an answer that was lost with a link.
+Every call has a timeout: Ray waits for ever for an answer that was lost with a link.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # a call is answered sooner ...
 FIRST_ANSWER_S = 60.0  # ... but for the first one: the directory may be starting
-ASKED_ELSEWHERE = 20  # calls that one other process makes for those that cannot reach the directory
-PRESENCE_S = 5.0  # between signs of life of a member that is not ready yet
+MAX_PROXY_CALLS = 20  # calls that one other process makes for processes that cannot reach the directory
+KEEP_ALIVE_S = 5.0  # between signs of life of a member that is not ready yet
 
 
-class DirectoryWatch:
-    """The directory as a `SnapshotSource` of a client. Finds the actor anew where it is gone for good."""
+class DirectoryClient:
+    """Calls the directory; a `SnapshotSource` of an engine client. Finds the actor anew where it is gone for good."""
 
     def __init__(self, app: str) -> None:
         self._app = app
@@ -41,22 +41,22 @@ class DirectoryWatch:
         self._has_answered = False
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """See `Directory.watch`. Raises as `call`."""
+        """Do as `Directory.watch` says. Raises as `call`."""
         snapshot: DirectorySnapshot = await self._ask(WATCH_S, "watch", version)
         return snapshot
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Calls the actor. Raises what Ray raises, `GetTimeoutError` where no answer comes.
+        """Call the actor. Raises what Ray raises, `GetTimeoutError` where no answer comes.
 
         Where the actor is dead, the next call finds its successor.
         """
         return await self._ask(0.0, method, *args)
 
     async def _ask(self, takes_s: float, method: str, *args: Any) -> Any:
-        """`takes_s`: for which the directory may think about it.
+        """Call the actor, which may take `takes_s` to answer.
 
-        Ray tells a process once where an actor that was restarted is now. One that was cut off may miss it, and would
-        never hear of it again: where the actor is out of its reach, another process asks.
+        Ray tells a process once where an actor that was restarted is now. A process that was cut off may miss that, and
+        is never told again: where it cannot reach the actor, another process makes the call.
         """
         timeout_s = takes_s + (ANSWER_S if self._has_answered else FIRST_ANSWER_S)
         async with _answered_within(timeout_s):
@@ -66,21 +66,21 @@ class DirectoryWatch:
                 self._actor, self._has_answered = get_directory(self._app), False
                 raise
             except ray.exceptions.ActorUnavailableError:
-                answer = await _ask_elsewhere.remote(self._app, timeout_s, method, args)
+                answer = await _call_by_proxy.remote(self._app, timeout_s, method, args)
         self._has_answered = True
         return answer
 
 
-@ray.remote(num_cpus=0, max_retries=0, max_calls=ASKED_ELSEWHERE, scheduling_strategy="DEFAULT")
-def _ask_elsewhere(app: str, timeout_s: float, method: str, args: tuple[Any, ...]) -> Any:
-    """In a process that has its own word of where the directory is, and a short life: it could be cut off, too."""
+@ray.remote(num_cpus=0, max_retries=0, max_calls=MAX_PROXY_CALLS, scheduling_strategy="DEFAULT")
+def _call_by_proxy(app: str, timeout_s: float, method: str, args: tuple[Any, ...]) -> Any:
+    """Call the directory in another process, which looks it up itself, and lives shortly: it could be cut off, too."""
     directory = ray.get_actor(directory_name(app), NAMESPACE)
     return ray.get(getattr(directory, method).remote(*args), timeout=timeout_s)
 
 
 @contextlib.asynccontextmanager
 async def _answered_within(timeout_s: float) -> AsyncIterator[None]:
-    """Raises `GetTimeoutError` where that takes longer."""
+    """Limit the time of the block. Raises `GetTimeoutError` where it takes longer."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -91,18 +91,19 @@ async def _answered_within(timeout_s: float) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def presence(directory: DirectoryWatch) -> AsyncIterator[None]:
-    """Around a member's start, which takes minutes where its model is large: the directory must not take the
-    application for gone meanwhile, since its successor would have another cluster key.
+async def keep_app_alive(directory: DirectoryClient) -> AsyncIterator[None]:
+    """Keep the directory alive while a member starts, which takes minutes where its model is large.
+
+    A directory that took the application for gone would have a successor with another cluster key.
     """
 
-    async def say_so() -> None:
+    async def send() -> None:
         while True:
-            with contextlib.suppress(ray.exceptions.RayError):  # registering will say what is wrong
+            with contextlib.suppress(ray.exceptions.RayError):  # registering will raise it, too
                 await directory.call("application_lives")
-            await asyncio.sleep(PRESENCE_S)
+            await asyncio.sleep(KEEP_ALIVE_S)
 
-    task = asyncio.create_task(say_so())
+    task = asyncio.create_task(send())
     try:
         yield
     finally:
@@ -110,13 +111,13 @@ async def presence(directory: DirectoryWatch) -> AsyncIterator[None]:
 
 
 async def stay_registered(
-    directory: DirectoryWatch,
+    directory: DirectoryClient,
     name: str,
     epoch: int | None,
     register: Callable[[], Awaitable[Any]],
     on_standing: Callable[[Standing], None] = lambda _: None,
 ) -> None:
-    """Registers, sends a heartbeat every second, and registers again when the directory has forgotten the member."""
+    """Register, send a heartbeat every second, and register again when the directory has forgotten the member."""
     known = False
     while True:
         try:
@@ -134,8 +135,8 @@ async def stay_registered(
 class HeartbeatThread:
     """Keeps a member registered from a thread with an event loop of its own: the member's may be busy with requests."""
 
-    def __init__(self, app: str, name: str, register: Callable[[DirectoryWatch], Awaitable[Any]]) -> None:
-        """`register` is given the directory as this thread reaches it."""
+    def __init__(self, app: str, name: str, register: Callable[[DirectoryClient], Awaitable[Any]]) -> None:
+        """`register` is called with this thread's client of the directory."""
         self._app, self._name, self._register = app, name, register
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
@@ -146,7 +147,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what ended the thread by itself: the directory will take the member for gone."""
+        """Raises the error that ended the thread, if one did: the directory will take the member for gone."""
         if self._failure is not None:
             raise RuntimeError(f"{self._name} sends no heartbeats any more: {self._failure}") from self._failure
 
@@ -166,7 +167,7 @@ class HeartbeatThread:
             self._loop.close()
 
     async def _beat(self) -> None:
-        directory = DirectoryWatch(self._app)
+        directory = DirectoryClient(self._app)
         beating = asyncio.create_task(stay_registered(directory, self._name, None, lambda: self._register(directory)))
         ending = asyncio.create_task(self._end.wait())
         await asyncio.wait({beating, ending}, return_when=asyncio.FIRST_COMPLETED)

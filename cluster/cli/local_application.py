@@ -29,8 +29,7 @@ from baton.cluster.spec import REPLICA_CPUS, FleetSpec
 from baton.engine.net.endpoints import endpoint
 
 from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
-from .ray_cluster import NoRayCluster, connect, leave
-from .ray_watch import RayWatch
+from .ray_cluster import NoRayCluster, RayWatch, connect, leave, missing_capacity
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -46,7 +45,7 @@ class ServeFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Progress:
+class StartProgress:
     """One thing that is being waited for."""
 
     name: str
@@ -54,7 +53,7 @@ class Progress:
     detail: str = ""
 
 
-Show = Callable[[Progress], None]
+Show = Callable[[StartProgress], None]
 
 
 class LocalApplication:
@@ -74,7 +73,7 @@ class LocalApplication:
         on_ray_end: Callable[[], None],
     ) -> None:
         """`stop` makes `deploy` and `wait` return early. `on_ray_end` ends this process: it is called where a cluster
-        of its own ends by itself (ray_watch.py).
+        of its own ends by itself (`RayWatch`).
         """
         self._stop, self._on_ray_end = stop, on_ray_end
         self._watch: RayWatch | None = None
@@ -138,9 +137,7 @@ class LocalApplication:
             raise ServeFailed(str(error)) from error
         if self._watch is not None:
             self._watch.started()
-        from .room import why_no_room  # imports Ray, which reads what `connect` has set
-
-        if missing := why_no_room(self._spec, self._stop):
+        if missing := missing_capacity(self._spec, self._stop):
             raise ServeFailed(missing)
 
     def _logical_cpus(self) -> float:
@@ -188,7 +185,7 @@ class LocalApplication:
         expected = {"gateway": self._spec.gateway.replicas}  # where they are kept, one that keeps them
         expected |= {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         for name in expected:
-            show(Progress(name, done=False))
+            show(StartProgress(name, done=False))
         waiting = dict(expected)
         while waiting and not self._stop.is_set():
             application = self._application()
@@ -197,7 +194,7 @@ class LocalApplication:
             for name, running in _running_replicas(application).items():
                 if name in waiting:
                     detail = f"{running}/{expected[name]}" if expected[name] > 1 else ""
-                    show(Progress(name, running >= expected[name], detail))
+                    show(StartProgress(name, running >= expected[name], detail))
                     if running >= expected[name]:
                         del waiting[name]
             self._stop.wait(POLL_S)
@@ -306,6 +303,6 @@ def _no_hangup_for_children() -> Iterator[None]:
 @contextlib.contextmanager
 def _step(name: str, show: Show) -> Iterator[None]:
     start_s = time.monotonic()
-    show(Progress(name, done=False))
+    show(StartProgress(name, done=False))
     yield
-    show(Progress(name, done=True, detail=f"{time.monotonic() - start_s:.1f} s"))
+    show(StartProgress(name, done=True, detail=f"{time.monotonic() - start_s:.1f} s"))

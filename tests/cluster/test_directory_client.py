@@ -10,10 +10,10 @@ import pytest
 import ray
 from fakes import make_record
 
-from baton.cluster.client import ZmqEngineClient
 from baton.cluster.contracts import DirectorySnapshot
-from baton.cluster.membership import contact
-from baton.cluster.membership.contact import DirectoryWatch, stay_registered
+from baton.cluster.engine_client import ZmqEngineClient
+from baton.cluster.membership import directory_client
+from baton.cluster.membership.directory_client import DirectoryClient, stay_registered
 from baton.cluster.membership.members import Standing
 from baton.engine.net.curve import ClusterKey
 
@@ -43,14 +43,14 @@ class Handle:
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Handle:
     handle = Handle()
-    monkeypatch.setattr(contact, "get_directory", lambda _: handle)
-    monkeypatch.setattr(contact, "ANSWER_S", 0.05)
+    monkeypatch.setattr(directory_client, "get_directory", lambda _: handle)
+    monkeypatch.setattr(directory_client, "ANSWER_S", 0.05)
     return handle
 
 
 @pytest.mark.parametrize("method", ["leave", "drain", "report_group", "application_lives"])
 async def test_a_call_that_is_lost_with_a_link_has_an_end(directory: Handle, method: str) -> None:
-    watch = DirectoryWatch("app")
+    watch = DirectoryClient("app")
     await watch.call("heartbeat", "g")
     directory.answers = False
     with pytest.raises(ray.exceptions.GetTimeoutError, match=r"silent for 0\.05 s"):
@@ -60,14 +60,14 @@ async def test_a_call_that_is_lost_with_a_link_has_an_end(directory: Handle, met
 async def test_a_directory_that_is_still_starting_is_waited_for(
     directory: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contact, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(directory_client, "FIRST_ANSWER_S", 0.2)
     directory.answers = False
     with pytest.raises(ray.exceptions.GetTimeoutError, match=r"silent for 0\.2 s"):
-        await DirectoryWatch("app").call("cluster_key")
+        await DirectoryClient("app").call("cluster_key")
 
 
 async def test_a_member_whose_heartbeat_is_lost_registers_again(directory: Handle) -> None:
-    watch, registered = DirectoryWatch("app"), asyncio.Semaphore(0)
+    watch, registered = DirectoryClient("app"), asyncio.Semaphore(0)
 
     async def register() -> None:
         registered.release()
@@ -110,5 +110,5 @@ def test_the_process_that_asks_for_another_waits_no_longer_than_that_one(monkeyp
         ray, "get_actor", lambda *_: SimpleNamespace(watch=SimpleNamespace(remote=lambda version: version))
     )
     with pytest.raises(ray.exceptions.GetTimeoutError):
-        contact._ask_elsewhere._function("app", 7.0, "watch", (1,))
+        directory_client._call_by_proxy._function("app", 7.0, "watch", (1,))
     assert waited == [7.0]

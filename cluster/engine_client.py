@@ -23,8 +23,8 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S
 
-from .connection import Connection, RequestStream
 from .contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
+from .engine_connection import Connection, RequestStream
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ import zmq
 from fakes import make_gateway, make_record
 
 from baton.cluster.contracts import EngineGroup
-from baton.cluster.membership.liveness import (
+from baton.cluster.membership.member_probe import (
     BUSY_S,
     MISSED_AFTER_S,
     SUSPECT_AFTER_S,
     TRUSTED_S,
-    LifeSocket,
-    Pulse,
-    ask,
-    ask_all,
+    ProbeSocket,
+    ProcessState,
+    probe,
+    probe_all,
 )
 from baton.cluster.membership.members import Membership, Standing
 
@@ -36,8 +36,8 @@ PATIENT_S = 20.0  # for an answer of a process on a machine that is busy itself
 # Prints its address; holds Python's lock for ever once it is told to.
 MEMBER = """
 import ctypes, sys
-from baton.cluster.membership.liveness import LifeSocket
-life = LifeSocket("127.0.0.1")
+from baton.cluster.membership.member_probe import ProbeSocket
+life = ProbeSocket("127.0.0.1")
 print(life.address, flush=True)
 sys.stdin.readline()
 print("busy", flush=True)
@@ -80,17 +80,17 @@ def member() -> Iterator[Process]:
 
 async def test_a_process_that_holds_pythons_lock_answers(member: Process) -> None:
     member.hold_the_lock()
-    assert await ask(member.address, PATIENT_S) is Pulse.RUNS
+    assert await probe(member.address, PATIENT_S) is ProcessState.RUNS
 
 
 async def test_a_stopped_process_does_not_answer(member: Process) -> None:
     member.stop()
-    assert await ask(member.address, 1.0) is Pulse.STOPPED
+    assert await probe(member.address, 1.0) is ProcessState.STOPPED
 
 
 async def test_a_dead_process_is_known_for_one(member: Process) -> None:
     member.kill()
-    assert await ask(member.address, PATIENT_S) is Pulse.DEAD
+    assert await probe(member.address, PATIENT_S) is ProcessState.DEAD
 
 
 async def test_a_machine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,19 +98,19 @@ async def test_a_machine_that_does_not_answer_is_not_waited_for(monkeypatch: pyt
         await asyncio.sleep(PATIENT_S)
 
     monkeypatch.setattr(asyncio, "open_connection", nobody)
-    assert await ask("tcp://10.255.255.1:7000", 0.05) is Pulse.UNREACHABLE
+    assert await probe("tcp://10.255.255.1:7000", 0.05) is ProcessState.UNREACHABLE
 
 
 async def test_a_group_answers_where_all_of_its_engines_do(member: Process) -> None:
-    other = LifeSocket("127.0.0.1")
-    assert await ask_all([member.address, other.address], PATIENT_S) is Pulse.RUNS
+    other = ProbeSocket("127.0.0.1")
+    assert await probe_all([member.address, other.address], PATIENT_S) is ProcessState.RUNS
     member.kill()
-    assert await ask_all([member.address, other.address], PATIENT_S) is Pulse.DEAD
+    assert await probe_all([member.address, other.address], PATIENT_S) is ProcessState.DEAD
     other.close()
 
 
 async def test_nobody_is_let_in_where_a_process_only_shows_that_it_lives() -> None:
-    life = LifeSocket("127.0.0.1")
+    life = ProbeSocket("127.0.0.1")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.linger = 0
@@ -131,15 +131,15 @@ async def test_nobody_is_let_in_where_a_process_only_shows_that_it_lives() -> No
 
 
 async def test_being_asked_leaves_no_descriptor_behind() -> None:
-    life = LifeSocket("127.0.0.1")
+    life = ProbeSocket("127.0.0.1")
 
     def num_open() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    await ask(life.address, PATIENT_S)
+    await probe(life.address, PATIENT_S)
     before = num_open()
     for _ in range(50):
-        assert await ask(life.address, PATIENT_S) is Pulse.RUNS
+        assert await probe(life.address, PATIENT_S) is ProcessState.RUNS
     deadline = time.monotonic() + PATIENT_S
     while num_open() > before:  # libzmq's thread closes its ends behind ours
         assert time.monotonic() < deadline
@@ -169,7 +169,9 @@ def members(clock: Clock) -> Membership:
     return members
 
 
-def fall_silent(members: Membership, clock: Clock, seconds: float, pulse: Callable[[], Pulse | None]) -> list[str]:
+def fall_silent(
+    members: Membership, clock: Clock, seconds: float, pulse: Callable[[], ProcessState | None]
+) -> list[str]:
     """For so long, with a look and a question each second. Return who was removed."""
     removed = []
     for _ in range(round(seconds)):
@@ -177,28 +179,28 @@ def fall_silent(members: Membership, clock: Clock, seconds: float, pulse: Callab
         found = pulse()
         for name in members.suspects():
             if found is not None:
-                members.asked(name, found)
+                members.note_probe(name, found)
         removed += members.remove_silent()
     return removed
 
 
 def test_a_member_that_answers_is_kept_and_counted_once_a_silence(members: Membership, clock: Clock) -> None:
     version = members.version
-    assert fall_silent(members, clock, BUSY_S, lambda: Pulse.RUNS) == []
+    assert fall_silent(members, clock, BUSY_S, lambda: ProcessState.RUNS) == []
     assert [gateway.identity for gateway in members.snapshot().gateways] == ["g"]
     assert (members.snapshot().num_kept, members.version) == (1, version + 1), "gateways hear of the count"
     assert members.heard("g") is Standing.LISTED
-    assert fall_silent(members, clock, MISSED_AFTER_S + 1, lambda: Pulse.RUNS) == []
+    assert fall_silent(members, clock, MISSED_AFTER_S + 1, lambda: ProcessState.RUNS) == []
     assert members.snapshot().num_kept == 2
 
 
 def test_a_member_that_answers_and_says_nothing_is_gone_at_last(members: Membership, clock: Clock) -> None:
-    assert fall_silent(members, clock, BUSY_S + 1, lambda: Pulse.RUNS) == ["g (its process runs)"]
+    assert fall_silent(members, clock, BUSY_S + 1, lambda: ProcessState.RUNS) == ["g (its process runs)"]
 
 
-@pytest.mark.parametrize("pulse", [Pulse.STOPPED, Pulse.DEAD, Pulse.UNREACHABLE, None])
+@pytest.mark.parametrize("pulse", [ProcessState.STOPPED, ProcessState.DEAD, ProcessState.UNREACHABLE, None])
 def test_a_member_that_does_not_answer_is_gone_as_soon_as_if_nobody_asked(
-    pulse: Pulse | None, members: Membership, clock: Clock
+    pulse: ProcessState | None, members: Membership, clock: Clock
 ) -> None:
     assert fall_silent(members, clock, MISSED_AFTER_S, lambda: pulse) == []
     (gone,) = fall_silent(members, clock, 1.0, lambda: pulse)
@@ -207,8 +209,8 @@ def test_a_member_that_does_not_answer_is_gone_as_soon_as_if_nobody_asked(
 
 
 def test_a_member_that_dies_while_it_is_busy_is_gone_soon(members: Membership, clock: Clock) -> None:
-    assert fall_silent(members, clock, 15.0, lambda: Pulse.RUNS) == []
-    assert fall_silent(members, clock, TRUSTED_S + 1, lambda: Pulse.DEAD) == ["g (its process is gone)"]
+    assert fall_silent(members, clock, 15.0, lambda: ProcessState.RUNS) == []
+    assert fall_silent(members, clock, TRUSTED_S + 1, lambda: ProcessState.DEAD) == ["g (its process is gone)"]
 
 
 def test_only_members_whose_heartbeats_are_missing_are_asked(members: Membership, clock: Clock) -> None:
@@ -216,5 +218,5 @@ def test_only_members_whose_heartbeats_are_missing_are_asked(members: Membership
     clock.now_s += SUSPECT_AFTER_S + 0.1
     members.heard("g")
     assert members.suspects() == {"e": [make_record(engine_id="e").address]}
-    assert not members.asked("g", Pulse.RUNS), "it spoke meanwhile"
-    assert not members.asked("nobody", Pulse.RUNS)
+    assert not members.note_probe("g", ProcessState.RUNS), "it spoke meanwhile"
+    assert not members.note_probe("nobody", ProcessState.RUNS)

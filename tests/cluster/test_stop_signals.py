@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from baton.cluster.cli.stop import Output, to_nowhere
+from baton.cluster.cli.stop_signals import TolerantOutput, redirect_to_null
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,8 +19,8 @@ SIGNALLED = """
 import signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
-from baton.cluster.cli.stop import Stop
-stop = Stop(lambda: print("killed", flush=True))
+from baton.cluster.cli.stop_signals import StopSignals
+stop = StopSignals(lambda: print("killed", flush=True))
 stop.listen()
 signal.alarm(40)  # Ray's library, where it hears of SIGTERM first, orders an abort and calls whose handler was there
 for number in sys.argv[2:]:
@@ -75,7 +75,7 @@ def test_a_hangup_takes_the_terminal_away_and_nothing_else() -> None:
 def test_what_is_written_to_a_reader_who_has_gone_goes_nowhere(reader: str) -> None:
     window, programs = pty.openpty() if reader == "terminal" else os.pipe()
     with os.fdopen(programs, "w", buffering=1) as stream:
-        output = Output(stream)
+        output = TolerantOutput(stream)
         output.write("heard\n")
         assert os.read(window, 100).strip() == b"heard"
         os.close(window)
@@ -88,5 +88,5 @@ def test_what_is_written_to_a_reader_who_has_gone_goes_nowhere(reader: str) -> N
 def test_what_else_goes_wrong_with_output_is_not_kept_back() -> None:
     with open("/dev/full", "w", buffering=1) as stream:
         with pytest.raises(OSError, match="No space left"):
-            Output(stream).write("too much\n")
-        to_nowhere(stream.fileno())  # what is left is written when it is closed
+            TolerantOutput(stream).write("too much\n")
+        redirect_to_null(stream.fileno())  # what is left is written when it is closed

@@ -1,0 +1,66 @@
+"""Checks of an application against its model's folder that read no weights: config.json, file headers, tokenizer."""
+
+from __future__ import annotations
+
+from baton.cluster.contracts import Role
+from baton.cluster.spec import FleetSpec, InvalidSpec
+from baton.engine.config import DTYPES, InvalidEngineConfig
+from baton.engine.hf_config.model_config import ModelConfig, ModelError
+from baton.engine.parallel.division import check_division
+
+
+def check_model(spec: FleetSpec) -> None:
+    """Check each fleet against the model's config.json. Raises `InvalidSpec` with a line for each that cannot work."""
+    problems = []
+    for role in spec.fleets.present:
+        try:
+            read_model(spec, role)
+        except (ModelError, InvalidEngineConfig) as error:
+            problems.append(f"{role}: {error}")
+    if problems:
+        raise InvalidSpec("\n".join(dict.fromkeys(problems)))
+
+
+def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
+    """Read the config of the model as one fleet serves it, and none of its weights.
+
+    Raises `ModelError` for a model that Baton cannot serve, `InvalidEngineConfig` where it cannot be divided.
+    """
+    config = spec.engine_config(role)
+    model = ModelConfig.from_folder(
+        spec.model,
+        dtype=DTYPES[config.dtype] or "auto",
+        max_model_len=config.max_model_len,
+        load_format="dummy",
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
+    check_division(model, config)
+    return model
+
+
+def check_model_files(spec: FleetSpec) -> None:
+    """Account for every tensor by the headers of the model's files, as each engine does when it loads them, and read
+    the tokenizer. Loads torch.
+
+    Raises `InvalidSpec` with one line a problem.
+    """
+    from baton.engine.models import check_weights
+    from baton.engine.text import TextError, Tokenizer
+
+    problems = []
+    try:
+        if needs_weights(spec):
+            check_weights(ModelConfig.from_folder(spec.model))
+    except ModelError as error:
+        problems.append(str(error))
+    try:
+        Tokenizer.from_folder(spec.model)
+    except TextError as error:
+        problems.append(str(error))
+    if problems:
+        raise InvalidSpec("\n".join(f"model: {problem}" for problem in problems))
+
+
+def needs_weights(spec: FleetSpec) -> bool:
+    """Tell whether any fleet reads the model's weights, rather than draw random ones."""
+    return any(spec.engine_config(role).load_format != "dummy" for role in spec.fleets.present)
