@@ -57,6 +57,14 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """KV that a finished prefill keeps until a decode engine has fetched it, or until it is withdrawn."""
+
+    engine: EngineRecord
+    source: KVSource
+
+
+@dataclass(frozen=True)
 class Deadline:
     """The time after which an answer is of no use."""
 

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,7 +27,7 @@ from baton.engine.core.stages import Stage
 from ..errors import ApiError, engines_full, from_engine, internal, no_capacity, no_retries_left
 from ..routing.load import Placement, engine_key
 from ..routing.router import RoutingQuery
-from .attempt import Attempt, Deadline
+from .attempt import Attempt, Deadline, Offer
 from .context import ServingContext
 from .engine_selector import EngineSelector, Selection
 from .retry_policy import RETRY_POLICY, AttemptHistory, Blame, Failure
@@ -38,16 +37,9 @@ from .timeline import Stamp, Timeline
 
 logger = logging.getLogger(__name__)
 
+TOKENS = SequenceEvent.TOKENS  # a name of its own: looked up for each token
 NO_OUTPUT = EngineOutput(request_id="")  # of an event that no output is the cause of
 POLL_S = 0.02  # between looks for an engine that can take a sequence, while there is none
-
-
-@dataclass(frozen=True)
-class Offer:
-    """KV that a finished prefill keeps until a decode engine has fetched it, or until it is withdrawn."""
-
-    engine: EngineRecord
-    source: KVSource
 
 
 class ServedSequence:
@@ -88,7 +80,7 @@ class ServedSequence:
         self._offer: Offer | None = None
         self._failure: Failure | None = None  # that the next attempt follows
         self._owes_retry = False  # the next attempt is taken from the retry budget
-        self._output: EngineOutput | None = None  # to be sent to the client
+        self._for_client: EngineOutput | None = None  # the output to be sent next
         self._path = ServedPath(request.request_id, serving.metrics)
 
     @property
@@ -103,23 +95,24 @@ class ServedSequence:
         """
         self._serving.retry_budget.began()
         try:
-            while self.state is not SequenceState.DONE:
-                if self.state is SequenceState.PLACING:
-                    await self._wait_for_engine()
+            while True:
+                attempt = self._attempt or await self._next_attempt()
                 try:
-                    output = await anext((self._attempt or self._submit()).stream)
+                    output = await anext(attempt.stream)
                 except EngineGone as gone:
                     output = _died(gone)
                 except StopAsyncIteration:
                     raise internal("An engine ended a request without saying why.") from None
                 event = self._event_of(output)
-                if event is SequenceEvent.TOKENS and self.state is SequenceState.DECODING:
-                    yield self._keep_tokens(output)  # its row, without a detour for each token
+                if event is TOKENS and attempt.has_output:  # DECODING: its row, without a detour for each token
+                    yield self._keep_tokens(output)
                     continue
                 await self._apply(event, output)
-                if (output_now := self._output) is not None:
-                    self._output = None
-                    yield output_now
+                if (for_client := self._for_client) is not None:
+                    self._for_client = None
+                    yield for_client
+                if self.state is SequenceState.DONE:
+                    return
         finally:
             self._serving.retry_budget.ended()
             await self._apply(SequenceEvent.CLOSED)
@@ -134,36 +127,36 @@ class ServedSequence:
             await self._perform(effect, output)
 
     async def _perform(self, effect: Effect, output: EngineOutput) -> None:
-        match effect:
+        match effect:  # those of every sequence come first
             case Effect.SUBMIT:
                 self._submit()
-            case Effect.SUBMIT_SOON:
-                # The client's token is on its way first, and a client that reads slowly delays no submission.
-                asyncio.get_running_loop().call_soon(self._submit_if_selected)
-            case Effect.SUBMIT_EARLY:
-                self._submit_early(_source_in(output))
-            case Effect.BEGIN_EARLY:
-                self._begin_early()
             case Effect.NOTE_FIRST_OUTPUT:
                 self._note_first_output(output)
             case Effect.DELIVER:
-                self._output = self._keep_tokens(output)
-            case Effect.KEEP_OFFER:
-                self._offer = Offer(self._current.engine, _source_in(output))
-            case Effect.DROP_OFFER:
-                self._offer = None
-            case Effect.WITHDRAW_OFFER:
-                self._withdraw_offer()
-            case Effect.CLOSE_ATTEMPT:
-                await self._close_attempt()
-            case Effect.CLOSE_ALL:
-                await self._close_all()
-            case Effect.HAND_OFF:
-                await self._hand_off(_source_in(output))
-            case Effect.BLAME:
-                self._blame()
+                self._for_client = self._keep_tokens(output)
             case Effect.JUDGE_DEADLINE:
                 self._judge_deadline()
+            case Effect.WITHDRAW_OFFER:
+                self._withdraw_offer()
+            case Effect.CLOSE_ALL:
+                await self._close_all()
+            case Effect.SUBMIT_EARLY:
+                self._submit_early(_source_in(output))
+            case Effect.KEEP_OFFER:
+                self._offer = Offer(self._current.engine, _source_in(output))
+            case Effect.CLOSE_ATTEMPT:
+                await self._close_attempt()
+            case Effect.HAND_OFF:
+                await self._hand_off(_source_in(output))
+            case Effect.SUBMIT_SOON:
+                # The client's token is on its way first, and a client that reads slowly delays no submission.
+                asyncio.get_running_loop().call_soon(self._submit_if_selected)
+            case Effect.BEGIN_EARLY:
+                self._begin_early()
+            case Effect.DROP_OFFER:
+                self._offer = None
+            case Effect.BLAME:
+                self._blame()
             case Effect.RETRY:
                 self._retry()
             case Effect.NEW_GENERATION:
@@ -177,7 +170,7 @@ class ServedSequence:
 
     def _event_of(self, output: EngineOutput) -> SequenceEvent:
         if output.finish_reason is None and output.error is None:
-            return SequenceEvent.TOKENS if output.kv_source is None else SequenceEvent.OFFERED_EARLY
+            return TOKENS if output.kv_source is None else SequenceEvent.OFFERED_EARLY
         if output.finish_reason is FinishReason.ABORT:  # not by this gateway, which would no longer listen
             return self._event_of_error(EngineError(ErrorKind.ENGINE_DEAD, "The engine gave the request up."), output)
         if output.error is not None:
@@ -199,6 +192,11 @@ class ServedSequence:
         return SequenceEvent.REFUSED if is_refusal else SequenceEvent.LOST
 
     # ------------------------------------------------------------------ placing
+
+    async def _next_attempt(self) -> Attempt:
+        if self.state is SequenceState.PLACING:
+            await self._wait_for_engine()
+        return self._attempt or self._submit()
 
     async def _wait_for_engine(self) -> None:
         """Place the sequence. Raises `ApiError` (503) when no engine can take it in time."""
