@@ -13,7 +13,8 @@ import msgspec
 from baton.cluster.cached_blocks import BlockName, CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.gateway.routing.load import EngineKey, Placement, engine_key
+from baton.cluster.gateway.routing.load import Placement
+from baton.cluster.gateway.routing.prefix_index import EngineKey, engine_key
 from baton.cluster.gateway.routing.router import Router
 from baton.engine.core.messages import EngineRequest
 

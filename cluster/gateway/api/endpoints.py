@@ -86,7 +86,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        with gateway.admission.place(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
+        with gateway.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
             await self._serve(scope, receive, ResponseWriter(send))
 
     async def _serve(self, scope: Scope, receive: Receive, answer: ResponseWriter) -> None:

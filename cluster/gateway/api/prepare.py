@@ -14,7 +14,7 @@ from baton.engine.text import ChatPrompt, TextError, bad_word_token_ids
 
 from ..errors import bad_request, context_length_exceeded, model_not_found, prompt_too_long
 from ..model import ServedModel
-from ..routing.router import prefix_names
+from ..routing.prefix_index import prefix_names
 from ..settings import GatewaySettings
 from .field_names import client_names
 from .job import ParserOptions, PreparedRequest, UsageOptions

@@ -1,13 +1,13 @@
-"""Which engines, and which pairs of engines, had better be left alone for a while.
+"""Circuit breakers: engines, and pairs of engines, that failed too often get no requests for a while.
 
     CLOSED ──too many failures──> OPEN ──open_s later──> HALF_OPEN ──the trial succeeds──> CLOSED
                                    ^                         │
                                    └───────the trial fails───┘
 
-A circuit is that of one process, or of a decode process that reads from a prefill process. It opens when, within a
-window, so many attempts failed and they were at least half of all. While it is half open it lets one request through;
-if that ends without a word about the peer, the next one is the trial. What an open circuit keeps away goes to others,
-if there are any.
+There is one circuit for each engine's process, and one for each pair of a prefill process and a decode process that
+fetches from it. A circuit opens when enough attempts failed within a window and they were at least half of all. While
+it is half open it lets one request through, the trial; if that ends without telling anything, the next one is the
+trial. Requests that an open circuit holds back go to other engines, if there are any.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 
 from ..settings import BreakerSettings
-from .load import EngineKey, engine_key
+from .prefix_index import EngineKey, engine_key
 from .sliding_window import SlidingWindow
 
 logger = logging.getLogger(__name__)
 
-CircuitKey = tuple[EngineKey, ...]  # one engine; or a prefill engine, and the decode engine that reads from it
+CircuitKey = tuple[EngineKey, ...]  # one engine; or a prefill engine, and the decode engine that fetches from it
 SUCCESSES, FAILURES = 0, 1
-IDLE_PERIODS = 10  # after which a circuit that nothing was heard of is forgotten
+IDLE_PERIODS = 10  # of window and pause, after which a circuit without events is forgotten
 
 
 class CircuitState(enum.StrEnum):
@@ -52,14 +52,14 @@ TRANSITIONS: dict[tuple[CircuitState, CircuitEvent], CircuitState] = {
 
 
 class Circuit:
-    """One peer's."""
+    """The circuit of one engine, or of one pair."""
 
     def __init__(self, limits: BreakerSettings, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self._state = CircuitState.CLOSED
         self._window = SlidingWindow(limits.window_s, clock)
         self._opened_s = 0.0
-        self._trial: object | None = None  # the attempt that is let through while it is half open
+        self._trial: object | None = None  # the attempt that is let through while the circuit is half open
         self.newest_s = clock()
 
     @property
@@ -79,7 +79,7 @@ class Circuit:
                 return self._trial is None
 
     def sent(self, attempt: object) -> None:
-        """Follow with one of the other three."""
+        """Note an attempt. Call `left` with it in the end, and `succeeded` or `failed` before, if it tells anything."""
         self.newest_s = self._clock()
         if self.state is CircuitState.HALF_OPEN and self._trial is None:
             self._trial = attempt
@@ -90,7 +90,7 @@ class Circuit:
             self._move(CircuitEvent.TRIAL_SUCCEEDED)
 
     def failed(self) -> bool:
-        """Whether it has opened by this."""
+        """Count a failure. Return True if the circuit has opened by it."""
         self.newest_s = self._clock()
         self._window.add(FAILURES)
         if self.state is CircuitState.HALF_OPEN:
@@ -100,7 +100,7 @@ class Circuit:
         return many and self.state is CircuitState.CLOSED and self._move(CircuitEvent.FAILURES)
 
     def left(self, attempt: object) -> None:
-        """It ended without saying anything about the peer, or anything more."""
+        """Note that an attempt has ended: it tells nothing more."""
         if self._trial is attempt:
             self._trial = None
 
@@ -114,70 +114,70 @@ class Circuit:
 
 
 class Breakers:
-    """All circuits of one gateway: of peers that failed lately. Of others it knows nothing, and needs not."""
+    """All circuits of one gateway. Engines and pairs that have not failed lately have none, and need none."""
 
     def __init__(
         self,
         limits: BreakerSettings,
         clock: Callable[[], float],
-        on_open: Callable[[CircuitKey], None] = lambda peer: None,
+        on_open: Callable[[CircuitKey], None] = lambda key: None,
     ) -> None:
         self._limits, self._clock, self._on_open = limits, clock, on_open
         self._circuits: dict[CircuitKey, Circuit] = {}
 
-    def sent(self, peers: Iterable[CircuitKey], attempt: object) -> None:
-        """Call `left` with the same attempt, whatever was said of it meanwhile."""
-        for circuit in self._known(peers):
+    def sent(self, keys: Iterable[CircuitKey], attempt: object) -> None:
+        """Note an attempt in each circuit. Call `left` with it in the end, whatever it told meanwhile."""
+        for circuit in self._known(keys):
             circuit.sent(attempt)
 
-    def succeeded(self, peers: Iterable[CircuitKey]) -> None:
-        for circuit in self._known(peers):
+    def succeeded(self, keys: Iterable[CircuitKey]) -> None:
+        for circuit in self._known(keys):
             circuit.succeeded()
 
-    def left(self, peers: Iterable[CircuitKey], attempt: object) -> None:
-        for circuit in self._known(peers):
+    def left(self, keys: Iterable[CircuitKey], attempt: object) -> None:
+        for circuit in self._known(keys):
             circuit.left(attempt)
 
-    def failed(self, peer: CircuitKey) -> None:
+    def failed(self, key: CircuitKey) -> None:
         self._forget_old()
-        circuit = self._circuits.get(peer) or self._circuits.setdefault(peer, Circuit(self._limits, self._clock))
+        circuit = self._circuits.get(key) or self._circuits.setdefault(key, Circuit(self._limits, self._clock))
         if circuit.failed():
-            names = " and ".join(engine_id for engine_id, _ in peer)
+            names = " and ".join(engine_id for engine_id, _ in key)
             logger.warning("%s failed too often: asked no more for %g s", names, self._limits.open_s)
-            self._on_open(peer)
+            self._on_open(key)
 
     def closed_to(self, engines: Sequence[EngineView]) -> set[EngineKey]:
-        """Engines that had better get nothing: their own circuit is open, or those to all that could read from them."""
+        """Return the engines whose circuit is open, or whose circuits with all their possible readers are."""
         if not self._circuits:
             return set()
-        closed = {peer[0] for peer in self._circuits if len(peer) == 1 and self._keeps_away(peer)}
-        prefills = {peer[0] for peer in self._circuits if len(peer) == 2 and self._keeps_away(peer)}
+        closed = {key[0] for key in self._circuits if len(key) == 1 and self._keeps_away(key)}
+        sources = {key[0] for key in self._circuits if len(key) == 2 and self._keeps_away(key)}
         readers = [view.record for view in engines if view.record.role is Role.DECODE]
         for view in engines:
-            record, key = view.record, engine_key(view.record)
-            mates = [mate for mate in readers if mate.fingerprint == record.fingerprint]
-            if key in prefills and all(self._keeps_away((key, engine_key(mate))) for mate in mates):
-                closed.add(key)
+            source = engine_key(view.record)
+            partners = [reader for reader in readers if reader.fingerprint == view.record.fingerprint]
+            if source in sources and all(self._keeps_away((source, engine_key(partner))) for partner in partners):
+                closed.add(source)
         return closed
 
     def closed_from(self, source: EngineRecord) -> set[EngineKey]:
-        """Decode engines that had better not read from this one."""
-        key = engine_key(source)
-        return {peer[1] for peer in self._circuits if len(peer) == 2 and peer[0] == key and self._keeps_away(peer)}
+        """Return the decode engines that are not to fetch from this one."""
+        holder = engine_key(source)
+        return {key[1] for key in self._circuits if len(key) == 2 and key[0] == holder and self._keeps_away(key)}
 
     def state(self, engine: EngineRecord) -> CircuitState:
         circuit = self._circuits.get((engine_key(engine),))
         return CircuitState.CLOSED if circuit is None else circuit.state
 
-    def _keeps_away(self, peer: CircuitKey) -> bool:
-        circuit = self._circuits.get(peer)
+    def _keeps_away(self, key: CircuitKey) -> bool:
+        circuit = self._circuits.get(key)
         return circuit is not None and not circuit.lets_through
 
-    def _known(self, peers: Iterable[CircuitKey]) -> list[Circuit]:
-        return [circuit for peer in peers if (circuit := self._circuits.get(peer)) is not None]
+    def _known(self, keys: Iterable[CircuitKey]) -> list[Circuit]:
+        return [circuit for key in keys if (circuit := self._circuits.get(key)) is not None]
 
     def _forget_old(self) -> None:
-        """Processes come and go."""
+        """Drop circuits without recent events: processes come and go."""
         oldest_s = self._clock() - IDLE_PERIODS * (self._limits.window_s + self._limits.open_s)
-        for peer in [peer for peer, circuit in self._circuits.items() if circuit.newest_s < oldest_s]:
-            del self._circuits[peer]
+        for key in [key for key, circuit in self._circuits.items() if circuit.newest_s < oldest_s]:
+            del self._circuits[key]

@@ -1,8 +1,8 @@
-"""What it costs to serve a request in one place or another: seconds, and nothing but seconds.
+"""The cost of serving a request in an engine, or a pair of engines, in seconds.
 
 prefill engine P, decode engine D
     queue(P) + prefill(P) + restore(P) + lease(P) + handoff(P, D) + decode(D)
-unified engine, or decode engine that reads the prompt itself
+unified engine, or decode engine that computes the prompt itself
     queue(E) + prefill(E) + restore(E) + stall(E) + decode(E)
 
 queue    uncached tokens before it / prefill_tokens_per_s
@@ -27,19 +27,19 @@ from baton.cluster.contracts import EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.tiers import Tier, TierStats
 
-UNTRIED = 0.5  # of what computing a block takes: an engine that does not know restores and sees
+UNTRIED = 0.5  # of the time to compute a block: an engine without a measurement restores it to get one
 
 
 class CostRates(BaseModel):
-    """What the seconds are made of. Defaults: an 8B model on H200s, NVLink within a node and 400 Gbit/s between nodes.
+    """The rates of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
 
-    Only their proportions decide; they need not be better than a factor of two.
+    Only their proportions decide. A factor of two is precise enough.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine
-    decode_request_s: float = Field(0.01, ge=0)  # by which one more request makes the answers of an engine later
+    decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine
     stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
     lease_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
     handoff_s: float = Field(0.003, ge=0)  # of a hand-off without its bytes
@@ -49,46 +49,46 @@ class CostRates(BaseModel):
 
 @dataclass(frozen=True)
 class Load:
-    """Of one engine, as one gateway knows it."""
+    """The load of one engine, as one gateway knows it."""
 
-    num_requests: int  # its own, and those of others as of the engine's last news
-    queued_tokens: int  # to prefill before the next prompt
+    num_requests: int  # this gateway's, and those of others as of the engine's newest report
+    queued_tokens: int  # tokens of prompts to compute before the next one
 
 
 @dataclass(frozen=True)
-class PrefillEstimate:
-    """What an engine would do to read a prompt."""
+class PrefillWork:
+    """The work of an engine to compute a prompt."""
 
     uncached: int  # tokens to compute
-    restore_s: float = 0.0  # for what comes out of tiers before
+    restore_s: float = 0.0  # to restore blocks from tiers first
 
 
 class Cost:
-    """See the module's text for the formula."""
+    """Computes the terms of the formula above."""
 
     def __init__(self, rates: CostRates) -> None:
         self._rates = rates
 
-    def reading(self, view: EngineView, num_tokens: int, found: FoundPrefix) -> PrefillEstimate:
-        """Of a prompt of so many tokens, of which the engine has some."""
+    def prefill_work(self, view: EngineView, num_tokens: int, found: FoundPrefix) -> PrefillWork:
+        """Return the work for a prompt of `num_tokens`, of which the engine has what was found."""
         uncached = num_tokens - found.pool * BLOCK_SIZE
         stats, restorable = view.stats, found.in_tiers * BLOCK_SIZE
         if not restorable or stats is None or stats.tiers is None:
-            return PrefillEstimate(uncached)
+            return PrefillWork(uncached)
         share = (1 + stats.num_requests_waiting_for_kv) * _restoring_share(stats.tiers, found)
         if restorable < stats.tiers.min_tokens or not stats.tiers.answers or share >= 1:
-            return PrefillEstimate(uncached)
-        return PrefillEstimate(uncached - restorable, self._prefill_s(restorable) * share)
+            return PrefillWork(uncached)
+        return PrefillWork(uncached - restorable, self._prefill_s(restorable) * share)
 
-    def prefill_only_s(self, view: EngineView, load: Load, reading: PrefillEstimate) -> float:
-        """queue + prefill + restore + lease."""
-        return self._prefill_s(load.queued_tokens + reading.uncached) + reading.restore_s + self._lease_s(view)
+    def prefill_only_s(self, view: EngineView, load: Load, work: PrefillWork) -> float:
+        """Return queue + prefill + restore + lease."""
+        return self._prefill_s(load.queued_tokens + work.uncached) + work.restore_s + self._lease_s(view)
 
-    def whole_s(self, load: Load, reading: PrefillEstimate) -> float:
-        """queue + prefill + restore + stall + decode."""
-        stall_s = self._prefill_s(reading.uncached) * load.num_requests * self._rates.stall_weight
-        prefill_s = self._prefill_s(load.queued_tokens + reading.uncached)
-        return prefill_s + reading.restore_s + stall_s + self.decode_s(load)
+    def whole_s(self, load: Load, work: PrefillWork) -> float:
+        """Return queue + prefill + restore + stall + decode."""
+        stall_s = self._prefill_s(work.uncached) * load.num_requests * self._rates.stall_weight
+        prefill_s = self._prefill_s(load.queued_tokens + work.uncached)
+        return prefill_s + work.restore_s + stall_s + self.decode_s(load)
 
     def handoff_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
         rate = self._rates.node_tokens_per_s if same_node else self._rates.network_tokens_per_s
@@ -109,7 +109,7 @@ class Cost:
 
 
 def _restoring_share(tiers: TierStats, found: FoundPrefix) -> float:
-    """What restoring takes, of what computing would: of all blocks together, as the engine decides."""
+    """Return the time to restore all found blocks over the time to compute them, by which the engine decides too."""
     taken = found.host * _block_share(tiers, Tier.HOST) + found.disk * _block_share(tiers, Tier.DISK)
     return taken / found.in_tiers
 

@@ -1,4 +1,4 @@
-"""The ranks of the application as clients see them, and a client's wish for one of them."""
+"""The ranks of the application as clients see them, and requests that name the rank to be served by."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ MAX_DIGITS = 9  # of a rank
 
 
 def pinned_rank(header: str | None, client: EngineClient) -> int | None:
-    """The rank that a client asks for; None where it leaves the choice to us. Raises `ApiError` (400) for one that this
-    gateway does not reach now.
+    """Return the rank that a client asks for, or None if it names none.
+
+    Raises `ApiError` (400) for a rank that this gateway does not reach now.
     """
     if header is None:
         return None
@@ -36,21 +37,21 @@ def _unreachable(text: str, reached: Sequence[int]) -> ApiError:
 
 
 def reachable(client: EngineClient, rank: int | None) -> Sequence[EngineView]:
-    """All engines; or those to choose from when the one of this rank must take part."""
+    """Return all engines, or those to choose from when the engine of this rank must take part."""
     return client.engines() if rank is None else only_with(client.engines(), rank)
 
 
 def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
-    """What is left to choose from when one engine must take part: it, and those of the roles that complete it."""
+    """Return the engine of this rank, and those of the role that completes it."""
     pinned = next((view for view in engines if view.record.rank == rank), None)
     if pinned is None:
         return []
-    mates = () if pinned.record.role.complement is None else (pinned.record.role.complement,)
-    return [view for view in engines if view is pinned or view.record.role in mates]
+    complement = pinned.record.role.complement
+    return [view for view in engines if view is pinned or (complement is not None and view.record.role is complement)]
 
 
 def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dict[str, Any]:
-    """All ranks, which of them this gateway reaches and how it gets on with them, and all gateways that serve."""
+    """Return all ranks, with what this gateway knows of those that it reaches, and all gateways that serve."""
     snapshot = client.listed()
     serving = [record for record in snapshot.gateways if record.is_serving]
     views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}
@@ -89,7 +90,7 @@ def _place(record: GatewayRecord) -> tuple[str, int, str]:
 
 
 def spell_ranks(ranks: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` as "0-2, 5"."""
+    """Write `[0, 1, 2, 5]` as "0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-PARTS = 10  # of a window: what is forgotten at once
+PARTS = 10  # of a window: the resolution at which it forgets
 
 
 class SlidingWindow:
-    """How often two kinds of things happened within `seconds`. Memory does not depend on how many they were."""
+    """Counts two kinds of events within the last `seconds`, in memory that does not depend on how many they were."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._part_s = seconds / PARTS
         self._clock = clock
-        self._parts: deque[tuple[int, list[int]]] = deque()  # with their number since the clock's zero
+        self._parts: deque[tuple[int, list[int]]] = deque()  # number since the clock's zero, and counts of both kinds
         self._sums = [0, 0]
 
     def add(self, kind: int, count: int = 1) -> None:
-        """`kind` is 0 or 1."""
+        """Count events of a kind, 0 or 1."""
         number = self._forget()
         if not self._parts or self._parts[-1][0] != number:
             self._parts.append((number, [0, 0]))
@@ -26,6 +26,7 @@ class SlidingWindow:
         self._sums[kind] += count
 
     def count(self, kind: int) -> int:
+        """Return how many events of a kind the window holds."""
         self._forget()
         return self._sums[kind]
 
@@ -34,6 +35,7 @@ class SlidingWindow:
         self._sums = [0, 0]
 
     def _forget(self) -> int:
+        """Drop the parts that are too old, and return the number of the newest one."""
         number = int(self._clock() / self._part_s)
         while self._parts and self._parts[0][0] <= number - PARTS:
             for kind, count in enumerate(self._parts.popleft()[1]):

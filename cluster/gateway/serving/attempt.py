@@ -14,7 +14,8 @@ from baton.cluster.contracts import EngineClient, EngineRecord, OutputStream
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind, KVSource
 
 from ..routing.breaker import Breakers, CircuitKey
-from ..routing.load import LoadTracker, Placement, engine_key
+from ..routing.load import LoadTracker, Placement
+from ..routing.prefix_index import engine_key
 from .retry_policy import RETRY_POLICY, Blame, Failure
 
 MIN_TIMEOUT_S = 0.001  # 0 would mean that there is no deadline

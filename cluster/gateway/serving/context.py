@@ -1,4 +1,4 @@
-"""What all sequences of one gateway share."""
+"""The context that all sequences of one gateway share."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 
-from ..routing.load import Placement, engine_key
+from ..routing.load import Placement
+from ..routing.prefix_index import engine_key
 from ..routing.ranks import reachable
 from ..routing.router import NO_PREFILL_ENGINE, Route, RoutingQuery
 from .context import ServingContext

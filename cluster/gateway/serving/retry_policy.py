@@ -1,8 +1,8 @@
-"""The failure ladder: what follows when an attempt at a request has failed, in one table.
+"""The retry policy: the consequences of a failed attempt, in one table, and the budget for further attempts.
 
-    attempt fails ──> RETRY_POLICY[failure] ──> the first of its rungs that some engine can serve ──> next attempt
-                          │ no rung, or no more attempts           │ nobody: wait, at most capacity_timeout_s
-                          └────────────> typed error <─────────────┘
+    attempt fails ──> RETRY_POLICY[failure] ──> the first of its rungs with an engine ──> next attempt
+                          │ no rung, or too many attempts       │ no engine: wait, at most capacity_timeout_s
+                          └───────────> typed error <───────────┘
 
 docs/operate/reliability.md holds the same table.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.core.messages import EngineError, ErrorKind
 
-from ..routing.load import EngineKey
+from ..routing.prefix_index import EngineKey
 from ..routing.sliding_window import SlidingWindow
 
 BUDGET_WINDOW_S = 10.0
@@ -23,24 +23,24 @@ REQUESTS, RETRIES = 0, 1
 
 
 class Rung(enum.StrEnum):
-    """A way to serve a request."""
+    """The ways to serve a request; after a failure they are tried in the policy's order."""
 
-    ANY = "any"  # the cheapest of all: the first attempt
-    OTHER_DECODE = "other-decode"  # a decode engine that reads the KV which is on offer
-    OTHER_PREFILL = "other-prefill"  # a prefill engine reads all tokens again
-    RECOMPUTE = "recompute"  # a decode engine does: so many that it may, and it has slack
+    ANY = "any"  # the cheapest engine: the first attempt
+    OTHER_DECODE = "other-decode"  # a decode engine fetches the KV that is on offer
+    OTHER_PREFILL = "other-prefill"  # a prefill engine computes all tokens again
+    RECOMPUTE = "recompute"  # a decode engine does: not too many, and it has no queue
     UNIFIED = "unified"
-    AGAIN = "again"  # the cheapest of all, also of those that failed
+    AGAIN = "again"  # the cheapest engine, also if this request lost it before
 
 
 class Failure(enum.StrEnum):
-    """Why an attempt was lost: the `reason` in `x-baton-path` and in the metrics."""
+    """The reasons for which attempts are lost: `reason` in `x-baton-path` and in the metrics."""
 
     ENGINE_GONE = "engine-gone"
     ENGINE_LEAVING = "engine-leaving"
     ENGINE_FAILED = "engine-failed"
     KV_LOST = "kv-lost"
-    NO_READER = "no-decode-engine"  # KV is on offer, and no decode engine can read it
+    NO_READER = "no-decode-engine"  # KV is on offer, and no decode engine can fetch it
     OVERLOADED = "overloaded"
     TIMED_OUT = "timed-out"
     INVALID = "invalid"
@@ -60,31 +60,33 @@ FAILURE_OF = {
 
 
 class Pays(enum.StrEnum):
-    """When the next attempt is taken from the gateway's retry budget."""
+    """The attempts that are taken from the gateway's retry budget."""
 
     ALWAYS = "yes"
-    IN_VAIN = "from the second on, if it brought no token"  # one death costs all that ran there an attempt
+    IN_VAIN = "from the second on, if it brought no token"  # one death costs each request that ran there an attempt
     NEVER = "no"
 
 
 class Blame(enum.StrEnum):
-    """Who is avoided by this request's next attempts."""
+    """The engine that this request's next attempts avoid."""
 
     ENGINE = "the engine"
-    HOLDER = "who held the KV"
-    FULL = "the engine, for good"  # even where nobody else is left; then nobody is waited for
-    LEFT = "the engine, which goes"  # even where nobody else is left; another is waited for
+    HOLDER = "the engine that held the KV"
+    FULL = "the engine, for good"  # also if no other is left; then the request fails at once
+    LEFT = "the engine, which goes"  # also if no other is left; then the request waits for another
     NOBODY = "nobody"
 
 
 @dataclass(frozen=True)
 class RetryRule:
-    rungs: tuple[Rung, ...] = ()  # in this order; none: it is answered with an error
+    """The consequences of a failure."""
+
+    rungs: tuple[Rung, ...] = ()  # in this order; none: the request is answered with an error
     blame: Blame = Blame.NOBODY
     pays: Pays = Pays.NEVER
     counts: bool = True  # among `max_attempts`
-    most: int | None = None  # failures of this kind in one request, where fewer than `max_attempts` are enough
-    breaks: bool = False  # counts against the circuit of the engine, or of the pair where KV was lost
+    most: int | None = None  # failures of this kind in one request; None: up to `max_attempts`
+    breaks: bool = False  # counts against the circuit of the engine, or of the pair if KV was lost
 
 
 _DOWN = (Rung.OTHER_PREFILL, Rung.RECOMPUTE, Rung.UNIFIED)
@@ -104,20 +106,20 @@ RETRY_POLICY: dict[Failure, RetryRule] = {
 
 @dataclass
 class AttemptHistory:
-    """What one request has behind it."""
+    """The failed attempts of one request, and the engines that it avoids."""
 
     most: int  # `max_attempts`
     failures: list[Failure] = field(default_factory=list)
-    lost: set[EngineKey] = field(default_factory=set)  # engines that died or whose KV could not be read: rather others
+    lost: set[EngineKey] = field(default_factory=set)  # engines that died or lost KV: others come first
     full: set[EngineKey] = field(default_factory=set)  # engines that refused for lack of room: not again
-    left: set[EngineKey] = field(default_factory=set)  # engines that handed it back before they end: not again
+    left: set[EngineKey] = field(default_factory=set)  # engines that gave it back before they end: not again
     last_error: EngineError | None = None
     was_in_vain: bool = False  # the newest attempt: it brought no token
 
     def failed(
         self, error: EngineError, engine: EngineKey, holder: EngineKey | None = None, *, brought_tokens: bool = False
     ) -> Failure:
-        """Notes a failed attempt at `engine`, which was to read KV from `holder` if that is given."""
+        """Note a failed attempt at `engine`, which was to fetch KV from `holder` if that is given."""
         failure = FAILURE_OF[error.kind]
         self.failures.append(failure)
         self.last_error = error
@@ -141,9 +143,9 @@ class AttemptHistory:
 
     @property
     def may_go_on(self) -> bool:
-        """After a failure: whether there is a rung, and this request has not failed too often.
+        """Return True if another attempt may follow the newest failure.
 
-        A request that kills engines must not kill all of them.
+        The number is limited, because a request that makes engines fail must not make all of them fail.
         """
         newest = self.failures[-1]
         rule = RETRY_POLICY[newest]
@@ -153,7 +155,7 @@ class AttemptHistory:
 
     @property
     def must_pay(self) -> bool:
-        """Whether the next attempt is taken from the retry budget."""
+        """Return True if the next attempt is taken from the retry budget."""
         pays = RETRY_POLICY[self.failures[-1]].pays
         return pays is Pays.ALWAYS or (pays is Pays.IN_VAIN and self.was_in_vain and self._num_counted > 1)
 
@@ -163,9 +165,10 @@ class AttemptHistory:
 
 
 class RetryBudget:
-    """Further attempts of the last `BUDGET_WINDOW_S` seconds: at most `least`, or the share `ratio` of the requests.
+    """Limits further attempts within `BUDGET_WINDOW_S` seconds to `least`, or to the share `ratio` of the requests.
 
-    Requests are those that began in these seconds and those that run: an answer may take minutes to write.
+    Requests are the ones that began in these seconds, or the ones that run if they are more: an answer may take
+    minutes. A fleet that is sick must not be overrun by the retries of its own gateways.
     """
 
     def __init__(self, ratio: float, least: int, clock: Callable[[], float]) -> None:
@@ -175,7 +178,7 @@ class RetryBudget:
         self.num_running = 0
 
     def began(self) -> None:
-        """Call `ended` once for each call of this."""
+        """Count a request. Call `ended` once for each call of this."""
         self.num_running += 1
         self._window.add(REQUESTS)
 
@@ -184,6 +187,7 @@ class RetryBudget:
 
     @property
     def left(self) -> int:
+        """Return how many further attempts may be made now."""
         num_requests = max(self._window.count(REQUESTS), self.num_running)
         return max(0, max(self._least, int(self._ratio * num_requests)) - self._window.count(RETRIES))
 

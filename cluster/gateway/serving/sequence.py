@@ -25,7 +25,8 @@ from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest,
 from baton.engine.core.stages import Stage
 
 from ..errors import ApiError, engines_full, from_engine, internal, no_capacity, no_retries_left
-from ..routing.load import Placement, engine_key
+from ..routing.load import Placement
+from ..routing.prefix_index import engine_key
 from ..routing.router import RoutingQuery
 from .attempt import Attempt, Deadline, Offer
 from .context import ServingContext

@@ -10,7 +10,7 @@
 A finished prefill keeps the KV of the prompt on offer. A reader is a decode engine that fetches it. An early reader
 fetches what is written while the prompt is still being computed, so that little is left when the first token comes.
 
-`ServedSequence` looks a pair up and carries out the effects of its row. docs/architecture.md shows the table.
+`ServedSequence` looks a pair up and carries out the effects of its row. docs/concepts/serving.md shows the table.
 """
 
 from __future__ import annotations

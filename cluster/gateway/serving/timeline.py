@@ -1,4 +1,4 @@
-"""Where the time of one choice went: what it came to on its way, when, and what each step added to its latency.
+"""The timeline of one choice: the stamps that it reached, when, and how much each of them added to its latency.
 
     in one engine   ingress, admitted, routed, prefill_queued, prefill_started, first_token, last_token, last_byte
     in two          ... first_token, ticket, decode_routed, decode_queued, claimed, pulled, committed,
@@ -6,11 +6,11 @@
     a lost attempt  ... failed, routed, prefill_queued, prefill_started, resumed ...
 
 Times are this gateway's. An engine tells how long before its message it reached a stage: durations, each by one clock.
-So a stage of an engine seems later than it was by the message's way here, which is a part of the time from `routed` to
-`prefill_queued`, or from `decode_routed` to `decode_queued`: that part is the way there and back.
+So a stage of an engine seems later than it was by the time that the message took, which is part of the time from
+`routed` to `prefill_queued`, or from `decode_routed` to `decode_queued`: that part is the network, there and back.
 
-Parts follow each other in the order of causes. What was done while the request waited for something else, such as
-blocks that were fetched while the prompt was still read, adds nothing: the parts add up to the latency.
+Parts follow each other in the order of causes. Work that was done while the request waited for something else, such as
+blocks that were fetched while the prompt was still computed, adds nothing: the parts add up to the latency.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from .attempt import Attempt
 
 
 class Stamp(enum.StrEnum):
-    INGRESS = "ingress"  # the request's headers are here
+    """The events on a choice's timeline."""
+
+    INGRESS = "ingress"  # the request's headers have come
     ADMITTED = "admitted"  # it was read, is valid, and its prompt is tokens
-    ROUTED = "routed"  # an engine was chosen for its prompt, and told
+    ROUTED = "routed"  # its prompt was submitted to an engine
     PREFILL_QUEUED = "prefill_queued"  # that engine has it
     PREFILL_STARTED = "prefill_started"  # its first step
     FIRST_TOKEN = "first_token"
     TICKET = "ticket"  # its KV is on offer
-    DECODE_ROUTED = "decode_routed"  # an engine was chosen that goes on from the offer, and told
+    DECODE_ROUTED = "decode_routed"  # it was submitted to the engine that goes on from the offer
     DECODE_QUEUED = "decode_queued"  # that engine has it
-    CLAIMED = "claimed"  # and asks for the KV
-    PULLED = "pulled"  # all bytes of it are there
-    COMMITTED = "committed"  # and are safe to use
+    CLAIMED = "claimed"  # that engine asks for the KV
+    PULLED = "pulled"  # all bytes of it have come
+    COMMITTED = "committed"  # they are safe to use
     FIRST_DECODE = "first_decode"  # the first step in that engine
     LAST_TOKEN = "last_token"
     LAST_BYTE = "last_byte"  # the whole response was given to the connection
-    FAILED = "failed"  # an attempt was lost; this part is what it did since the stamp before, tokens included
-    RESUMED = "resumed"  # the first token that follows a lost attempt's
+    FAILED = "failed"  # an attempt was lost; this part is its work since the stamp before, tokens included
+    RESUMED = "resumed"  # the first token after a lost attempt
 
 
 PREFILL_STAMPS = {Stage.QUEUED: Stamp.PREFILL_QUEUED, Stage.STARTED: Stamp.PREFILL_STARTED}
@@ -54,27 +56,27 @@ DECODE_STAMPS = {
 }
 
 
-class Part(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the way to one stamp added."""
+class TimelinePart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The time that a choice took to reach one stamp."""
 
     stamp: Stamp
     at_s: float  # since the ingress
     part_s: float  # of the latency
-    engine: str = ""  # where it was; nothing: here
+    engine: str = ""  # that it was in; empty: this gateway
 
 
 class TimelineReport(msgspec.Struct, frozen=True):
-    """What a client sees of a choice's timeline."""
+    """A choice's timeline as a client sees it."""
 
     latency_s: float
-    parts: list[Part]
+    parts: list[TimelinePart]
 
 
 class Timeline:
-    """Of one choice. It grows in the order of causes; times are `time.monotonic`'s."""
+    """Records the stamps of one choice in the order of causes. Times are `time.monotonic`'s."""
 
     def __init__(self, ingress_s: float, admitted_s: float) -> None:
-        self.is_whole = False  # the last token is there: what follows, but for the last byte, is nobody's latency
+        self.is_whole = False  # the last token has come: only the last byte adds to the latency now
         self.ingress_s = ingress_s
         self._stamps = [(Stamp.INGRESS, ingress_s, ""), (Stamp.ADMITTED, admitted_s, "")]
 
@@ -84,27 +86,29 @@ class Timeline:
             self.is_whole |= stamp is Stamp.LAST_TOKEN
 
     def sent(self, attempt: Attempt) -> None:
-        """The sequence goes on in a attempt."""
+        """Note that an attempt was submitted."""
         self.note(Stamp.ROUTED if attempt.holder is None else Stamp.DECODE_ROUTED, attempt.sent_s)
 
     def heard(self, attempt: Attempt, ages: Ages, now_s: float) -> None:
-        """The first word of a attempt came now. Ages that cannot be are clipped: another process told them."""
+        """Note the stages that an attempt's first output tells. Ages that cannot be are clipped: they come from another
+        process.
+        """
         engine, names = attempt.placement.engine.engine_id, PREFILL_STAMPS if attempt.holder is None else DECODE_STAMPS
         for stage, stamp in names.items():
             if (age_s := ages.get(stage)) is not None:
                 self.note(stamp, min(now_s, max(attempt.sent_s, now_s - age_s)), engine)
 
     def until_s(self, stamp: Stamp) -> float | None:
-        """From the ingress to the first of its kind; None where it did not come to that."""
+        """Return the time from the ingress to the first stamp of a kind, or None if it was not reached."""
         return next((at_s - self.ingress_s for name, at_s, _ in self._stamps if name is stamp), None)
 
-    def parts(self) -> list[Part]:
-        """Their `part_s` add up to the time from the ingress to the latest stamp."""
+    def parts(self) -> list[TimelinePart]:
+        """Return the parts. Their `part_s` add up to the time from the ingress to the latest stamp."""
         parts, reached_s = [], self.ingress_s
         for stamp, at_s, engine in self._stamps:
             part_s = max(0.0, at_s - reached_s)
             reached_s += part_s
-            parts.append(Part(stamp, at_s - self.ingress_s, part_s, engine))
+            parts.append(TimelinePart(stamp, at_s - self.ingress_s, part_s, engine))
         return parts
 
     def report(self) -> TimelineReport:

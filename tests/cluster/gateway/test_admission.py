@@ -1,4 +1,4 @@
-"""Who may come in, how long the others are told to wait, and whether a refusal says what it has cost."""
+"""Requests are admitted up to the limits; a refusal says when to come again, and if it has cost device time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_router import view
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError
-from baton.cluster.gateway.serving.admission import MOST_RETRY_S, SAMPLE_S, WINDOW_S, AdmissionControl, PromptSpeeds
+from baton.cluster.gateway.serving.admission import MAX_RETRY_S, SAMPLE_S, WINDOW_S, AdmissionControl, PromptSpeeds
 from baton.cluster.gateway.settings import GatewaySettings, QueueLimits
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
@@ -28,28 +28,28 @@ def clock() -> Clock:
 
 
 def refused(admission: AdmissionControl, key: bytes | None = None) -> ApiError:
-    with pytest.raises(ApiError) as caught, admission.place(key):
+    with pytest.raises(ApiError) as caught, admission.admit(key):
         pass
     return caught.value
 
 
 def test_a_gateway_takes_so_many_requests_and_no_more(clock: Clock) -> None:
     admission = AdmissionControl(GatewaySettings(max_inflight_requests=1), clock)
-    with admission.place(None):
+    with admission.admit(None):
         error = refused(admission)
         assert (error.status, error.code, error.gpu_time_spent) == (429, "queue_full", False)
-    with admission.place(None):
+    with admission.admit(None):
         assert admission.num_inflight == 1
 
 
 def test_one_key_takes_so_many_and_leaves_the_others_their_places(clock: Clock) -> None:
     admission = AdmissionControl(GatewaySettings(max_inflight_per_key=1), clock)
-    with admission.place(b"a"), admission.place(b"b"):
+    with admission.admit(b"a"), admission.admit(b"b"):
         error = refused(admission, b"a")
         assert (error.status, error.code) == (429, "key_limit")
-    with admission.place(b"a"):
+    with admission.admit(b"a"):
         pass
-    assert not admission._of_key, "nothing is kept of keys that ask for nothing"
+    assert not admission._num_by_key, "nothing is kept of keys that ask for nothing"
 
 
 def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late(clock: Clock) -> None:
@@ -59,17 +59,17 @@ def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late
         return float(refused(admission).headers["retry-after"])
 
     for _ in range(20):  # 2 a second
-        with admission.place(None):
+        with admission.admit(None):
             pass
-    with admission.place(None), admission.place(None):
+    with admission.admit(None), admission.admit(None):
         assert [waits_s() for _ in range(8)] == [1, 1, 2, 2, 3, 3, 4, 4]
         clock.now_s += 2 * WINDOW_S
         assert [waits_s() for _ in range(3)] == [10, 20, 30], "nothing ended lately"
-        assert {waits_s() for _ in range(9)} == {40, 50, MOST_RETRY_S}
+        assert {waits_s() for _ in range(9)} == {40, 50, MAX_RETRY_S}
 
 
 def waits_s(admission: AdmissionControl, tokens: list[int]) -> float:
-    """What is told where this much waits in unified engines."""
+    """Return the `Retry-After` when this much waits in unified engines."""
     engines = [view(rank, num_waiting_tokens=count, num_requests_waiting=9) for rank, count in enumerate(tokens)]
     with pytest.raises(ApiError) as caught:
         admission.check_engines(engines)
@@ -95,19 +95,19 @@ def test_one_engine_with_room_is_enough(clock: Clock) -> None:
 def test_how_long_a_queue_takes_is_learnt_from_its_engine(clock: Clock) -> None:
     speeds = PromptSpeeds(assumed=1000.0, clock=clock)
     engine = view(0, num_waiting_tokens=6000, num_requests_waiting=3)
-    speeds.look_at([engine])
-    assert speeds.until_read_s(engine) == 6.0, "not seen yet"
+    speeds.sample([engine])
+    assert speeds.queue_s(engine) == 6.0, "not seen yet"
     for number in range(1, 12):  # 3 000 tokens a second
         clock.now_s += SAMPLE_S
         read, found = int(3000 * SAMPLE_S * number), 9000 * number
         stats = msgspec.structs.replace(engine.stats, prompt_tokens=read + found, prefix_cache_hits=found)
         engine = msgspec.structs.replace(engine, stats=stats)
-        speeds.look_at([engine])
-    assert speeds.until_read_s(engine) == pytest.approx(2.0)
+        speeds.sample([engine])
+    assert speeds.queue_s(engine) == pytest.approx(2.0)
     clock.now_s += 60
     idle = msgspec.structs.replace(engine.stats, num_requests_waiting=0)
-    speeds.look_at([msgspec.structs.replace(engine, stats=idle)])
-    assert speeds.until_read_s(engine) == pytest.approx(2.0), "an idle engine's counter tells nothing"
+    speeds.sample([msgspec.structs.replace(engine, stats=idle)])
+    assert speeds.queue_s(engine) == pytest.approx(2.0), "an idle engine's counter tells nothing"
 
 
 async def post(service: Service, key: str) -> httpx.Response:

@@ -18,7 +18,7 @@ FIELDS: dict[str, Any] = {"seed": 11, "max_tokens": 30, "ignore_eos": True}
 
 
 async def undisturbed(start: Callable[..., Service]) -> str:
-    """What an engine that nothing happens to answers."""
+    """Return the answer of an engine that nothing happens to."""
     response = await start(Role.UNIFIED).complete(PROMPT, **FIELDS)
     return response.json()["choices"][0]["text"]
 

@@ -29,7 +29,7 @@ from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
 from baton.cluster.gateway.bodies.json_structure import PIECE_BYTES
 from baton.cluster.gateway.bodies.process_pool import HEAVY_BYTES, SmallestFirstQueue
 from baton.cluster.gateway.bodies.service import BodyService
-from baton.cluster.gateway.routing import router
+from baton.cluster.gateway.routing import prefix_index
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.text import ChatTemplate, Tokenizer
 
@@ -224,14 +224,14 @@ async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
     """Hashing a long prompt takes milliseconds, and one request may have 256 choices."""
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     hashed = 0
-    real = router.block_hashes
+    real = prefix_index.block_hashes
 
     def counted(*args: Any) -> Any:
         nonlocal hashed
         hashed += 1
         return real(*args)
 
-    monkeypatch.setattr(router, "block_hashes", counted)
+    monkeypatch.setattr(prefix_index, "block_hashes", counted)
     assert (await service.complete([5] * 200, n=16, max_tokens=1)).status_code == 200
     assert hashed == 1
 

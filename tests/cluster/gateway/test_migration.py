@@ -63,7 +63,7 @@ async def test_whole_answers_are_equal(
 
 
 def joined(body: str, count: int) -> list[dict[str, Any]]:
-    """What the chunks of each choice amount to."""
+    """Join the chunks of each choice."""
     *chunks, done = events(body)
     assert done == "[DONE]"
     choices = [{"text": "", "logprobs": [], "finish_reason": None} for _ in range(count)]
@@ -103,7 +103,7 @@ async def test_a_stop_string_that_two_engines_wrote_is_found(start: Callable[...
 async def test_where_a_decode_engine_dies_before_it_has_the_blocks_their_holder_reads_one_block_again(
     start: Callable[..., Service],
 ) -> None:
-    """What it granted to the dead engine it may give to nobody else, but it has the prompt in its cache."""
+    """The offer is granted to the dead engine and to no other, but the holder has the prompt in its cache."""
     cost = {"lease_s": 0.0}  # of so small a pool, 3 blocks are much
     service = start(*[Role.PREFILL] * 2, *[Role.DECODE] * 2, cost=cost)
     expected = (await start(Role.UNIFIED).complete(PROMPT, **LENGTH, seed=7)).json()["choices"]

@@ -1,4 +1,4 @@
-"""Which ranks a gateway reaches, and a client's wish for one of them."""
+"""The ranks that a gateway reaches, and requests that name one of them."""
 
 from __future__ import annotations
 

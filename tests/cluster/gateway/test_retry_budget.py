@@ -1,4 +1,4 @@
-"""How many further attempts a gateway makes: counted over the last seconds, and never more than it may."""
+"""A gateway's further attempts are counted over the last seconds, and never more than its budget allows."""
 
 from __future__ import annotations
 

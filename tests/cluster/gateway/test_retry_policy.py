@@ -1,4 +1,4 @@
-"""What follows a failed attempt: every row of the retry policy, through a gateway and real engine cores."""
+"""The consequences of a failed attempt: every row of the retry policy, through a gateway and real engine cores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scene:
 
 
 def _down(kind: ErrorKind) -> dict[Rung | None, Scene]:
-    """Of a failure at whoever reads the prompt."""
+    """Return scenes of a failure in the engine that computes the prompt."""
     return {
         Rung.OTHER_PREFILL: Scene([P, P, D], [(P, kind)]),
         Rung.RECOMPUTE: Scene([P, D], [(P, kind)]),

@@ -1,4 +1,4 @@
-"""Which engine a request goes to."""
+"""The router's choice of an engine for a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.cluster.cached_blocks import CachedBlocks, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.cluster.gateway.routing.cost import UNTRIED, Cost, CostRates, Load
-from baton.cluster.gateway.routing.load import REPORT_DELAY_S
+from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
 from baton.cluster.gateway.routing.router import Path, Route, Router, RoutingQuery
 from baton.engine.core.block_log import BlocksCached, pack_names
 from baton.engine.core.layout import BLOCK_SIZE
@@ -200,7 +200,7 @@ def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() ->
     other = route(chooser, engines, [9]).placement
     chooser.loads.sent(other)
     assert route(chooser, engines, [*PROMPT, 1]).reason == "least-loaded"
-    assert not chooser.loads._expected
+    assert not chooser.prefixes._expected
 
 
 def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
@@ -210,7 +210,7 @@ def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
     assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "prefix-hit"
     chooser.loads.given_up(first)
     assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "least-loaded"
-    assert not any([chooser.loads._expected, chooser.loads._tokens, chooser.loads._requests])
+    assert not any([chooser.prefixes._expected, chooser.loads._tokens, chooser.loads._requests])
 
 
 def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
@@ -335,7 +335,8 @@ class TestTiers:
         cost, known = Cost(RATES), FoundPrefix(*found)
         in_pool = FoundPrefix(known.pool + known.in_tiers)
         costs = [
-            cost.whole_s(load, cost.reading(engine, 500, each)) for each in (in_pool, known, FoundPrefix(known.pool))
+            cost.whole_s(load, cost.prefill_work(engine, 500, each))
+            for each in (in_pool, known, FoundPrefix(known.pool))
         ]
         assert costs[0] <= costs[1] + 1e-12
         assert costs[1] <= costs[2] + 1e-12
@@ -374,7 +375,7 @@ class TestTiers:
         found, compute_s = FoundPrefix(0, 20, 10), 30 * BLOCK_SIZE / RATES.prefill_tokens_per_s
         share = (20 * 0.1 + 10 * 0.5) / 30
         readings = [
-            Cost(RATES).reading(view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found)
+            Cost(RATES).prefill_work(view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found)
             for number in (0, 1, 9)
         ]
         assert [reading.uncached for reading in readings] == [20, 20, 500]
@@ -404,7 +405,7 @@ class TestTiers:
     def test_what_is_on_its_way_up_for_another_request_counts_as_cached(self) -> None:
         chooser, engine = router(), view(0, host=PROMPT, tiers=FAST)
         chooser.loads.sent(route(chooser, [engine], PROMPT).placement)
-        found = chooser.loads.find_prefix(engine.cached, ("e0", 0), wanted(PROMPT).names)
+        found = chooser.prefixes.find(engine.cached, ("e0", 0), wanted(PROMPT).names)
         assert found == (IN_BLOCKS // BLOCK_SIZE, 0, 0)
 
 

@@ -325,7 +325,7 @@ EVENTS: dict[SequenceEvent, list[Callable[[Scene], Awaitable[None]]]] = {
 
 @dataclass(frozen=True)
 class Present:
-    """What a scene has that effects may find."""
+    """The things that effects may find in a scene."""
 
     offer: bool
     early: bool

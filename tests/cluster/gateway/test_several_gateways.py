@@ -1,4 +1,4 @@
-"""What gateways that do not know of each other, and such as start anew, do with the same engines."""
+"""Several gateways that do not know of each other, and gateways that start anew, share the same engines."""
 
 from __future__ import annotations
 

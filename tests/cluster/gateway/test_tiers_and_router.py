@@ -141,7 +141,7 @@ def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:
 
 
 def found(gateway: Gateway, rank: int, tokens: list[int]) -> FoundPrefix:
-    """Of the prompt, as the gateway knows it."""
+    """Return the part of the prompt that the gateway knows to be cached."""
     cached, names = gateway.view(rank).cached, a_router().read(asked(tokens)).names
     return cached.find_behind(names, cached.count_prefix(names))
 

@@ -1,4 +1,4 @@
-"""Where the time of an answer went: stamps of the gateway and of engines, whose parts add up to the latency."""
+"""The timeline of an answer: stamps of the gateway and of engines, whose parts add up to the latency."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stamps_of(timeline: dict[str, Any]) -> list[str]:
 
 
 async def check_sums(service: Service, timelines: list[dict[str, Any]]) -> None:
-    """Of all that this gateway has answered."""
+    """Check that parts add up, `timelines` being all that this gateway has answered."""
     for timeline in timelines:
         assert all(part["part_s"] >= 0 for part in timeline["parts"])
         assert math.fsum(part["part_s"] for part in timeline["parts"]) == pytest.approx(timeline["latency_s"], abs=1e-9)
@@ -162,7 +162,7 @@ async def test_what_is_fetched_while_the_prompt_is_read_adds_nothing_to_the_late
 
 
 async def stand_still(engine: FakeEngine) -> None:
-    """Until it has a request, and for a while then."""
+    """Stop an engine until it has a request, and for a while then."""
     engine.running.clear()
     await until(lambda: engine.submitted)
     await asyncio.sleep(WAIT_S)

@@ -1,0 +1,75 @@
+"""The prefixes that engines have cached: as they reported, and as this gateway's own requests will leave them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from baton.cluster.cached_blocks import BlockName, CachedBlocks, FoundPrefix
+from baton.cluster.contracts import EngineRecord
+from baton.engine.core.block_log import pack_names
+from baton.engine.core.layout import BLOCK_SIZE
+from baton.engine.core.prefix import block_hashes
+from baton.engine.core.sampling import SamplingParams
+
+EngineKey = tuple[str, int]  # engine id, epoch
+REPORT_DELAY_S = 1.0  # after the end of a request its engine has reported what is left of it in the cache
+
+
+def engine_key(record: EngineRecord) -> EngineKey:
+    return record.engine_id, record.epoch
+
+
+def prefix_names(prompt: Sequence[int], sampling: SamplingParams, salt: str) -> bytes:
+    """Return the packed names of the prompt's full blocks that an engine may find in its cache.
+
+    There are none if every position has to run, as with `prompt_logprobs`. It takes about a microsecond a block, so it
+    is done once for a prompt, however many choices the prompt has.
+    """
+    if sampling.prompt_logprobs is not None:
+        return b""
+    findable = prompt[: (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE]
+    return pack_names(block_hashes(findable, BLOCK_SIZE, salt))
+
+
+class PrefixIndex:
+    """Finds the beginnings of prompts in the caches of engines.
+
+    The blocks of a request are expected in its engine from the submission on, until `REPORT_DELAY_S` after its end.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._expected: defaultdict[EngineKey, Counter[BlockName]] = defaultdict(Counter)
+        self._ended: deque[tuple[float, EngineKey, Sequence[BlockName]]] = deque()  # until when they are expected
+
+    def find(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> FoundPrefix:
+        """Return the leading blocks that are in the pool by the time the prompt runs, and those to be restored."""
+        count, expected = cached.count_prefix(names), self._expected.get(key)
+        if expected:
+            while count < len(names) and (names[count] in expected or names[count] in cached):
+                count += 1
+        return cached.find_behind(names, count)
+
+    def expect(self, key: EngineKey, names: Sequence[BlockName]) -> None:
+        """Expect the blocks of a request in its engine. Call `ended` or `forget` once for each call of this."""
+        while self._ended and self._ended[0][0] <= self._clock():
+            _, ended_key, ended_names = self._ended.popleft()
+            self.forget(ended_key, ended_names)
+        if names:
+            self._expected[key].update(names)
+
+    def ended(self, key: EngineKey, names: Sequence[BlockName]) -> None:
+        """Expect them until the engine has reported them."""
+        if names:
+            self._ended.append((self._clock() + REPORT_DELAY_S, key, names))
+
+    def forget(self, key: EngineKey, names: Sequence[BlockName]) -> None:
+        """Expect them no longer."""
+        expected = self._expected[key]
+        expected.subtract(names)
+        for name in names:
+            if not expected[name]:
+                del expected[name]
+        if not expected:
+            del self._expected[key]  # engines come and go
