@@ -21,7 +21,7 @@ class ApiError(Exception):
     """An error response. `param` names the field that the client has to change, if there is one.
 
     `gpu_time_spent` says if an engine may have worked on the request; None if that is of no interest, as for a bad
-    request.
+    request. `detail` goes into the log and never to the client: it may tell of engines, classes and files.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         gpu_time_spent: bool | None = None,
+        detail: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -43,6 +44,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
         self.gpu_time_spent = gpu_time_spent
+        self.detail = _shortened(detail)
 
     @property
     def is_about_load(self) -> bool:
@@ -95,8 +97,8 @@ def field_name(place: Iterable[str | int]) -> str | None:
     return "".join(names).lstrip(".") or None
 
 
-def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+def bad_request(param: str | None, message: str, code: str | None = None, *, detail: str = "") -> ApiError:
+    return ApiError(400, message, param=param, code=code, detail=detail)
 
 
 def model_not_found(model: str, served: str) -> ApiError:
@@ -133,16 +135,17 @@ def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, 
     return bad_request(param, message, "context_length_exceeded")
 
 
-def _unavailable(message: str, code: str, retry_after_s: float) -> ApiError:
-    return ApiError(503, message, type="service_unavailable", code=code, headers=_retry_after(retry_after_s))
+def _unavailable(message: str, code: str, retry_after_s: float, detail: str = "") -> ApiError:
+    headers = _retry_after(retry_after_s)
+    return ApiError(503, message, type="service_unavailable", code=code, headers=headers, detail=detail)
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, round(seconds)))}
 
 
-def no_capacity(message: str, retry_after_s: float) -> ApiError:
-    return _unavailable(message, "no_capacity", retry_after_s)
+def no_capacity(message: str, retry_after_s: float, detail: str = "") -> ApiError:
+    return _unavailable(message, "no_capacity", retry_after_s, detail)
 
 
 def too_expensive(reason: str) -> ApiError:
@@ -166,12 +169,12 @@ def readers_full(retry_after_s: float) -> ApiError:
 
 
 def engines_full(retry_after_s: float, detail: str = "") -> ApiError:
-    message = f"As many requests as may wait for engines wait already. Try again in {retry_after_s:g} s.{detail}"
-    return _unavailable(message, "engines_full", retry_after_s)
+    message = f"As many requests as may wait for engines wait already. Try again in {retry_after_s:g} s."
+    return _unavailable(message, "engines_full", retry_after_s, detail)
 
 
-def no_retries_left(message: str, retry_after_s: float) -> ApiError:
-    return _unavailable(message, "retry_budget_exhausted", retry_after_s)
+def no_retries_left(message: str, retry_after_s: float, detail: str = "") -> ApiError:
+    return _unavailable(message, "retry_budget_exhausted", retry_after_s, detail)
 
 
 def draining() -> ApiError:
@@ -211,12 +214,15 @@ def invalid_api_key() -> ApiError:
     return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
 
 
-def internal(message: str) -> ApiError:
-    return ApiError(500, message, type="internal_error", code="internal")
+def internal(message: str, detail: str = "") -> ApiError:
+    return ApiError(500, message, type="internal_error", code="internal", detail=detail)
 
 
 def from_engine(error: EngineError, retry_after_s: float) -> ApiError:
-    """Return the HTTP error for an engine's error that no other engine could make good."""
+    """Return the HTTP error for an engine's error that no other engine could make good.
+
+    Only refusals of the request itself are passed on; what else an engine says is for the log.
+    """
     match error.kind:
         case ErrorKind.INVALID if error.field:
             return bad_request(error.field, f"{error.field!r} {error.message}.")
@@ -227,8 +233,9 @@ def from_engine(error: EngineError, retry_after_s: float) -> ApiError:
         case ErrorKind.TIMED_OUT:
             return timed_out("The request was not finished in its time and was aborted.")
         case ErrorKind.OVERLOADED:
-            return engines_full(retry_after_s, f" {error.message}")
+            return engines_full(retry_after_s, error.text)
         case ErrorKind.ENGINE_DEAD | ErrorKind.LEAVING | ErrorKind.KV_LOST:
-            return no_capacity(error.message, retry_after_s)
+            message = "The request was lost in an engine, and no other engine could take it over."
+            return no_capacity(message, retry_after_s, error.text)
         case _:
-            return internal(error.message)
+            return internal("An engine failed to serve the request.", error.text)

@@ -127,6 +127,7 @@ def tell_failure(scope: Scope, status: int, took_s: float) -> None:
     else:
         return
     why = f": {error.message}" if error is not None else ""
+    why += f" ({error.detail})" if error is not None and error.detail else ""
     logger.log(level, "%s %s %s after %.2f s%s", scope["method"], excerpt(scope["path"]), what, took_s, why)
 
 

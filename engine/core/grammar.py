@@ -13,12 +13,14 @@ ASKED_BY = "structured_outputs"  # the field of a request that says what its out
 class GrammarRefused(Exception):
     """A grammar that cannot be compiled, or a text that does not fit it. The reason goes on behind the grammar's name.
 
-    `place`: of the part that cannot be, within a structural tag, as `.format.elements[0]`.
+    `place`: of the part that cannot be, within a structural tag, as `.format.elements[0]`. `detail` is for the log: it
+    may name files, which clients must not see.
     """
 
-    def __init__(self, reason: str, place: str = "") -> None:
+    def __init__(self, reason: str, place: str = "", detail: str = "") -> None:
         super().__init__(reason)
         self.place = place
+        self.detail = detail
 
 
 class GrammarStats(NamedTuple):

@@ -126,7 +126,7 @@ class GrammarCompiler:
             process.kill()
             status = process.wait()
             if isinstance(reply, RefusedReply):
-                raise GrammarRefused(reply.reason)
+                raise GrammarRefused(reply.reason, detail=reply.detail)
             if self._closed:
                 raise CompilerClosed
             raise CompilerFailed(f"the compiler of grammars ended with status {status}; its output says why")

@@ -46,6 +46,7 @@ class RefusedReply(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     place: str = ""
+    detail: str = ""  # for the log
 
 
 def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:

@@ -54,8 +54,12 @@ def main() -> None:
     setup = msgspec.msgpack.decode(first, type=CompilerSetup)
     try:
         info = tokenizer_info(setup.vocabulary)
-    except (GrammarRefused, TextError) as refused:
+    except GrammarRefused as refused:
         write_frame(replies, RefusedReply(f"is not supported with this model: {refused}"))
+        return
+    except TextError as error:  # its message names files of this machine
+        reason = "is not supported with this model: the engine cannot read its tokenizer"
+        write_frame(replies, RefusedReply(reason, detail=str(error)))
         return
     write_frame(replies, CompilerReady(info.serialize_json()))
     limit_memory(setup.limits.memory_bytes)

@@ -35,7 +35,7 @@ class GrammarCache:
             refused, end_s = self._refused.get(key, (None, 0.0))
             if refused is not None and time.monotonic() < end_s:
                 self.num_hits += 1
-                raise GrammarRefused(str(refused), refused.place)
+                raise GrammarRefused(str(refused), refused.place, refused.detail)
             compiled = self._compiled.get(key)
             if compiled is not None:
                 self.num_hits += 1

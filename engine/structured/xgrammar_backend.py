@@ -67,7 +67,9 @@ class XGrammarBackend:
             with self._quick.turn():
                 self._vocabulary_as_xgrammar(self._quick)
         except GrammarRefused as refused:
-            logger.info("no output can be structured: %s", refused)  # requests that ask for one get the same reason
+            logger.info(
+                "no output can be structured: %s", refused.detail or refused
+            )  # requests that ask for one get the same reason
         except CompilerClosed:
             return  # the engine has ended
         except (CompilerFailed, OSError) as failure:  # OSError: no memory for another process

@@ -39,6 +39,10 @@ _BEYOND_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]")  # surrogates are tags: 
 _REWRITING = {"lower", "upper", "title", "capitalize", "swapcase", "casefold", "replace", "translate", "reverse"}
 
 
+# Templates fail in any of these ways on values of unexpected types.
+_UNREADABLE = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+
+
 class ChatTemplate:
     """One model's template, or its templates by name, compiled once."""
 
@@ -158,12 +162,11 @@ class ChatTemplate:
     def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
         try:
             return template.render(context)
-        except jinja2.TemplateError as error:
+        except _RefusedByTemplate as error:
             raise InvalidMessages(f"the model's chat template refuses these messages: {error}") from error
-        # Templates fail in any of these ways on values of unexpected types.
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise InvalidMessages(f"the model's chat template cannot read these messages ({reason})") from error
+        except (jinja2.TemplateError, *_UNREADABLE) as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise InvalidMessages("the model's chat template cannot read these messages", detail) from error
 
 
 def _tagged(variables: Mapping[str, Any], control: ControlTokens | None) -> Mapping[str, Any]:
@@ -314,5 +317,9 @@ def _concatenated(values: Iterable[Any]) -> str:
     return concatenated(map(str, values))
 
 
+class _RefusedByTemplate(jinja2.TemplateError):
+    """The template itself refuses the messages, in words that its author wrote for users."""
+
+
 def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _RefusedByTemplate(message)

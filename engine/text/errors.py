@@ -2,7 +2,14 @@
 
 
 class TextError(ValueError):
-    """Base class of the errors of this package."""
+    """Base class of the errors of this package.
+
+    `detail` is for logs: it may name classes, attributes and files, which clients must not see.
+    """
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 class TokenizerError(TextError):

@@ -231,7 +231,7 @@ class Tokenizer:
                 control=self._control,
             )
         except InvalidMessages as error:
-            raise InvalidMessages(self._control.untag(str(error))) from error
+            raise InvalidMessages(self._control.untag(str(error)), self._control.untag(error.detail)) from error
         return ChatPrompt(text, with_tags(tagged))
 
     def encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:

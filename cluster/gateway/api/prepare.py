@@ -143,7 +143,8 @@ class Preparer:
                 return ChatPrompt(text)
             return await self._compute(len(text), functools.partial(tokenizer.guard_chat, text, **chat))
         except TextError as error:
-            raise bad_request("messages", f"No prompt can be made of 'messages': {error}.") from None
+            message = f"No prompt can be made of 'messages': {error}."
+            raise bad_request("messages", message, detail=error.detail) from None
 
     async def _encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool) -> list[int]:
         encode = functools.partial(self._model.tokenizer.encode_chat, prompt, add_special_tokens)

@@ -57,14 +57,21 @@ class RefusalReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
     param: str | None
     code: str | None
     headers: dict[str, str]
+    detail: str
 
     @classmethod
     def of(cls, error: ApiError) -> RefusalReply:
-        return cls(error.status, error.message, error.type, error.param, error.code, error.headers)
+        return cls(error.status, error.message, error.type, error.param, error.code, error.headers, error.detail)
 
     def error(self) -> ApiError:
         return ApiError(
-            self.status, self.message, type=self.type, param=self.param, code=self.code, headers=self.headers
+            self.status,
+            self.message,
+            type=self.type,
+            param=self.param,
+            code=self.code,
+            headers=self.headers,
+            detail=self.detail,
         )
 
 

@@ -237,12 +237,12 @@ class ServedSequence:
     def _no_engine(self) -> ApiError:
         retry_after_s = self._serving.retry_after_s()
         last = self._history.last_error
-        detail = "" if last is None else f" The last attempt: {last.message}"
+        detail = "" if last is None else f"the last attempt: {last.text}"
         if not self._may_try and not self._is_refused_by_all:
-            return no_retries_left(f"Too many attempts of other requests fail, too.{detail}", retry_after_s)
+            return no_retries_left("Too many attempts of other requests fail, too.", retry_after_s, detail)
         if self._history.full:
             return engines_full(retry_after_s, detail)
-        return no_capacity(f"No engine can take the request now.{detail}", retry_after_s)
+        return no_capacity("No engine can take the request now.", retry_after_s, detail)
 
     # ------------------------------------------------------------------ attempts
 

@@ -114,6 +114,8 @@ class Constraints:
                 request.allow(mask)
                 return None
             case GrammarRefused() as refused:
+                if refused.detail:
+                    logger.error("the grammar of request %s was refused: %s", request.request_id, refused.detail)
                 field = f"{ASKED_BY}.{_asked_by(request).kind}{refused.place}"
                 return EngineError(ErrorKind.INVALID, str(refused), field)
             case error:

@@ -221,7 +221,7 @@ async def test_what_another_engine_could_not_do_better_is_not_retried(
         refuse(engine, kind)
     response = await service.complete("hello")
     assert response.status_code == status
-    assert response.json()["error"]["message"] == f"{kind}!"
+    assert (f"{kind}!" in response.json()["error"]["message"]) is (status < 500)
     assert sum(len(engine.submitted) for engine in service.cluster.members) == attempts
 
 
