@@ -13,11 +13,14 @@ from pydantic import BaseModel
 
 from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
+from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.settings import BreakerSettings, QueueLimits
 from baton.cluster.logs import LogSettings
 from baton.cluster.spec import Fleet, GatewaySpec
+from baton.cluster.spec.parts import AutoscalingSpec
 from baton.engine.config import EngineConfig
 from baton.kv_transfer.settings import TransferSettings
+from baton.kv_transfer.tiers.settings import TierSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -168,14 +171,17 @@ SETTINGS = {
     "gateway": of_model(GatewaySpec)
     | {f"queue_limits.{name}": value for name, value in of_model(QueueLimits).items()}
     | {f"breaker.{name}": value for name, value in of_model(BreakerSettings).items()},
+    "gateway.cost": of_model(CostRates),
     "fleets.*": of_model(Fleet),
+    "fleets.*.kv_tiers": of_model(TierSettings),
     "transfer": of_struct(TransferSettings),
+    "autoscaling": of_model(AutoscalingSpec),
     "logging": of_model(LogSettings),
 }
 ONE_VALUE = {"block_size", "enable_chunked_prefill", "pipeline_parallel_size", "trust_remote_code", "disable_log_stats"}
 NOT_IN_TABLES = {
     "engine": {"model", *ONE_VALUE},
-    "gateway": {"gateway_id", "queue_limits", "breaker", "cost"},  # concepts/routing.md has the parts of cost
+    "gateway": {"gateway_id", "queue_limits", "breaker", "cost"},  # which have parts
 }
 
 
