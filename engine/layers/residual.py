@@ -26,6 +26,7 @@ class ResidualStream:
         """`hidden` is this stream's from now on: it is written to."""
         self._sum = hidden
         self._last: Tensor | None = None
+        self._behind: RMSNorm | None = None  # the norm that the last result has gone through
         self._in_place = in_place
 
     @property
@@ -52,15 +53,20 @@ class ResidualStream:
         """Take the result of a layer that had `target` to add to, or none where a norm follows it."""
         assert self._last is None, "a layer reads the stream before it adds to it"
         if not self._in_place:
-            self._last = result if behind is None else behind(result)
+            self._last, self._behind = (result if behind is None else behind(result)), behind
         elif behind is None:
             self._sum = result
         else:
             self._sum = self._sum.add_(behind(result))
 
     def _add_last(self) -> None:
-        if self._last is not None:
-            self._sum, self._last = self._sum + self._last, None
+        if self._last is None:
+            return
+        if self._behind is None:
+            self._sum = self._sum + self._last
+        else:  # of the two that this gives only the sum is wanted, but it is a call that CPU graphs can record
+            _, self._sum = self._behind.after_add(self._last, self._sum)
+        self._last = None
 
     def keep(self, wanted: Tensor) -> None:
         """Let only the `wanted` tokens [R] go on. Comes after the stream was read."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from random_lives import live, same
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
+from baton.engine.layers.norm import RMSNorm
+from baton.engine.layers.residual import ResidualStream
 from baton.engine.layers.rows import rows_at
 from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends import CapturedSteps, cpu
@@ -25,7 +29,7 @@ from baton.kernels import native
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention
 from baton.kernels.embedding import embedding
 from baton.kernels.linear import pack
-from baton.kernels.native.cpu_graph import CpuGraph
+from baton.kernels.native.cpu_graph import CpuGraph, Workspace, record
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope_kv import rope_and_cache
 
@@ -130,6 +134,21 @@ def test_sizes_that_cannot_be_recorded_go_on_without_graphs(
         assert set(served) == {(1, 1), (2, 2)}
 
 
+def test_steps_of_a_model_with_norms_behind_its_layers_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]]
+) -> None:
+    folder = write_checkpoint(tmp_path, "olmo2")
+
+    def make(**args: object) -> LLM:
+        return LLM(str(folder), skip_tokenizer_init=True, max_num_seqs=8, max_num_batched_tokens=256, **args)
+
+    expected = without_graphs(make, monkeypatch)
+    served.clear()
+    assert answers(make(dtype="bfloat16")) == expected
+    if IN_PANELS:
+        assert {seqs for tokens, seqs in served if tokens == seqs} == {1, 2, 3, 4, 5, 6}
+
+
 def test_a_model_that_needs_torch_goes_on_without_graphs(
     make_llm: Callable[..., LLM], served: list[tuple[int, int]]
 ) -> None:
@@ -140,6 +159,28 @@ def test_a_model_that_needs_torch_goes_on_without_graphs(
 
 
 # ------------------------------------------------------------------------------------ on any machine
+
+
+@pytest.mark.parametrize(("before", "behind"), [(True, False), (False, True), (True, True)])
+def test_a_residual_stream_is_recorded_wherever_its_norms_are(before: bool, behind: bool) -> None:
+    norms = [RMSNorm(32, 1e-6) for _ in range(7)]
+    for index, norm in enumerate(norms):
+        norm.allocate("cpu", torch.float32)
+        norm.weight.data.fill_(1.0 + index / 8)
+    hidden = torch.randn(4, 32)
+
+    def run() -> Tensor:
+        stream = ResidualStream(hidden, in_place=False)
+        for first, block, second in zip(norms[:3], norms[3:6], norms[1:4], strict=True):
+            x, _ = stream.read(first if before else None)
+            stream.take(block(x), second if behind else None)
+        return stream.normed(norms[6])
+
+    expected = run()
+    recording = record(run, Workspace(), [4])
+    recording.graph.replay(4)
+    assert torch.equal(recording.answer, expected)
+
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
 HEADS, DIM, VOCAB_SIZE = 2, 32, 256
