@@ -68,7 +68,7 @@ def sparse_behind_dense(keys: Keys, first: int, num_layers: int) -> tuple[bool, 
 
 
 def require(keys: Keys, name: str, only: str, model: str) -> None:
-    """Raises `UnsupportedModel` where the config says anything else."""
+    """Raise `UnsupportedModel` where the config says anything else."""
     given = keys.values.get(name) or only
     if given != only:
         raise UnsupportedModel(f"config.json: {name} {given!r} is not supported for {model}, only {only!r}")

@@ -26,7 +26,7 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path, *, with_weights: bool) -> ModelFolder:
-        """Raises `ModelError`."""
+        """Read the folder of a model. Raises `ModelError`."""
         raw = _read_json(path, "config.json")
         defaults = path / "generation_config.json"
         generation = _read_json(path, defaults.name) if defaults.is_file() or defaults.is_symlink() else {}

@@ -35,7 +35,7 @@ def read_generation(generation: Mapping[str, Any]) -> GenerationDefaults:
 
 
 def read_eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json wins: chat models end their turns by tokens that only it names.
+    """Return the stop tokens. generation_config.json wins: chat models end their turns by tokens that only it names.
 
     Ids outside the vocabulary (-1 for "none", tokens that a cut vocabulary lacks) are left out: none is ever drawn.
     """

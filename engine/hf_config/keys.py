@@ -17,7 +17,7 @@ class Keys:
         self.values = values
 
     def integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
-        """A count of at least one."""
+        """Return a count of at least one."""
         value = self.optional_integer(name, default)
         if value is None:
             raise InvalidModelConfig(f"{self.file} lacks {name!r}")

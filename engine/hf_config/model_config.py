@@ -121,7 +121,7 @@ class ModelConfig:
         kv_cache_dtype: str = "auto",
         seed: int = 0,
     ) -> ModelConfig:
-        """Reads a checkpoint's folder.
+        """Read a checkpoint's folder.
 
         `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
         `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times
@@ -158,7 +158,7 @@ def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
 
 
 def _computed(folder: ModelFolder) -> dict[str, Any]:
-    """The fields of `ModelConfig` that say what the layers compute."""
+    """Return the fields of `ModelConfig` that say what the layers compute."""
     keys, family = folder.keys, folder.family
     _refuse_what_no_layer_computes(keys)
     latent = None if family.latent is None else family.latent(keys)
@@ -237,7 +237,7 @@ def _dtype(asked: str, folder: ModelFolder) -> str:
 
 
 def _cached(asked: str, dtype: str, folder: ModelFolder, latent: LatentShape | None) -> dict[str, Any]:
-    """The fields of `ModelConfig` that say how keys and values are cached."""
+    """Return the fields of `ModelConfig` that say how keys and values are cached."""
     if asked == "auto":
         return {"cache_dtype": dtype, "cache_scales": False}
     if latent is not None:

@@ -85,7 +85,7 @@ _Described = TypeVar("_Described", _Fp8, _CompressedTensors)
 
 
 def read_quantization(keys: Keys, tensors: Iterable[str] = ()) -> Quantization | None:
-    """None for plain weights. `tensors` are the checkpoint's names, where there is one.
+    """Return the quantization, None for plain weights. `tensors` are the checkpoint's names, where there is one.
 
     Raises `InvalidModelConfig`, and `UnsupportedModel` for any other quantization.
     """

@@ -71,7 +71,7 @@ class YarnRope(Rope):
 
 
 def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
-    """The rope of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
+    """Read the rope of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
 
     `max_positions` is the config's `max_position_embeddings`. Raises `ModelError`.
     """

@@ -54,7 +54,9 @@ class SelfAttention(Layer, abc.ABC):
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        """hidden [T, hidden_size], through `norm` first -> [T, hidden_size], or only the `wanted` tokens [R] of it.
+        """Compute [T, hidden_size] of hidden [T, hidden_size], or only the `wanted` tokens [R] of it.
+
+        hidden goes through `norm` first, where that is given.
 
         With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
         is returned is the sum. What later tokens need of all T tokens is in `context.kv` afterwards.
@@ -105,7 +107,7 @@ class Attention(SelfAttention):
         self._rule: AttentionRule | None = None
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Heads go to the ranks in order; where there are fewer KV heads than ranks, several ranks hold one."""
+        """Give heads to the ranks in order; where there are fewer KV heads than ranks, several ranks hold one."""
         heads, kv_heads = Share.part(self.num_heads, groups.tp), kv_head_share(self.num_kv_heads, groups.tp)
         q, kv = heads.times(self._head_dim), kv_heads.times(self._head_dim)
         self.qkv_proj.keep_parts({"q_proj": q, "k_proj": kv, "v_proj": kv})
@@ -170,6 +172,6 @@ class Attention(SelfAttention):
 
 
 def kv_head_share(num_kv_heads: int, group: Group) -> Share:
-    """The KV heads of a rank, which its query heads read."""
+    """Return the KV heads of a rank, which its query heads read."""
     size = max(1, num_kv_heads // group.size)
     return Share(group.rank * num_kv_heads // group.size, size, num_kv_heads)

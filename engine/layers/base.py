@@ -143,7 +143,7 @@ class Slot:
 
     @classmethod
     def elsewhere(cls, name: str, shape: Sequence[int], parameter: Parameter) -> Slot:
-        """For a checkpoint tensor of this shape that other ranks hold, in what is `parameter` there."""
+        """Return the slot of a checkpoint tensor of this shape that other ranks hold, in what is `parameter` there."""
         slot = cls(name, parameter)
         slot.shares = tuple(Share(0, 0, size) for size in shape)
         return slot
@@ -183,7 +183,7 @@ class Slot:
         return tuple(share.slice for share in self.shares)
 
     def place(self, tensor: Tensor) -> None:
-        """Copies a checkpoint's tensor, or the share of it that goes here, converting type and device.
+        """Copy a checkpoint's tensor, or the share of it that goes here, converting type and device.
 
         Raises `WeightsError` for another shape.
         """

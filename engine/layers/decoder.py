@@ -30,7 +30,7 @@ class LayerStep:
     """
 
     def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
-        """Behind attention only the `wanted` tokens [R] go on, where that is given."""
+        """Let only the `wanted` tokens [R] go on behind attention, where that is given."""
         self._stream = stream
         self._context = context
         self._wanted = wanted
@@ -138,7 +138,7 @@ class CausalLM(Layer):
             self.model.layers = layers
 
     def shorten(self) -> None:
-        """Drops for good the layers that `shortened` leaves out."""
+        """Drop for good the layers that `shortened` leaves out."""
         self.model.layers = list(dict.fromkeys([*self._one_of_each_kind(), self.model.layers[-1]]))
 
     def _one_of_each_kind(self) -> list[DecoderLayer]:

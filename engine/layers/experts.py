@@ -79,7 +79,7 @@ class Experts(Layer):
             self.gate_up_bias.keep(1, share.times(2))
 
     def keep_experts(self, held: Sequence[int]) -> None:
-        """Only these experts are here, each once, in this order; what `expert_ids` name are their places in it."""
+        """Hold only these experts, each once, in this order; what `expert_ids` name are their places in it."""
         self.shape = replace(self.shape, held=Held(held, self.held.whole))
         self.use(self.method)
         for bias in (self.gate_up_bias, self.down_bias):
@@ -87,7 +87,7 @@ class Experts(Layer):
                 bias.keep(0, self.held.places)
 
     def parts_at(self, path: str) -> list[str]:
-        """The linear layers of the checkpoint that this one at `path` is made of, where they are stored one by one."""
+        """Return the checkpoint's linear layers that this one at `path` is made of, where it stores each by itself."""
         if self.stored != "each":
             return []
         names = self.shape.projections

@@ -46,11 +46,11 @@ class Linear(Layer):
         return self.columns.size
 
     def parts_at(self, path: str) -> dict[str, Share]:
-        """The layers of the checkpoint that this one at `path` is made of, and which of their outputs are here."""
+        """Return the checkpoint's layers that this one at `path` is made of, and which of their outputs are here."""
         return {path: self.rows}
 
     def keep_rows(self, share: Share) -> None:
-        """Only these outputs are computed here."""
+        """Compute only these outputs here."""
         assert share.whole == self.rows.size, f"a share of {share.whole} outputs, where there are {self.rows.size}"
         self.rows = share
         self.use(self.method)
@@ -58,7 +58,7 @@ class Linear(Layer):
             self.bias.keep(0, share)
 
     def keep_columns(self, share: Share, group: Group, *, summed: bool = True) -> None:
-        """Only these inputs are given here, the others to the other ranks of the group.
+        """Take only these inputs, as the other ranks of the group take the others.
 
         Results are sums over the group, unless the caller wants to sum them: `summed=False`.
         """
@@ -93,7 +93,7 @@ class Linear(Layer):
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """With what stands right before and behind the product: see `LinearWeight.multiply`.
+        """Multiply, with what stands right before and behind the product: see `LinearWeight.multiply`.
 
         A layer whose columns are divided adds the first rank's `add_to` only, which need not be what is returned. Its
         results are sums, so it takes no activation.

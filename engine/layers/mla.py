@@ -37,7 +37,7 @@ class KeyValueUp(Layer):
         self._shape = shape
 
     def keep_heads(self, share: Share) -> None:
-        """Only these heads are served here."""
+        """Serve only these heads here."""
         self.weight.keep(0, share.times(self._shape.nope_dim + self._shape.value_dim))
         self._num_heads = share.size
 
@@ -69,7 +69,7 @@ class LatentAttention(SelfAttention):
         self._shape = shape
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Heads go to the ranks in order; the latents are everybody's."""
+        """Give heads to the ranks in order; every rank has the latents."""
         heads = Share.part(self.num_heads, groups.tp)
         queries = heads.times(self._shape.head_dim)
         if self.q_b_proj is None:

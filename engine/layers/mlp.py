@@ -25,7 +25,7 @@ class FeedForward(Layer, abc.ABC):
     def __call__(
         self, hidden: Tensor, rows: TokenRows, *, norm: RowNorm | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        """hidden [T, hidden_size], which are the `rows`, through `norm` first -> the same shape.
+        """Compute [T, hidden_size] of hidden [T, hidden_size], which are the `rows`, through `norm` first.
 
         With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
         is returned is the sum. What padding gives is arbitrary.

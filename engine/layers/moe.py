@@ -81,7 +81,7 @@ class SpreadExperts:
     """
 
     def __init__(self, experts: Experts, groups: ParallelGroups, spread: ExpertSpread, top_k: int) -> None:
-        """Takes the experts that are not this rank's out of `experts`. Comes before memory is allocated."""
+        """Take the experts that are not this rank's out of `experts`. Comes before memory is allocated."""
         self.experts = experts
         self._top_k = top_k
         self._one_of_each_rank = (1,) * groups.dp.size
@@ -101,7 +101,7 @@ class SpreadExperts:
         self._table.write(placement.replicas())
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Sends a token without experts the eager way, and back: captured steps may go another. All ranks call it."""
+        """Send a token without experts the eager way and back, as captured steps may go another. All ranks call it."""
         device, shape = self.table.places.device, (1, self._top_k)
         token = RoutedTokens(
             torch.zeros(1, self.experts.shape.hidden_size, dtype=dtype, device=device),
@@ -112,7 +112,7 @@ class SpreadExperts:
         self._dispatches.eager.finalize(torch.zeros_like(served.hidden, memory_format=torch.contiguous_format), served)
 
     def place(self, placement: ExpertPlacement) -> None:
-        """The experts lie like that now: whoever calls has moved their weights."""
+        """Take note of where experts lie now. The caller has moved their weights."""
         self.placement = placement
         self.table.write(placement.replicas())
 
@@ -124,7 +124,7 @@ class SpreadExperts:
         of_ranks: tuple[int, ...] | None,
         add_to: Tensor | None,
     ) -> Tensor:
-        """As `Experts`, but for the sum over the ranks that have the same tokens."""
+        """Compute what `Experts` does, but for the sum over the ranks that have the same tokens."""
         dispatch = self._dispatches.captured if of_ranks is None else self._dispatches.eager
         served = dispatch.prepare(RoutedTokens(hidden, expert_ids, weights), self.table, of_ranks)
         if dispatch.is_local:

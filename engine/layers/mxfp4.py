@@ -75,7 +75,7 @@ class PackedSlot(StackSlot):
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks uint8 [rows, groups, 16], scales uint8 [rows, groups] -> [rows, 32 * groups].
+    """Return the values [rows, 32 * groups] of blocks uint8 [rows, groups, 16] and scales uint8 [rows, groups].
 
     Exact, but for values that `dtype` cannot hold.
     """

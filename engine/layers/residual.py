@@ -23,7 +23,7 @@ class ResidualStream:
     """
 
     def __init__(self, hidden: Tensor, *, in_place: bool) -> None:
-        """`hidden` is this stream's from now on: it is written to."""
+        """Take over `hidden`, which is written to."""
         self._sum = hidden
         self._last: Tensor | None = None
         self._behind: RMSNorm | None = None  # the norm that the last result has gone through

@@ -16,7 +16,7 @@ from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
-    """[num_positions, head_dim] float32: cosines of the head_dim / 2 angles at each position, then their sines."""
+    """Return [num_positions, head_dim] float32: cosines of the head_dim / 2 angles of a position, then their sines."""
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)
     scale = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1).to(device)
@@ -54,7 +54,7 @@ def _(rope: YarnRope, head_dim: int) -> Tensor:
 
 
 def _wavelengths(rope: Rope, head_dim: int) -> Tensor:
-    """In positions, over 2 pi: theta ** (2i / head_dim)."""
+    """Return wavelengths in positions, over 2 pi: theta ** (2i / head_dim)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     powers: Tensor = rope.theta**exponents
     return powers

@@ -26,7 +26,7 @@ class TokenRows:
 
 
 def rows_at(x: Tensor, wanted: Tensor) -> Tensor:
-    """x[wanted] of x [T] or [T, N] and indices [R] int64. On a CPU it is a call that can be recorded."""
+    """Return x[wanted] of x [T] or [T, N] and indices [R] int64. On a CPU it is a call that can be recorded."""
     if not x.is_cpu:
         return x[wanted]
     return embedding(wanted, x) if x.dim() == 2 else embedding(wanted, x.unsqueeze(1)).squeeze(1)

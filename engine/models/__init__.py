@@ -60,7 +60,7 @@ def load_model(
 
 
 def check_weights(config: ModelConfig) -> None:
-    """Raises `WeightsError` where `load_model` would, before it reads a weight."""
+    """Raise `WeightsError` where `load_model` would, before it reads a weight."""
     from baton.engine.weights.loader import check_weights
 
     check_weights(make_model(config))

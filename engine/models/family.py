@@ -32,12 +32,12 @@ class CacheShape:
 
 
 def keys_and_values(config: ModelConfig) -> CacheShape:
-    """A key and a value of every KV head."""
+    """Keep a key and a value of every KV head."""
     return CacheShape(num_kv_heads=config.num_kv_heads, num_planes=2, head_dim=config.head_dim)
 
 
 def latents(config: ModelConfig) -> CacheShape:
-    """A latent and the rotated part of a key, which all heads share."""
+    """Keep a latent and the rotated part of a key, which all heads share."""
     assert config.latent is not None, "a config of this family has latents"
     return CacheShape(num_kv_heads=1, num_planes=1, head_dim=config.latent.rank + config.latent.rope_dim)
 

@@ -29,7 +29,7 @@ class MixtralLayer(DecoderLayer):
         step.feed_forward(self.mlp, before=self.post_attention_layernorm)
 
     def children(self) -> Iterator[tuple[str, Layer]]:
-        """Checkpoints that store each expert by itself have a name of their own for the mixture."""
+        """Name the mixture as checkpoints do: those that store experts one by one have a name of their own for it."""
         for name, child in super().children():
             renamed = child is self.mlp and self.mlp.experts.stored == "each"
             yield "block_sparse_moe" if renamed else name, child

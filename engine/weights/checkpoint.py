@@ -148,12 +148,12 @@ class Checkpoint:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tells whether a folder is meant to hold a model's weights, whole or not, of a kind that is read or not."""
+    """Return whether a folder is meant to hold a model's weights, whole or not, of a kind that is read or not."""
     return any(True for pattern in (INDEX_FILE, "*.safetensors", *_OTHER_KINDS) for _ in folder.glob(pattern))
 
 
 def some(names: list[str]) -> str:
-    """Lists the first names, and says how many more there are."""
+    """List the first names, and say how many more there are."""
     rest = len(names) - _NAMED_IN_ERRORS
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -205,7 +205,7 @@ def _files(folder: Path, index: Mapping[str, Path]) -> list[Path]:
 
 
 def _absent_numbers(files: list[Path]) -> Iterator[Path]:
-    """Yields the files that the names of others speak of: `model-00002-of-00003.safetensors` is one of three."""
+    """Yield the files that the names of others imply: `model-00002-of-00003.safetensors` is one of three."""
     series = {(match[1], match[3]) for file in files if (match := _NUMBERED.fullmatch(file.name))}
     for stem, count in sorted(series):
         named = (f"{stem}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1))

@@ -25,7 +25,7 @@ class DummyWeights:
         self._bank = (torch.randn(_BANK_SIZE, generator=generator) * SPREAD).to(device, dtype)
 
     def tensor(self, slot: Slot) -> Tensor:
-        """The slot's share of a tensor of its shape, around the typical value of its parameter."""
+        """Return the slot's share of a tensor of its shape, around the typical value of its parameter."""
         rows, *others = slot.shares
         width = math.prod(share.whole for share in others)
         size = rows.size * width

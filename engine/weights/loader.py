@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
-    """Allocates the parameters on `device`, fills them as `model.config` says, and packs them for the kernels.
+    """Allocate the parameters on `device`, fill them as `model.config` says, and pack them for the kernels.
 
     Holds no more than one tensor of the checkpoint beside the model, and of a divided one no more than a rank's share.
     Weights in 8 bits stay so where the device has kernels for them, and are multiplied out elsewhere. Raises
@@ -44,7 +44,7 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
     config = model.config
     device = torch.device(device)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    checkpoint = _choose_formats(model, device)
+    checkpoint = _choose_methods(model, device)
     slots = {slot.name: slot for slot in model.slots()}
     stream: Iterator[tuple[Slot, Tensor]]
     if checkpoint is None:
@@ -66,21 +66,21 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
 
 
 def check_weights(model: CausalLM) -> None:
-    """Raises `WeightsError` where `load_weights` would, before it reads a weight: from headers, without memory."""
-    checkpoint = _choose_formats(model, torch.device("cpu"))
+    """Raise `WeightsError` where `load_weights` would, before it reads a weight: from headers, without memory."""
+    checkpoint = _choose_methods(model, torch.device("cpu"))
     if checkpoint is not None:
         _account_with_scales(model, {slot.name: slot for slot in model.slots()}, checkpoint)
 
 
 def allocate_unfilled(model: CausalLM, *, device: torch.device | str) -> None:
-    """As `load_weights`, but for the values, which are what the memory held: for steps that only launch kernels."""
-    _choose_formats(model, torch.device(device))
+    """Do what `load_weights` does, but leave memory as it was: for steps that only launch kernels."""
+    _choose_methods(model, torch.device(device))
     model.allocate(device, getattr(torch, model.config.dtype))
     model.finish()
 
 
-def _choose_formats(model: CausalLM, device: torch.device) -> Checkpoint | None:
-    """Keeps weights in 8 bits where they can be. The checkpoint that says which are; None for dummy weights."""
+def _choose_methods(model: CausalLM, device: torch.device) -> Checkpoint | None:
+    """Give layers the methods of their weights. Returns the checkpoint that says which; None for dummy weights."""
     config = model.config
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
     if config.quantization is not None and fp8.has_gpu_kernels(device):
@@ -90,7 +90,7 @@ def _choose_formats(model: CausalLM, device: torch.device) -> Checkpoint | None:
 
 
 def _account_with_scales(model: CausalLM, slots: Mapping[str, Slot], checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Accounts for all tensors. Returns the scales that weights are to be multiplied with, by the weights' names."""
+    """Account for all tensors. Returns the scales that weights are to be multiplied with, by the weights' names."""
     _warn_of_unread_head(model, checkpoint)
     quantization = model.config.quantization
     scales = _scales_to_multiply_with(slots, checkpoint, quantization)
@@ -113,7 +113,7 @@ def _warn_of_unread_head(model: CausalLM, checkpoint: Checkpoint) -> None:
 
 
 def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[str, ...]) -> None:
-    """Raises `WeightsError`, naming all that is wrong, unless the checkpoint's tensors are exactly the slots.
+    """Raise `WeightsError`, naming all that is wrong, unless the checkpoint's tensors are exactly the slots.
 
     `ignored` are patterns of names that a checkpoint may hold beside them.
     """
@@ -145,7 +145,7 @@ def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[st
 def _scales_to_multiply_with(
     slots: Mapping[str, Slot], checkpoint: Checkpoint, quantization: Quantization | None
 ) -> dict[str, TensorEntry]:
-    """The scales of each weight that comes in 8 bits to a layer that takes none, by the weight's name.
+    """Return the scales of each weight that comes in 8 bits to a layer that takes none, by the weight's name.
 
     Raises `WeightsError` for a weight in 8 bits that no scale is known of.
     """

@@ -13,7 +13,7 @@ PATIENCE_S = 2.0
 
 @contextmanager
 def loading_bar(description: str = "Loading weights") -> Iterator[Progress]:
-    """Yields a `progress` for `load_model`. The bar is drawn, on stderr, only once the load has taken `PATIENCE_S`."""
+    """Yield a `progress` for `load_model`. The bar is drawn, on stderr, only once the load has taken `PATIENCE_S`."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
