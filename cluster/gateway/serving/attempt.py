@@ -24,6 +24,8 @@ REFUSALS = (ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG)  # erro
 
 @dataclass
 class Attempt:
+    """One attempt, from its submission until it is closed."""
+
     placement: Placement
     stream: OutputStream
     sent_s: float  # on `time.monotonic`'s clock, not later than the engine can have it
@@ -58,7 +60,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Offer:
+class KVOffer:
     """KV that a finished prefill keeps until a decode engine has fetched it, or until it is withdrawn."""
 
     engine: EngineRecord
@@ -123,7 +125,7 @@ class AttemptTracker:
         blamed = {Blame.ENGINE: attempt.engine, Blame.HOLDER: attempt.holder or attempt.engine}.get(rule.blame)
         if blamed is not None:
             self._on_decision(failure, time.monotonic() - max(attempt.sent_s, self._client.heard_s(blamed)))
-        if not rule.breaks:
+        if not rule.opens_circuit:
             return
         if failure is Failure.TIMED_OUT and (attempt.has_output or deadline.by_client):
             return

@@ -54,23 +54,23 @@ class EngineSelector:
     def reader(self, query: RoutingQuery, holder: EngineRecord) -> Placement | None:
         """Return a decode engine that can fetch the KV of `holder`."""
         breakers, engines = self._serving.breakers, self._engines()
-        refused = self._history.full
-        avoid = refused | self._history.lost | breakers.closed_to(engines) | breakers.closed_from(holder)
+        refused = self._history.refused
+        avoid = refused | self._history.avoided | breakers.closed_to(engines) | breakers.closed_from(holder)
         choose = self._serving.router.decode_placement
         return choose(engines, query, holder, avoid) or choose(engines, query, holder, refused)
 
     @property
     def are_full(self) -> bool:
         """True if each engine has refused the sequence for lack of room, or has told that it would."""
-        return self._serving.admission.are_full(self._engines(), self._history.full)
+        return self._serving.admission.are_full(self._engines(), self._history.refused)
 
     def _route(self, rung: Rung, query: RoutingQuery) -> Route | None:
         """Return an engine that computes all tokens so far."""
-        choose, refused = self._serving.router.route, self._history.full
+        choose, refused = self._serving.router.route, self._history.refused
         engines = _on_rung(rung, self._engines())
         if rung is Rung.AGAIN:
             return choose(engines, query, refused)
-        avoid = refused | self._history.lost | self._serving.breakers.closed_to(engines)
+        avoid = refused | self._history.avoided | self._serving.breakers.closed_to(engines)
         route = choose(engines, query, avoid)
         if rung is Rung.ANY:
             return route or choose(engines, query, refused)
@@ -80,7 +80,7 @@ class EngineSelector:
 
     def _engines(self) -> Sequence[EngineView]:
         engines = reachable(self._serving.client, self._pinned_rank)
-        return [view for view in engines if engine_key(view.record) not in self._history.left]
+        return [view for view in engines if engine_key(view.record) not in self._history.departed]
 
 
 def _on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:

@@ -72,8 +72,8 @@ class Blame(enum.StrEnum):
 
     ENGINE = "the engine"
     HOLDER = "the engine that held the KV"
-    FULL = "the engine, for good"  # also if no other is left; then the request fails at once
-    LEFT = "the engine, which goes"  # also if no other is left; then the request waits for another
+    REFUSED = "the engine, for good"  # also if no other is left; then the request fails at once
+    DEPARTED = "the engine, which goes"  # also if no other is left; then the request waits for another
     NOBODY = "nobody"
 
 
@@ -85,20 +85,22 @@ class RetryRule:
     blame: Blame = Blame.NOBODY
     pays: Pays = Pays.NEVER
     counts: bool = True  # among `max_attempts`
-    most: int | None = None  # failures of this kind in one request; None: up to `max_attempts`
-    breaks: bool = False  # counts against the circuit of the engine, or of the pair if KV was lost
+    max_failures: int | None = None  # of this kind in one request; None: up to `max_attempts`
+    opens_circuit: bool = False  # counts against the circuit of the engine, or of the pair if KV was lost
 
 
 _DOWN = (Rung.OTHER_PREFILL, Rung.RECOMPUTE, Rung.UNIFIED)
 
 RETRY_POLICY: dict[Failure, RetryRule] = {
-    Failure.ENGINE_GONE: RetryRule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, breaks=True),
-    Failure.ENGINE_FAILED: RetryRule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, most=2, breaks=True),
-    Failure.ENGINE_LEAVING: RetryRule((*_DOWN, Rung.AGAIN), Blame.LEFT, counts=False),
-    Failure.KV_LOST: RetryRule((*_DOWN, Rung.AGAIN), Blame.HOLDER, Pays.ALWAYS, breaks=True),
+    Failure.ENGINE_GONE: RetryRule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, opens_circuit=True),
+    Failure.ENGINE_FAILED: RetryRule(
+        (*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, max_failures=2, opens_circuit=True
+    ),
+    Failure.ENGINE_LEAVING: RetryRule((*_DOWN, Rung.AGAIN), Blame.DEPARTED, counts=False),
+    Failure.KV_LOST: RetryRule((*_DOWN, Rung.AGAIN), Blame.HOLDER, Pays.ALWAYS, opens_circuit=True),
     Failure.NO_READER: RetryRule((Rung.OTHER_DECODE, Rung.RECOMPUTE, Rung.UNIFIED)),
-    Failure.OVERLOADED: RetryRule((Rung.OTHER_DECODE, *_DOWN), Blame.FULL, Pays.ALWAYS),
-    Failure.TIMED_OUT: RetryRule(breaks=True),
+    Failure.OVERLOADED: RetryRule((Rung.OTHER_DECODE, *_DOWN), Blame.REFUSED, Pays.ALWAYS),
+    Failure.TIMED_OUT: RetryRule(opens_circuit=True),
     Failure.INVALID: RetryRule(),
     Failure.TOO_LONG: RetryRule(),
 }
@@ -108,11 +110,11 @@ RETRY_POLICY: dict[Failure, RetryRule] = {
 class AttemptHistory:
     """The failed attempts of one request, and the engines that it avoids."""
 
-    most: int  # `max_attempts`
+    max_attempts: int
     failures: list[Failure] = field(default_factory=list)
-    lost: set[EngineKey] = field(default_factory=set)  # engines that died or lost KV: others come first
-    full: set[EngineKey] = field(default_factory=set)  # engines that refused for lack of room: not again
-    left: set[EngineKey] = field(default_factory=set)  # engines that gave it back before they end: not again
+    avoided: set[EngineKey] = field(default_factory=set)  # engines that died or lost KV: others come first
+    refused: set[EngineKey] = field(default_factory=set)  # engines that refused for lack of room: not again
+    departed: set[EngineKey] = field(default_factory=set)  # engines that gave it back before they end: not again
     last_error: EngineError | None = None
     was_in_vain: bool = False  # the newest attempt: it brought no token
 
@@ -126,13 +128,13 @@ class AttemptHistory:
         self.was_in_vain = not brought_tokens
         match RETRY_POLICY[failure].blame:
             case Blame.ENGINE:
-                self.lost.add(engine)
+                self.avoided.add(engine)
             case Blame.HOLDER:
-                self.lost.add(holder or engine)
-            case Blame.FULL:
-                self.full.add(engine)
-            case Blame.LEFT:
-                self.left.add(engine)
+                self.avoided.add(holder or engine)
+            case Blame.REFUSED:
+                self.refused.add(engine)
+            case Blame.DEPARTED:
+                self.departed.add(engine)
         return failure
 
     @property
@@ -149,9 +151,9 @@ class AttemptHistory:
         """
         newest = self.failures[-1]
         rule = RETRY_POLICY[newest]
-        if rule.most is not None and self.failures.count(newest) >= rule.most:
+        if rule.max_failures is not None and self.failures.count(newest) >= rule.max_failures:
             return False
-        return bool(rule.rungs) and self._num_counted < self.most
+        return bool(rule.rungs) and self._num_counted < self.max_attempts
 
     @property
     def must_pay(self) -> bool:

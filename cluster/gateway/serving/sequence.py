@@ -28,7 +28,7 @@ from ..errors import ApiError, engines_full, from_engine, internal, no_capacity,
 from ..routing.load import Placement
 from ..routing.prefix_index import engine_key
 from ..routing.router import RoutingQuery
-from .attempt import Attempt, Deadline, Offer
+from .attempt import Attempt, Deadline, KVOffer
 from .context import ServingContext
 from .engine_selector import EngineSelector, Selection
 from .retry_policy import RETRY_POLICY, AttemptHistory, Blame, Failure
@@ -78,7 +78,7 @@ class ServedSequence:
         self._selection: Selection | None = None  # found, and not submitted yet
         self._attempt: Attempt | None = None  # the one whose outputs are read
         self._early: Attempt | None = None
-        self._offer: Offer | None = None
+        self._offer: KVOffer | None = None
         self._failure: Failure | None = None  # that the next attempt follows
         self._owes_retry = False  # the next attempt is taken from the retry budget
         self._for_client: EngineOutput | None = None  # the output to be sent next
@@ -121,7 +121,7 @@ class ServedSequence:
     async def _apply(self, event: SequenceEvent, output: EngineOutput = NO_OUTPUT) -> None:
         row = SEQUENCE_TABLE.get((self.state, event))
         if row is None:
-            logger.error("%s: an engine sent %r to a sequence that is %s", self._request.request_id, event, self.state)
+            logger.error("%s: %r while it is %s", self._request.request_id, event.value, self.state.name)
             raise internal("An engine answered out of turn.")
         self.state = row.next_state
         for effect in row.effects:
@@ -144,7 +144,7 @@ class ServedSequence:
             case Effect.SUBMIT_EARLY:
                 self._submit_early(_source_in(output))
             case Effect.KEEP_OFFER:
-                self._offer = Offer(self._current.engine, _source_in(output))
+                self._offer = KVOffer(self._current.engine, _source_in(output))
             case Effect.CLOSE_ATTEMPT:
                 await self._close_attempt()
             case Effect.HAND_OFF:
@@ -189,7 +189,7 @@ class ServedSequence:
         self._failure = self._history.failed(error, engine, holder, brought_tokens=brought_tokens)
         if not self._history.may_go_on:
             return SequenceEvent.FAILED
-        is_refusal = RETRY_POLICY[self._failure].blame is Blame.FULL
+        is_refusal = RETRY_POLICY[self._failure].blame is Blame.REFUSED
         return SequenceEvent.REFUSED if is_refusal else SequenceEvent.LOST
 
     # ------------------------------------------------------------------ placing
@@ -240,7 +240,7 @@ class ServedSequence:
         detail = "" if last is None else f"the last attempt: {last.text}"
         if not self._may_try and not self._is_refused_by_all:
             return no_retries_left("Too many attempts of other requests fail, too.", retry_after_s, detail)
-        if self._history.full:
+        if self._history.refused:
             return engines_full(retry_after_s, detail)
         return no_capacity("No engine can take the request now.", retry_after_s, detail)
 

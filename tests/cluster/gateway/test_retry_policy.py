@@ -154,14 +154,14 @@ async def test_a_decode_engine_with_a_queue_is_not_asked_to_recompute_where_a_un
     "kind", [kind for kind, its in FAILURE_OF.items() if RETRY_POLICY[its].rungs and RETRY_POLICY[its].counts]
 )
 def test_a_request_fails_so_often_and_no_more(kind: ErrorKind) -> None:
-    attempts, most = AttemptHistory(most=4), RETRY_POLICY[FAILURE_OF[kind]].most or 4
+    attempts, most = AttemptHistory(max_attempts=4), RETRY_POLICY[FAILURE_OF[kind]].max_failures or 4
     for number in range(1, most + 1):
         attempts.failed(EngineError(kind, ""), (f"e{number}", 1))
         assert attempts.may_go_on is (number < most)
 
 
 def test_engines_that_leave_cost_no_attempt_and_no_budget() -> None:
-    attempts = AttemptHistory(most=2)
+    attempts = AttemptHistory(max_attempts=2)
     for number in range(9):
         attempts.failed(EngineError(ErrorKind.LEAVING, ""), (f"e{number}", 1))
         assert attempts.may_go_on
@@ -172,7 +172,7 @@ def test_engines_that_leave_cost_no_attempt_and_no_budget() -> None:
 
 def test_the_first_loss_is_free_and_later_ones_where_the_attempt_brought_tokens() -> None:
     dead = EngineError(ErrorKind.ENGINE_DEAD, "")
-    attempts = AttemptHistory(most=9)
+    attempts = AttemptHistory(max_attempts=9)
     paid = []
     for brought in (False, False, True, False):
         attempts.failed(dead, ("e", 1), brought_tokens=brought)
@@ -192,8 +192,8 @@ def test_the_page_has_the_retry_policys_table() -> None:
             ", ".join(rule.rungs) or "error",
             str(rule.blame),
             str(rule.pays),
-            ("yes" if rule.counts else "no") if rule.most is None else f"yes, {rule.most} at most",
-            "yes" if rule.breaks else "no",
+            ("yes" if rule.counts else "no") if rule.max_failures is None else f"yes, {rule.max_failures} at most",
+            "yes" if rule.opens_circuit else "no",
         ]
         for failure, rule in RETRY_POLICY.items()
     ]
