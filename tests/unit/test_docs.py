@@ -58,6 +58,12 @@ def test_a_page_opens_with_what_its_reader_can_do_after_it(page: Path) -> None:
     assert re.search(r"\byou\s+(can|know)\b", opening)
 
 
+def test_every_page_is_on_the_first_one() -> None:
+    linked = set(re.findall(r"\]\(([^)]+)\)", (ROOT / "docs/README.md").read_text()))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - linked == {"README.md"}
+
+
 def test_the_glossary_has_thirty_words_at_most_in_order() -> None:
     words = re.findall(r"^\| \*\*([^*]+)\*\*", (ROOT / "docs/reference/glossary.md").read_text(), re.MULTILINE)
     assert words == sorted(set(words), key=str.lower)
