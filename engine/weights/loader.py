@@ -44,7 +44,15 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
     config = model.config
     device = torch.device(device)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    checkpoint = _choose_methods(model, device)
+    checkpoint, expanded = _choose_methods(model, device)
+    if config.quantization is not None and not fp8.has_gpu_kernels(device):
+        logger.info("weights in 8 bits are multiplied out: no kernels take them on %s", device)
+    if expanded:
+        logger.warning(
+            "%d layers whose weights come in 8 bits are multiplied out, as no kernel takes their scales: %s",
+            len(expanded),
+            some(expanded),
+        )
     slots = {slot.name: slot for slot in model.slots()}
     stream: Iterator[tuple[Slot, Tensor]]
     if checkpoint is None:
@@ -67,7 +75,7 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
 
 def check_weights(model: CausalLM) -> None:
     """Raise `WeightsError` where `load_weights` would, before it reads a weight: from headers, without memory."""
-    checkpoint = _choose_methods(model, torch.device("cpu"))
+    checkpoint, _ = _choose_methods(model, torch.device("cpu"))
     if checkpoint is not None:
         _account_with_scales(model, {slot.name: slot for slot in model.slots()}, checkpoint)
 
@@ -79,14 +87,18 @@ def allocate_unfilled(model: CausalLM, *, device: torch.device | str) -> None:
     model.finish()
 
 
-def _choose_methods(model: CausalLM, device: torch.device) -> Checkpoint | None:
-    """Give layers the methods of their weights. Returns the checkpoint that says which; None for dummy weights."""
+def _choose_methods(model: CausalLM, device: torch.device) -> tuple[Checkpoint | None, list[str]]:
+    """Give layers the methods of their weights.
+
+    Returns the checkpoint that says which, None for dummy weights; and the layers whose quantized weights are
+    multiplied out although the device has kernels.
+    """
     config = model.config
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
-    if config.quantization is not None and fp8.has_gpu_kernels(device):
-        covered = config.quantization.covers if checkpoint is None else checkpoint.has_8_bit_weight
-        use_quantized_methods(model, config.quantization, covered)
-    return checkpoint
+    if config.quantization is None or not fp8.has_gpu_kernels(device):
+        return checkpoint, []
+    covered = config.quantization.covers if checkpoint is None else checkpoint.has_8_bit_weight
+    return checkpoint, use_quantized_methods(model, config.quantization, covered)
 
 
 def _account_with_scales(model: CausalLM, slots: Mapping[str, Slot], checkpoint: Checkpoint) -> dict[str, TensorEntry]:

@@ -13,29 +13,34 @@ from baton.engine.layers.linear import Linear
 from baton.kernels.fp8 import BLOCK
 
 
-def use_quantized_methods(model: Layer, quantization: Quantization, is_quantized: Callable[[str], bool]) -> None:
+def use_quantized_methods(model: Layer, quantization: Quantization, is_quantized: Callable[[str], bool]) -> list[str]:
     """Give the layers of `model` that the checkpoint has quantized the method for it, before anything is allocated.
 
-    `is_quantized` tells by a linear layer's name in the checkpoint. Layers that were merged of both kinds stay plain,
-    and so do experts that there are no kernels for. Raises `WeightsError` for a layer whose ranks would divide blocks.
+    `is_quantized` tells by a linear layer's name in the checkpoint. Returns the layers that stay plain nevertheless:
+    those merged of both kinds, or of parts that would share a block, and experts that there are no kernels for. Raises
+    `WeightsError` for a layer whose ranks would divide blocks.
     """
-    for_linear, for_experts = Fp8Linear(quantization), Fp8Experts(quantization)
-    for path, layer in layers_of(Linear, model):
-        parts = layer.parts_at(path)
-        shares = list(parts.values())
-        if not all(is_quantized(name) for name in parts) or not for_linear.fits(layer.columns, shares):
-            continue
-        if not for_linear.divides(layer.columns, shares):
-            raise WeightsError(
-                f"tensor_parallel_size: {path} has a scale for every {BLOCK} x {BLOCK} values, and so many ranks would "
-                "divide them; give fewer"
-            )
-        layer.use(for_linear)
+    plain = [path for path, layer in layers_of(Linear, model) if not _quantize(path, layer, quantization, is_quantized)]
+    method = Fp8Experts(quantization)
     for path, experts in layers_of(Experts, model):
-        parts_of_experts = experts.parts_at(path)
-        if (
-            parts_of_experts
-            and for_experts.fits(experts.shape)
-            and all(is_quantized(name) for name in parts_of_experts)
-        ):
-            experts.use(for_experts)
+        parts = experts.parts_at(path)
+        if parts and method.fits(experts.shape) and all(is_quantized(name) for name in parts):
+            experts.use(method)
+        elif any(is_quantized(name) for name in parts):
+            plain.append(path)
+    return plain
+
+
+def _quantize(path: str, layer: Linear, quantization: Quantization, is_quantized: Callable[[str], bool]) -> bool:
+    """Return false for a layer that stays plain although some of it is quantized."""
+    method, parts = Fp8Linear(quantization), layer.parts_at(path)
+    shares, quantized = list(parts.values()), [is_quantized(name) for name in parts]
+    if not all(quantized) or not method.fits(layer.columns, shares):
+        return not any(quantized)
+    if not method.divides(layer.columns, shares):
+        raise WeightsError(
+            f"tensor_parallel_size: {path} has a scale for every {BLOCK} x {BLOCK} values, and so many ranks would "
+            "divide them; give fewer"
+        )
+    layer.use(method)
+    return True

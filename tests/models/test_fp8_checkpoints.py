@@ -128,12 +128,14 @@ def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: 
 
 
 @pytest.mark.usefixtures("as_if_kernels")
-def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path) -> None:
+def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, "blocks", num_key_value_heads=1)
     model = load_model(ModelConfig.from_folder(folder, dtype="float32"))
     methods = {path: layer.method for path, layer in layers_of(Linear, model)}
     assert not isinstance(methods["model.layers.0.self_attn.qkv_proj"], Fp8Linear)
     assert isinstance(methods["model.layers.0.self_attn.o_proj"], Fp8Linear)
+    names = ", ".join(f"model.layers.{layer}.self_attn.qkv_proj" for layer in range(2))
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [names]
     plain = load_model(ModelConfig.from_folder(plain_folder, dtype="float32"))
     tokens = random_tokens(20)
     logprobs, expected = (chunked_logprobs(which, tokens, 20) for which in (model, plain))
@@ -176,6 +178,7 @@ QWEN3_MOE = {"moe_intermediate_size": 128}
     [
         ("qwen3_moe", "blocks", QWEN3_MOE),
         ("qwen3_moe", "compressed blocks", QWEN3_MOE),
+        ("mixtral", "blocks", {"intermediate_size": 128}),
         ("deepseek_v3", "blocks", DEEPSEEK_V3),
     ],
 )
@@ -198,10 +201,14 @@ def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
 
 
 @pytest.mark.usefixtures("as_if_kernels")
-def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(tmp_path: Path) -> None:
+def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, "rows", "qwen3_moe", **QWEN3_MOE)
     for _, experts in layers_of(Experts, load_model(ModelConfig.from_folder(folder, dtype="float32"))):
         assert experts.weights["gate_up"].data.dtype == torch.float32
+    names = ", ".join(f"model.layers.{layer}.mlp.experts" for layer in range(2))
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [names]
 
 
 @pytest.mark.usefixtures("as_if_kernels")
