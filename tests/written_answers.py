@@ -180,7 +180,7 @@ WRITERS = {
 
 
 def told(words: str, calls: Sequence[Call], thought: str = "") -> list[OutputPart]:
-    """What a reader must say of such an answer."""
+    """Return the parts that a parser must report of such an answer."""
     parts: list[OutputPart] = [ReasoningPart(thought)] if thought else []
     parts += [ContentPart(words)] if words else []
     for index, (name, arguments) in enumerate(calls):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from baton.engine.core.messages import LOWEST_PRIORITY
 
-from .settings import GatewaySettings, sendable
+from .settings import GatewaySettings, check_api_key
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Caller:
     min_priority: int
 
 
-def keys_in(file: str) -> dict[str, KeyRights]:
+def read_key_file(file: str) -> dict[str, KeyRights]:
     """Return the keys of a file, one a line, and their rights; if a key occurs twice, its last line counts.
 
     The result is never empty, because a gateway without keys would serve everyone. Raises `InvalidKeys`.
@@ -61,7 +61,7 @@ def keys_in(file: str) -> dict[str, KeyRights]:
             continue
         key, *rights = line.split()
         try:
-            keys[sendable(key)] = _rights(rights)
+            keys[check_api_key(key)] = _rights(rights)
         except ValueError as error:
             raise InvalidKeys(f"gateway.api_keys_file: {file}: the key in line {number} {error}") from None
     if not keys:
@@ -140,7 +140,7 @@ class ApiKeys:
             self._version, self._trouble = version, ""
 
     def _read(self) -> dict[bytes, KeyRights]:
-        keys = dict.fromkeys(self._given, KeyRights()) | (keys_in(self._file) if self._file else {})
+        keys = dict.fromkeys(self._given, KeyRights()) | (read_key_file(self._file) if self._file else {})
         return {_digest(key.encode()): rights for key, rights in keys.items()}
 
 

@@ -38,13 +38,13 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = _shortened(message)
+        self.message = _shorten_message(message)
         self.type = type
-        self.param = None if param is None else _shortened(param)
+        self.param = None if param is None else _shorten_message(param)
         self.code = code
         self.headers = dict(headers or {})
         self.gpu_time_spent = gpu_time_spent
-        self.detail = _shortened(detail)
+        self.detail = _shorten_message(detail)
 
     @property
     def is_about_load(self) -> bool:
@@ -76,24 +76,24 @@ class ApiError(Exception):
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
-def _shortened(text: str) -> str:
+def _shorten_message(text: str) -> str:
     """Shorten a text that may hold names and values of a client, which may be of any length."""
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
-def shown(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten a client's text, so that an error message is never as large as the request."""
     return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
 
 
 def excerpt(text: str) -> str:
     """Shorten a client's text and put it in quotes."""
-    return repr(shown(text))
+    return repr(shorten(text))
 
 
 def field_name(place: Iterable[str | int]) -> str | None:
     """Write a path of keys and indices as `param` has it: `messages[0].content`. None stands for the whole body."""
-    names = (f"[{part}]" if isinstance(part, int) else f".{shown(part)}" for part in place)
+    names = (f"[{part}]" if isinstance(part, int) else f".{shorten(part)}" for part in place)
     return "".join(names).lstrip(".") or None
 
 

@@ -240,7 +240,7 @@ class GatewayMetrics:
         registry.register(_ClientCollector(counters))
         registry.register(_DirectoryCollector(listed))
 
-    def body_read(self, outcome: str) -> None:
+    def count_body(self, outcome: str) -> None:
         """Count a large body by the outcome of reading it in another process."""
         self._bodies.labels(outcome).inc()
 

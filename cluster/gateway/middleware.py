@@ -102,7 +102,7 @@ class RequestMiddleware:
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.responses.labels(route, status).inc()
             if scope["path"] not in OPEN_PATHS:  # balancers repeat failing probes every second
-                tell_failure(scope, status, time.monotonic() - began_s)
+                log_failure(scope, status, time.monotonic() - began_s)
 
     def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> Caller:
         if self._keys.is_open or path in OPEN_PATHS:
@@ -114,7 +114,7 @@ class RequestMiddleware:
         return caller
 
 
-def tell_failure(scope: Scope, status: int, took_s: float) -> None:
+def log_failure(scope: Scope, status: int, took_s: float) -> None:
     """Log a line if the request failed, be it before its response began or within it."""
     error: ApiError | None = scope.get(FAILURE)
     if status == CLIENT_CLOSED_REQUEST:

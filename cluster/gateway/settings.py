@@ -13,7 +13,7 @@ from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
 from .routing.cost import CostRates
 
 
-def sendable(key: str) -> str:
+def check_api_key(key: str) -> str:
     """Return the key if it fits into `Authorization: Bearer KEY`.
 
     Raises `ValueError` otherwise, also for an empty one (as of an unset variable), which would let everyone in.
@@ -23,7 +23,7 @@ def sendable(key: str) -> str:
     return key
 
 
-ApiKey = Annotated[str, AfterValidator(sendable)]
+ApiKey = Annotated[str, AfterValidator(check_api_key)]
 
 
 class QueueLimits(BaseModel):

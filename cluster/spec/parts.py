@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from baton.cluster.contracts import Bounds, Role
-from baton.cluster.gateway.api_keys import InvalidKeys, keys_in
+from baton.cluster.gateway.api_keys import InvalidKeys, read_key_file
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.logs import LogSettings
 from baton.kv_transfer.tiers.settings import TierSettings
@@ -36,7 +36,7 @@ class GatewaySpec(StrictModel, GatewaySettings):
     def keys(self) -> list[str]:
         """That open now; the file is read on this machine. Raises `InvalidSpec` where it gives none."""
         try:
-            return [*self.api_keys, *(keys_in(self.api_keys_file) if self.api_keys_file else [])]
+            return [*self.api_keys, *(read_key_file(self.api_keys_file) if self.api_keys_file else [])]
         except InvalidKeys as error:
             raise InvalidSpec(str(error)) from None
 

@@ -100,7 +100,7 @@ class GrammarCompiler:
         assert isinstance(reply, CompiledReply)
         return reply.grammar
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """End the process; the next grammar starts another."""
         process = self._process
         if process is not None:
@@ -110,7 +110,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Give up the grammar that is being compiled, and compile nothing any more."""
         self._closed = True
-        self.rest()
+        self.stop()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:

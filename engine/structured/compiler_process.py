@@ -105,7 +105,7 @@ def serve(orders: IO[bytes], replies: IO[bytes], info: xgrammar.TokenizerInfo, l
 
 def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsParams) -> CompiledReply | RefusedReply:
     try:
-        with overhearing() as warnings:
+        with capture_warnings() as warnings:
             grammar = compile_grammar(compiler, asked).serialize_json()
     except GrammarRefused as refused:
         return RefusedReply(f"cannot be kept: {_cut(str(refused))}", refused.place)
@@ -132,7 +132,7 @@ def _broken_part(asked: StructuredOutputsParams) -> str:
         return ""
     for place, part in parts_of(asked.structural_tag):
         try:
-            with overhearing() as warnings:
+            with capture_warnings() as warnings:
                 _parse(part)
         except (RuntimeError, ValueError):
             return place
@@ -179,7 +179,7 @@ def choice_grammar(choices: list[str]) -> str:
 
 
 @contextmanager
-def overhearing() -> Iterator[list[str]]:
+def capture_warnings() -> Iterator[list[str]]:
     """Collect xgrammar's warnings on standard error, in a list that is filled at the end."""
     warnings: list[str] = []
     before = os.dup(2)

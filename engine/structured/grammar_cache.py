@@ -42,7 +42,7 @@ class GrammarCache:
                 self._compiled.move_to_end(key)
             return compiled
 
-    def keep(self, key: bytes, compiled: xgrammar.CompiledGrammar) -> None:
+    def put(self, key: bytes, compiled: xgrammar.CompiledGrammar) -> None:
         """Store a new grammar, unless it is larger than the cache."""
         with self._lock:
             self.num_compiled += 1
@@ -66,7 +66,7 @@ class GrammarCache:
             if len(self._slow) > MOST_SLOW:
                 self._slow.popitem(last=False)
 
-    def refuse(self, key: bytes, refused: GrammarRefused) -> None:
+    def put_refusal(self, key: bytes, refused: GrammarRefused) -> None:
         with self._lock:
             self.num_refused += 1
             self._refused[key] = (refused, time.monotonic() + REFUSAL_S)

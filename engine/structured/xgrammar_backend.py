@@ -118,10 +118,10 @@ class XGrammarBackend:
                 return self._compile_by(self._slow, asked, key, is_wanted)
             except CompilesTooSlowly as slow:
                 refused = GrammarRefused(str(slow))
-                self._cache.refuse(key, refused)
+                self._cache.put_refusal(key, refused)
                 raise refused from None
             finally:
-                self._slow.rest()
+                self._slow.stop()
 
     def _compile_by(
         self, compiler: GrammarCompiler, asked: StructuredOutputsParams, key: bytes, is_wanted: Callable[[], bool]
@@ -130,13 +130,13 @@ class XGrammarBackend:
         try:
             serialized = compiler.compile(asked, is_wanted)
         except GrammarRefused as refused:
-            self._cache.refuse(key, refused)
+            self._cache.put_refusal(key, refused)
             raise
         info = self._vocabulary_as_xgrammar(compiler)
         import xgrammar
 
         compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, info)
-        self._cache.keep(key, compiled)
+        self._cache.put(key, compiled)
         return compiled
 
     def _vocabulary_as_xgrammar(self, compiler: GrammarCompiler) -> xgrammar.TokenizerInfo:

@@ -129,7 +129,7 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     @property
-    def tells_of_tools(self) -> bool:
+    def lists_tools(self) -> bool:
         """True if prompts list the `tools`."""
         return "tools" in self.variables or bool(
             self.tool_call_format is not None and self.tool_call_format.introduction

@@ -45,7 +45,7 @@ class StopStrings:
         self._held = held[len(held) - keep :]
         return StopResult(held[: len(held) - keep])
 
-    def pass_by(self, text: str) -> str:
+    def pass_unchecked(self, text: str) -> str:
         """Return `text`, and what was held back, without looking for stop strings: `min_tokens` is not reached yet."""
         text = self.flush() + text
         for matcher in self._matchers:

@@ -70,6 +70,6 @@ class TextStream:
 
     def _look(self, text: str) -> tuple[str, str | None]:
         if self._num_tokens <= self._min_tokens:
-            return self._stops.pass_by(text), None
+            return self._stops.pass_unchecked(text), None
         result = self._stops.push(text)
         return result.text, result.stop

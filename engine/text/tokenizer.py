@@ -114,9 +114,9 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.source
 
     @property
-    def tells_of_tools(self) -> bool:
+    def lists_tools(self) -> bool:
         """True if prompts of chats with `tools` list them."""
-        return self._chat_template is not None and self._chat_template.tells_of_tools
+        return self._chat_template is not None and self._chat_template.lists_tools
 
     @property
     def template_variables(self) -> frozenset[str]:

@@ -154,7 +154,7 @@ class ChatRenderer:
         return [self._as_delta(index, part) for part in self._read(index, delta)]
 
     def _read(self, index: int, delta: ChoiceDelta) -> list[OutputPart]:
-        return self._readers[index].push(delta.text, finished=delta.says_all)
+        return self._readers[index].push(delta.text, finished=delta.model_ended)
 
     def _as_delta(self, index: int, part: OutputPart) -> ChatDelta:
         match part:

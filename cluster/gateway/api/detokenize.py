@@ -55,7 +55,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     timeline: TimelineReport | None = None  # in the last delta, if it was asked for
 
     @property
-    def says_all(self) -> bool:
+    def model_ended(self) -> bool:
         """True if the model itself ended its answer, rather than a limit or a stop string."""
         return self.finish_reason not in (None, "length") and not isinstance(self.stop_reason, str)
 

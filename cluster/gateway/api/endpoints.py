@@ -148,7 +148,7 @@ class GenerationEndpoint:
     async def _fail(self, scope: Scope, answer: ResponseWriter, error: ApiError) -> None:
         """Send an error. If the client may retry, the error says whether GPU time was spent."""
         scope[FAILURE] = error
-        if answer.begun:
+        if answer.has_begun:
             self._gateway.metrics.stream_errors.labels(error.status).inc()
         if error.is_about_load and error.gpu_time_spent is None:
             error.gpu_time_spent = any(sequence.gpu_time_spent for sequence in answer.sequences)
@@ -218,17 +218,17 @@ class GenerationEndpoint:
         """Yield the deltas of one choice."""
         model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
         text = SequenceDetokenizer(model.tokenizer, sequence.prompt_token_ids, job.sampling, job.shown_token_ids)
-        retelling = None if trail is None else trail.retelling(index)
+        replay_filter = None if trail is None else trail.replay_filter(index)
         pace = _TokenTimes(metrics, call, served.timeline)
         try:
             async with aclosing(served.outputs()) as outputs:
                 async for output in outputs:
-                    for part in (output,) if retelling is None else retelling.cut(output):
+                    for part in (output,) if replay_filter is None else replay_filter.cut(output):
                         delta = text.push(part)
                         pace.note(delta)
                         if tells_timeline and delta.finish_reason is not None:
                             delta = msgspec.structs.replace(delta, timeline=served.timeline.report())
-                        yield delta if retelling is None else retelling.marked(delta, part)
+                        yield delta if replay_filter is None else replay_filter.marked(delta, part)
                         if delta.finish_reason is not None:
                             metrics.finished.labels(model.model_id, delta.finish_reason).inc()
                             return

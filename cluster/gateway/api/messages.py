@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, mode
 
 from ..errors import excerpt
 from .json_body import first_json_fault
-from .validators import FieldError, Integer, ReplayedModel, StrictModel, json_type_name, string_or_object, tag, tag_of
+from .validators import FieldError, Integer, ReplayedModel, RequestModel, json_type_name, string_or_object, tag, tag_of
 
 MAX_TOOLS = 128  # OpenAI's limit
 
@@ -104,7 +104,7 @@ class ChatMessage(ReplayedModel):
         return message | {key: value for key, value in optional.items() if value is not None}
 
 
-def answered_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
+def check_tool_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Check that each tool message answers a call of an earlier message."""
     made: set[str] = set()
     for index, message in enumerate(messages):
@@ -116,7 +116,7 @@ def answered_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
     return messages
 
 
-class Function(StrictModel):
+class Function(RequestModel):
     """A function that may be called. `parameters` is a JSON schema; without it the function takes no arguments."""
 
     name: FunctionName
@@ -125,7 +125,7 @@ class Function(StrictModel):
     strict: bool | None = None  # arguments match the schema; those of a required call do in any case
 
 
-class Tool(StrictModel):
+class Tool(RequestModel):
     type: Literal["function"]
     function: Function
 
@@ -133,48 +133,48 @@ class Tool(StrictModel):
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
-def named_once(tools: list[Tool] | None) -> list[Tool] | None:
+def check_unique_names(tools: list[Tool] | None) -> list[Tool] | None:
     names = Counter(tool.function.name for tool in tools or ())
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"must name each function once; given again: {', '.join(twice)}")
     return tools
 
 
-Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS), AfterValidator(named_once)]
+Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS), AfterValidator(check_unique_names)]
 
 
-class _FunctionsName(StrictModel):
+class _FunctionsName(RequestModel):
     name: str
 
 
-class ThisTool(StrictModel):
+class NamedToolChoice(RequestModel):
     """A `tool_choice` of one function, which must be called."""
 
     type: Literal["function"]
     function: _FunctionsName
 
 
-class _AllowedFunctions(StrictModel):
+class _AllowedFunctions(RequestModel):
     mode: Literal["auto", "required"]
-    tools: list[ThisTool] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[NamedToolChoice] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class AllowedTools(StrictModel):
+class AllowedToolChoice(RequestModel):
     """A `tool_choice` of several functions, which may or must be called. The prompt still lists all `tools`."""
 
     type: Literal["allowed_tools"]
     allowed_tools: _AllowedFunctions
 
     @classmethod
-    def of(cls, mode: str, names: Sequence[str]) -> AllowedTools:
+    def of(cls, mode: str, names: Sequence[str]) -> AllowedToolChoice:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return cls.model_validate({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], tag("word")]
-    | Annotated[ThisTool, tag("function")]
-    | Annotated[AllowedTools, tag("allowed_tools")],
+    | Annotated[NamedToolChoice, tag("function")]
+    | Annotated[AllowedToolChoice, tag("allowed_tools")],
     Discriminator(tag_of),
     string_or_object(("function", "allowed_tools")),
 ]

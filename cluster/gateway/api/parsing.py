@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import bad_request
 from .validation_errors import first_error
-from .validators import StrictModel
+from .validators import RequestModel
 
 # Field -> values without effect, which are accepted from clients that send defaults.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -69,7 +69,7 @@ RENAMED = {
     "structural_tag": "structured_outputs.structural_tag",
 }
 
-RequestT = TypeVar("RequestT", bound=StrictModel)
+RequestT = TypeVar("RequestT", bound=RequestModel)
 
 
 def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:
@@ -89,11 +89,11 @@ def _asks_for_nothing(kind: type[BaseModel], key: str, value: Any, data: dict[st
     if key in kind.model_fields or key not in NOT_SUPPORTED:
         return False
     same_as_n = key == "best_of" and type(value) is int and value == (data.get("n") or 1)
-    if same_as_n or is_among(value, NOT_SUPPORTED[key]):
+    if same_as_n or equals_any(value, NOT_SUPPORTED[key]):
         return True
     raise bad_request(key, f"{key!r} is not supported by this server. Leave it out.", "unsupported_parameter")
 
 
-def is_among(value: Any, others: Sequence[Any]) -> bool:
+def equals_any(value: Any, others: Sequence[Any]) -> bool:
     """Compare as JSON does: `true` is not 1."""
     return any(value == other and type(value) is type(other) for other in others)

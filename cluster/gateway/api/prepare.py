@@ -93,7 +93,7 @@ class Preparer:
         asked = getattr(request, field)
         tokenizer = self._model.tokenizer
         form = tokenizer.tool_call_format
-        calls = tool_call_rules(request, form, is_told=tokenizer.tells_of_tools)
+        calls = tool_call_rules(request, form, is_told=tokenizer.lists_tools)
         prompt = await self._chat_prompt(request)
         constraint = requested_constraint(request)
         reasoning = reasoning_before(constraint, tokenizer.reasoning_after(prompt.of_template))

@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from baton.engine.core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
 
 from ..errors import excerpt
-from .messages import ChatMessage, Tool, ToolChoice, Tools, answered_calls
+from .messages import ChatMessage, Tool, ToolChoice, Tools, check_tool_messages
 from .reasoning import Effort
-from .validators import FieldError, Integer, StrictModel, json_type_name
+from .validators import FieldError, Integer, RequestModel, json_type_name
 
 # Limits of one request, so that it delays neither the gateway nor an engine's step for others.
 MAX_STOP_CHARS = 1024
@@ -75,21 +75,21 @@ def _token_keys(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None  # padding against traffic analysis is TLS's task
     resumable: bool = False  # Baton's own: see `resume.py`
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(RequestModel):
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None  # answers match in any case
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(RequestModel):
     """OpenAI's field for JSON answers."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -102,7 +102,7 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class StructuredOutputs(StrictModel):
+class StructuredOutputs(RequestModel):
     """vLLM's field for constrained answers. `StructuredOutputsParams` checks which parts go together."""
 
     json_: Annotated[str | dict[str, Any], PlainValidator(_object_or_text)] | None = Field(None, alias="json")
@@ -116,7 +116,7 @@ class StructuredOutputs(StrictModel):
     whitespace_pattern: str | None = None
 
 
-class SamplingRequest(StrictModel):
+class SamplingFields(RequestModel):
     """Fields that all generating endpoints share. `None` means that the client did not send the field."""
 
     model: str
@@ -150,7 +150,7 @@ class SamplingRequest(StrictModel):
     store: Literal[False] | None = None
 
 
-class GenerationRequest(SamplingRequest):
+class GenerationRequest(SamplingFields):
     """Fields that completions and chat share."""
 
     n: Integer | None = None
@@ -169,10 +169,10 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
 
-class ChatInput(StrictModel):
+class ChatInput(RequestModel):
     """Fields that determine a chat's prompt."""
 
-    messages: Annotated[list[ChatMessage], AfterValidator(answered_calls)] = Field(min_length=1, fail_fast=True)
+    messages: Annotated[list[ChatMessage], AfterValidator(check_tool_messages)] = Field(min_length=1, fail_fast=True)
     tools: Tools = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -200,7 +200,7 @@ class ChatRequest(ChatInput, GenerationRequest):
         return [] if self.tool_choice == "none" else super().usable_tools
 
 
-class TokenizeTextRequest(StrictModel):
+class TokenizeTextRequest(RequestModel):
     """`POST /tokenize` of a text."""
 
     model: str | None = None
@@ -216,7 +216,7 @@ class TokenizeChatRequest(ChatInput):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestModel):
     """`POST /detokenize`"""
 
     model: str | None = None

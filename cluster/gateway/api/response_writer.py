@@ -35,7 +35,7 @@ class ResponseWriter:
         self._streaming: Renderer | None = None  # set once events are streamed
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return self.status > 0
 
     async def begin(self, headers: dict[str, str], status: int = 200) -> None:
@@ -51,11 +51,11 @@ class ResponseWriter:
         event = renderer.event if trail is None else partial(trail.event, renderer)
         async for step in steps:
             events = await _written(_num_logprobs(step), lambda: b"".join([event(*item) for item in step]))  # noqa: B023
-            if not self.begun and (events or trail is None):  # until a new event the response may still become a 409
+            if not self.has_begun and (events or trail is None):  # until then it may still become a 409
                 await self.begin(STREAM_HEADERS | _path_header([self.sequences[step[0][0]]]))
             if events:
                 await self.write(events)
-        if not self.begun:  # the client has all events but the end
+        if not self.has_begun:  # the client has all events but the end
             await self.begin(STREAM_HEADERS | _path_header(self.sequences))
         await self.write(renderer.end(), more=False)
 
@@ -75,7 +75,7 @@ class ResponseWriter:
 
         A whole response that breaks off stays shorter than its `content-length`, and the server closes the connection.
         """
-        if self.begun:
+        if self.has_begun:
             if self._streaming is not None:
                 await self.write(self._streaming.failed(error), more=False)
             return

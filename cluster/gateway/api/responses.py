@@ -93,7 +93,7 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
     @classmethod
-    def begun(cls, job: GenerationJob, model_id: str) -> ResponseObject:
+    def in_progress(cls, job: GenerationJob, model_id: str) -> ResponseObject:
         asked, sampling = job.asked, job.sampling
         assert asked is not None, "a request of this endpoint"
         return cls(
@@ -133,7 +133,7 @@ async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: 
         error.rename(NAMES if error.param is None else {**NAMES, error.param: response_name(error.param)})
         raise
     prepared.names = NAMES | {ours: response_name(theirs) for ours, theirs in prepared.names.items()}
-    prepared.asked = request.asked.told()
+    prepared.asked = request.asked.echo()
     return prepared
 
 
@@ -143,7 +143,7 @@ class ResponsesRenderer:
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
         self._job = job
         self._tokenizer = tokenizer
-        self._response = ResponseObject.begun(job, model_id)
+        self._response = ResponseObject.in_progress(job, model_id)
         self._tally = UsageCounter(job)
         self._reader = job.parser_config.new_parser()
         self._attribution = TokenAttribution()
@@ -176,7 +176,7 @@ class ResponsesRenderer:
             self._attribution.push(run)
             events += self._write(self._reader.push(run.text))
         self._length += len(delta.text)
-        if delta.says_all:
+        if delta.model_ended:
             events += self._write(self._reader.push("", finished=True))
         if delta.finish_reason is not None:
             events += self._finish("incomplete" if delta.finish_reason == "length" else "completed")
@@ -187,13 +187,13 @@ class ResponsesRenderer:
         for part, tokens in zip(parts, self._attribution.take(parts), strict=True):
             match part:
                 case ReasoningPart(text):
-                    events += self._output.think(text)
+                    events += self._output.add_reasoning(text)
                 case ContentPart(text):
-                    events += self._output.say(text, chat_logprobs(self._tokenizer, tokens).content)
+                    events += self._output.add_text(text, chat_logprobs(self._tokenizer, tokens).content)
                 case ToolCallStart(number, name):
-                    events += self._output.call(name, call_id(self._job.request_id, self._job.created, 0, number))
+                    events += self._output.begin_call(name, call_id(self._job.request_id, self._job.created, 0, number))
                 case ToolCallArguments(_, text):
-                    events += self._output.argue(text)
+                    events += self._output.add_arguments(text)
         return events
 
     def _finish(self, status: Status) -> list[Event]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 
 from ..errors import bad_request
-from .messages import AllowedTools, CalledFunction, ChatMessage, TextPart, ThisTool, ToolCall, ToolChoice
-from .protocol import ChatRequest, ResponseFormat, SamplingRequest, StreamOptions
+from .messages import AllowedToolChoice, CalledFunction, ChatMessage, NamedToolChoice, TextPart, ToolCall, ToolChoice
+from .protocol import ChatRequest, ResponseFormat, SamplingFields, StreamOptions
 from .responses_request import (
-    AllowedFunctions,
+    AllowedFunctionChoice,
     InputFunctionCall,
     InputFunctionOutput,
     InputMessage,
@@ -22,10 +22,10 @@ from .responses_request import (
     InputReasoning,
     InputText,
     Item,
+    NamedFunctionChoice,
     ResponsesRequest,
     SchemaFormat,
     TextFormat,
-    ThisFunction,
 )
 
 # Names of fields: a chat's -> this API's.
@@ -54,7 +54,7 @@ class ResponseChat(ChatRequest):
 
 def as_chat(asked: ResponsesRequest) -> ResponseChat:
     """Convert a validated request. Raises `ApiError` (400) for items that do not go together."""
-    shared = {name: getattr(asked, name) for name in SamplingRequest.model_fields}
+    shared = {name: getattr(asked, name) for name in SamplingFields.model_fields}
     return ResponseChat.model_construct(
         **shared,
         asked=asked,
@@ -80,10 +80,10 @@ def _stream_options(asked: ResponsesRequest) -> StreamOptions | None:
 def _tool_choice(asked: ResponsesRequest) -> ToolChoice:
     chosen = asked.tool_choice
     match chosen:
-        case ThisFunction():
-            return ThisTool.model_validate({"type": "function", "function": {"name": chosen.name}})
-        case AllowedFunctions():
-            return AllowedTools.of(chosen.mode, [each.name for each in chosen.tools])
+        case NamedFunctionChoice():
+            return NamedToolChoice.model_validate({"type": "function", "function": {"name": chosen.name}})
+        case AllowedFunctionChoice():
+            return AllowedToolChoice.of(chosen.mode, [each.name for each in chosen.tools])
     return chosen
 
 

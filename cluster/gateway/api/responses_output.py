@@ -81,23 +81,23 @@ class Output:
         self._pieces: list[str] = []  # of its text or arguments
         self._logprobs: list[ChatTokenLogprob] = []
 
-    def think(self, text: str) -> list[Event]:
+    def add_reasoning(self, text: str) -> list[Event]:
         opened = (
             [] if self._grows(ReasoningItem) else self._open(ReasoningItem(self._item_id("rs")), ReasoningTextPart())
         )
         self._pieces.append(text)
         return [*opened, self._event("reasoning_text.delta", content_index=0, delta=text)]
 
-    def say(self, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> list[Event]:
+    def add_text(self, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> list[Event]:
         opened = [] if self._grows(MessageItem) else self._open(MessageItem(self._item_id("msg")), OutputTextPart())
         self._pieces.append(text)
         self._logprobs += logprobs
         return [*opened, self._event("output_text.delta", content_index=0, delta=text, logprobs=_streamed(logprobs))]
 
-    def call(self, name: str, call_id: str) -> list[Event]:
+    def begin_call(self, name: str, call_id: str) -> list[Event]:
         return self._open(FunctionCallItem(self._item_id("fc"), call_id, name), None)
 
-    def argue(self, text: str) -> list[Event]:
+    def add_arguments(self, text: str) -> list[Event]:
         """Extend the arguments of the newest call."""
         self._pieces.append(text)
         return [self._event("function_call_arguments.delta", delta=text)]

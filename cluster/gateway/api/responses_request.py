@@ -14,14 +14,14 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
 
 from ..errors import bad_request
 from .job import ResponseEcho
-from .messages import MAX_TOOLS, CalledFunction, Function, Tool, named_once
-from .parsing import is_among, parse_request
-from .protocol import JsonSchemaFormat, SamplingRequest
+from .messages import MAX_TOOLS, CalledFunction, Function, Tool, check_unique_names
+from .parsing import equals_any, parse_request
+from .protocol import JsonSchemaFormat, SamplingFields
 from .reasoning import Effort
 from .validators import (
     Integer,
     ReplayedModel,
-    StrictModel,
+    RequestModel,
     kind,
     object_of_type,
     string_or_object,
@@ -81,12 +81,12 @@ def _not_ours(value: Any) -> Any:
     raise ValueError("is of another server: leave the item out. This server's thoughts are plain text, in 'content'")
 
 
-class InputText(StrictModel):
+class InputText(RequestModel):
     type: Literal["input_text"]
     text: str
 
 
-class InputOutputText(StrictModel):
+class InputOutputText(RequestModel):
     """A text part of an earlier answer, as the server sent it."""
 
     type: Literal["output_text"]
@@ -96,7 +96,7 @@ class InputOutputText(StrictModel):
     parsed: Any = None  # added by the official client, which parses `text`
 
 
-class ThoughtText(ReplayedModel):
+class InputReasoningText(ReplayedModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
@@ -109,7 +109,7 @@ Part = Annotated[
 Parts = Annotated[list[Part], BeforeValidator(_text_part)]
 
 
-class InputMessage(StrictModel):
+class InputMessage(RequestModel):
     """A message of any role. The server's own messages can be sent back as they are."""
 
     type: Literal["message"] = "message"
@@ -120,12 +120,12 @@ class InputMessage(StrictModel):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class InputReasoning(StrictModel):
+class InputReasoning(RequestModel):
     """The model's reasoning before an earlier answer or call."""
 
     type: Literal["reasoning"]
-    content: list[ThoughtText] = []
-    summary: list[ThoughtText] = []
+    content: list[InputReasoningText] = []
+    summary: list[InputReasoningText] = []
     encrypted_content: Annotated[None, BeforeValidator(_not_ours)] = None
     id: str | None = None
     status: Status | None = None
@@ -140,7 +140,7 @@ class InputFunctionCall(CalledFunction):
     status: Status | None = None
 
 
-class InputFunctionOutput(StrictModel):
+class InputFunctionOutput(RequestModel):
     """The result of a function call, from the client."""
 
     type: Literal["function_call_output"]
@@ -172,7 +172,7 @@ class FunctionTool(Function):
     defer_loading: Literal[False] = False
     allowed_callers: list[Literal["direct"]] = []
 
-    def told(self) -> dict[str, Any]:
+    def echo(self) -> dict[str, Any]:
         """Return the tool as a response repeats it."""
         return {"type": "function", **self._function(), "strict": bool(self.strict)}
 
@@ -184,26 +184,26 @@ class FunctionTool(Function):
 
 
 def _named_once(tools: list[FunctionTool]) -> list[FunctionTool]:
-    named_once([tool.for_chat() for tool in tools])
+    check_unique_names([tool.for_chat() for tool in tools])
     return tools
 
 
-class ThisFunction(StrictModel):
+class NamedFunctionChoice(RequestModel):
     """A `tool_choice` of one function, which must be called."""
 
     type: Literal["function"]
     name: str
 
 
-class AllowedFunctions(StrictModel):
+class AllowedFunctionChoice(RequestModel):
     """A `tool_choice` of several functions, which may or must be called. The prompt still lists all `tools`."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[ThisFunction] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[NamedFunctionChoice] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class TextFormat(StrictModel):
+class TextFormat(RequestModel):
     type: Literal["text", "json_object"]
 
 
@@ -211,7 +211,7 @@ class SchemaFormat(JsonSchemaFormat):
     type: Literal["json_schema"]
 
 
-class TextConfig(StrictModel):
+class TextConfig(RequestModel):
     """The answer's format."""
 
     format: Annotated[
@@ -222,7 +222,7 @@ class TextConfig(StrictModel):
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningConfig(StrictModel):
+class ReasoningConfig(RequestModel):
     """Reasoning options. Reasoning is returned in full: there are no summaries."""
 
     effort: Effort | None = None
@@ -232,12 +232,12 @@ class ReasoningConfig(StrictModel):
     mode: Literal["standard"] | None = None
 
 
-class ResponseStreamOptions(StrictModel):
+class ResponseStreamOptions(RequestModel):
     include_obfuscation: Literal[False] | None = None
     resumable: bool = False  # Baton's own: see `resume.py`
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`"""
 
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_user_message)]
@@ -251,8 +251,8 @@ class ResponsesRequest(SamplingRequest):
     ] = []
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], tag("word")]
-        | Annotated[ThisFunction, tag("function")]
-        | Annotated[AllowedFunctions, tag("allowed_tools")],
+        | Annotated[NamedFunctionChoice, tag("function")]
+        | Annotated[AllowedFunctionChoice, tag("allowed_tools")],
         Discriminator(tag_of),
         string_or_object(("function", "allowed_tools")),
     ] = "auto"
@@ -270,7 +270,7 @@ class ResponsesRequest(SamplingRequest):
     def shows_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in self.include
 
-    def told(self) -> ResponseEcho:
+    def echo(self) -> ResponseEcho:
         """Return the fields that the response repeats."""
         chosen = self.tool_choice
         return ResponseEcho(
@@ -284,7 +284,7 @@ class ResponsesRequest(SamplingRequest):
             safety_identifier=self.safety_identifier,
             text={"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
             tool_choice=chosen if isinstance(chosen, str) else chosen.model_dump(),
-            tools=[tool.told() for tool in self.tools],
+            tools=[tool.echo() for tool in self.tools],
             top_logprobs=self.top_logprobs or 0,
             user=self.user,
         )
@@ -303,6 +303,6 @@ def _asks_for_nothing(key: str, value: Any) -> bool:
     if key not in REFUSED:
         return value is None and key in ResponsesRequest.model_fields
     nothing, advice = REFUSED[key]
-    if is_among(value, nothing):
+    if equals_any(value, nothing):
         return True
     raise bad_request(key, f"{key!r} is not supported by this server. {advice}", "unsupported_parameter")

@@ -73,7 +73,7 @@ class ResumableStream:
             message = f"{LAST_EVENT_ID_HEADER!r} is of a stream of {theirs} choices, and this request has {ours}."
             raise bad_request(LAST_EVENT_ID_HEADER, message, "invalid_event_id")
 
-    def retelling(self, index: int) -> ReplayFilter:
+    def replay_filter(self, index: int) -> ReplayFilter:
         return ReplayFilter(ChoicePosition() if self._told is None else self._told[index])
 
     def event(self, renderer: Renderer, index: int, delta: ChoiceDelta) -> bytes:

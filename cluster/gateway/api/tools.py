@@ -15,7 +15,7 @@ from baton.engine.text import (
 )
 
 from ..errors import bad_request, excerpt
-from .messages import AllowedTools, Function, ThisTool, ToolChoice
+from .messages import AllowedToolChoice, Function, NamedToolChoice, ToolChoice
 from .protocol import ChatRequest
 
 NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -90,7 +90,7 @@ def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None, *, is_tol
     names = _chosen_names(chosen)
     functions = tuple(tool.function for tool in request.usable_tools)
     callable_ones = tuple(function for function in functions if not names or function.name in names)
-    is_one = isinstance(chosen, ThisTool)
+    is_one = isinstance(chosen, NamedToolChoice)
     return ToolCallRules(
         form,
         callable_ones,
@@ -101,17 +101,17 @@ def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None, *, is_tol
 
 
 def _mode(chosen: ToolChoice | None) -> str | None:
-    return (
-        chosen.allowed_tools.mode if isinstance(chosen, AllowedTools) else chosen if isinstance(chosen, str) else None
-    )
+    if isinstance(chosen, AllowedToolChoice):
+        return chosen.allowed_tools.mode
+    return chosen if isinstance(chosen, str) else None
 
 
 def _chosen_names(chosen: ToolChoice | None) -> list[str]:
     """Return the functions that `tool_choice` names; none if all may be called."""
     match chosen:
-        case ThisTool():
+        case NamedToolChoice():
             return [chosen.function.name]
-        case AllowedTools():
+        case AllowedToolChoice():
             return [tool.function.name for tool in chosen.allowed_tools.tools]
     return []
 

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from baton.cluster.pluralize import pluralize
 
-from ..errors import ApiError, bad_request, excerpt, field_name, shown
+from ..errors import ApiError, bad_request, excerpt, field_name, shorten
 from .validators import FieldError, json_type_name
 
 _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
@@ -99,7 +99,7 @@ def _length(error: ErrorDetails) -> str:
 
 
 def _unknown(kind: type[BaseModel], place: list[str | int]) -> str:
-    name = shown(str(place[-1]))
+    name = shorten(str(place[-1]))
     nearest = difflib.get_close_matches(name, kind.model_fields, n=1) if len(place) == 1 else []
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"Unrecognized request argument: {name!r}.{hint}"

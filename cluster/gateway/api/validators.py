@@ -22,13 +22,13 @@ class FieldError(ValueError):
         self.place = place
 
 
-class StrictModel(BaseModel):
+class RequestModel(BaseModel):
     """A model that takes no strings or booleans as numbers, and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class ReplayedModel(StrictModel):
+class ReplayedModel(RequestModel):
     """A part of a conversation that clients store and send again: its null fields are ignored, whatever their names."""
 
     @model_validator(mode="before")

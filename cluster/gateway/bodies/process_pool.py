@@ -48,7 +48,7 @@ RETRY_S = 2.0
 class OutcomeCounter(Protocol):
     """Counts bodies by outcome."""
 
-    def body_read(self, outcome: str) -> None: ...
+    def count_body(self, outcome: str) -> None: ...
 
 
 class BodyProcessPool:
@@ -118,7 +118,7 @@ class BodyProcessPool:
             raise internal("The gateway cannot read large bodies.") from None
         finally:
             os.close(body)
-            self._counters.body_read(outcome)
+            self._counters.count_body(outcome)
             self._queue.put_back(number, size)
 
     def _setup(self) -> ReaderSetup:

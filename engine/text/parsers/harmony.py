@@ -17,7 +17,7 @@ from typing import Any
 import regex
 
 from ..errors import InvalidMessages
-from .incremental import BLANKS, BracketTracker, IncrementalParser, Step, begun, first_of
+from .incremental import BLANKS, BracketTracker, IncrementalParser, Step, first_mark, partial_mark
 from .output_parser import ContentPart, OutputParser, OutputPart, ReasoningPart
 from .tool_call_format import Functions, FunctionSignature, GrammarSpec, GrammarToolCallFormat
 
@@ -123,9 +123,9 @@ class HarmonyParser(IncrementalParser):
         return []
 
     def _read_body(self, finished: bool) -> list[OutputPart]:
-        found = first_of(self._held, *_BEHIND_BODY)
+        found = first_mark(self._held, *_BEHIND_BODY)
         if found is None:
-            return self._say(len(self._held) - (0 if finished else begun(self._held, *_BEHIND_BODY)))
+            return self._say(len(self._held) - (0 if finished else partial_mark(self._held, *_BEHIND_BODY)))
         at, mark = found
         said = self._say(at)
         self._state = _State.HEADER
@@ -161,7 +161,7 @@ class HarmonyParser(IncrementalParser):
     def _look_for_header(self, finished: bool) -> list[OutputPart]:
         at = self._held.find(_START)
         if at < 0:
-            return self._say(len(self._held) - (0 if finished else begun(self._held, _START)))
+            return self._say(len(self._held) - (0 if finished else partial_mark(self._held, _START)))
         self._state = _State.HEADER
         return self._say(at)
 

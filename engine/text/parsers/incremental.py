@@ -106,17 +106,17 @@ class BracketTracker:
 BLANKS = r"\s{0,99}+"
 
 
-def first_of(text: str, *marks: str) -> tuple[int, str] | None:
+def first_mark(text: str, *marks: str) -> tuple[int, str] | None:
     """Return the offset of the mark that comes first, and the mark."""
     return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)
 
 
-def undecided(text: str, *marks: str) -> int:
+def undecided_suffix(text: str, *marks: str) -> int:
     """Count the characters at the end of `text` that may belong to a mark: blanks, and the mark's beginning."""
-    return len(text) - len(text[: len(text) - begun(text, *marks)].rstrip())
+    return len(text) - len(text[: len(text) - partial_mark(text, *marks)].rstrip())
 
 
-def begun(text: str, *marks: str) -> int:
+def partial_mark(text: str, *marks: str) -> int:
     """Count the characters at the end of `text` that are the beginning of one of the `marks`."""
     return max(_begun(text, mark) for mark in marks)
 
@@ -145,13 +145,13 @@ class InlineToolCallParser(IncrementalParser):
         self._is_behind_call = False  # no content since the last call
 
     def _look_for_call(self, finished: bool) -> list[OutputPart]:
-        found = first_of(self._held, *self._marks)
+        found = first_mark(self._held, *self._marks)
         if found is not None:
             at, self._mark = found
             self._state = self.HEAD
             return self._say(len(self._held[:at].rstrip()))  # blanks before a call belong to the format
         if not finished:
-            return self._say(len(self._held) - undecided(self._held, *self._marks))
+            return self._say(len(self._held) - undecided_suffix(self._held, *self._marks))
         is_forms = self._is_behind_call and not self._held.strip()  # blanks behind a call are dropped
         return self._say(0 if is_forms else len(self._held))
 

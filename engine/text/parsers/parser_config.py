@@ -38,8 +38,8 @@ class ParserConfig:
 class _ReasoningFirstParser:
     """A parser of reasoning, followed by another parser for the rest."""
 
-    def __init__(self, thoughts: ReasoningParser, answer: OutputParser) -> None:
-        self._thoughts = thoughts
+    def __init__(self, reasoning: ReasoningParser, answer: OutputParser) -> None:
+        self._reasoning = reasoning
         self._answer = answer
 
     @property
@@ -51,6 +51,6 @@ class _ReasoningFirstParser:
         return self._answer.is_in_call
 
     def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
-        thought, answer = self._thoughts.push(text, finished=finished)
-        before: list[OutputPart] = [ReasoningPart(thought)] if thought else []
+        reasoning, answer = self._reasoning.push(text, finished=finished)
+        before: list[OutputPart] = [ReasoningPart(reasoning)] if reasoning else []
         return before + self._answer.push(answer, finished=finished)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from .incremental import undecided
+from .incremental import undecided_suffix
 from .tool_call_format import GrammarSpec
 
 BEGIN, END = "<think>", "</think>"
@@ -22,15 +22,15 @@ class ReasoningStart(Enum):
     BEGUN = auto()  # the prompt has begun the reasoning
 
 
-def after_reasoning(answer: GrammarSpec, thoughts: ReasoningStart) -> GrammarSpec:
+def after_reasoning(answer: GrammarSpec, reasoning: ReasoningStart) -> GrammarSpec:
     """Return the grammar of an answer with reasoning before it."""
-    begin = {ReasoningStart.NONE: None, ReasoningStart.POSSIBLE: BEGIN, ReasoningStart.BEGUN: ""}[thoughts]
+    begin = {ReasoningStart.NONE: None, ReasoningStart.POSSIBLE: BEGIN, ReasoningStart.BEGUN: ""}[reasoning]
     if begin is None:
         return answer
     before = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": END}
     blanks = {"type": "regex", "pattern": "\\n{0,2}"}
     behind = {"type": "sequence", "elements": [before, blanks, answer]}
-    return behind if thoughts is ReasoningStart.BEGUN else {"type": "or", "elements": [answer, behind]}
+    return behind if reasoning is ReasoningStart.BEGUN else {"type": "or", "elements": [answer, behind]}
 
 
 class _State(Enum):
@@ -50,24 +50,24 @@ _FIRST = {
 class ReasoningParser:
     """Separates reasoning from the answer. Blanks around reasoning belong to neither."""
 
-    def __init__(self, thoughts: ReasoningStart) -> None:
-        self._state = _FIRST[thoughts]
+    def __init__(self, reasoning: ReasoningStart) -> None:
+        self._state = _FIRST[reasoning]
         self._held = ""
-        self._has_thought = False
+        self._has_reasoning = False
 
     def push(self, text: str, *, finished: bool = False) -> tuple[str, str]:
         """Return what `text` adds to the reasoning and to the answer. `finished` says that no text follows."""
         self._held += text
         if self._state is _State.START:
-            self._look_for_thoughts(finished)
-        thought = self._think(finished) if self._state is _State.THINKING else ""
+            self._look_for_reasoning(finished)
+        reasoning = self._think(finished) if self._state is _State.THINKING else ""
         if self._state is _State.BETWEEN:
             self._held = self._held.lstrip()
             if self._held:
                 self._state = _State.ANSWERING
-        return thought, self._take(len(self._held)) if self._state is _State.ANSWERING else ""
+        return reasoning, self._take(len(self._held)) if self._state is _State.ANSWERING else ""
 
-    def _look_for_thoughts(self, finished: bool) -> None:
+    def _look_for_reasoning(self, finished: bool) -> None:
         text = self._held.lstrip()
         if text.startswith(BEGIN):
             self._held, self._state = text[len(BEGIN) :], _State.THINKING
@@ -75,16 +75,16 @@ class ReasoningParser:
             self._state = _State.ANSWERING
 
     def _think(self, finished: bool) -> str:
-        if not self._has_thought:
+        if not self._has_reasoning:
             self._held = self._held.lstrip()
         at = self._held.find(END)
         if at >= 0:
-            thought = self._take(at).rstrip()
+            reasoning = self._take(at).rstrip()
             self._held, self._state = self._held[len(END) :], _State.BETWEEN
-            return thought
-        thought = self._take(len(self._held) - (0 if finished else undecided(self._held, END)))
-        self._has_thought = self._has_thought or bool(thought)
-        return thought
+            return reasoning
+        reasoning = self._take(len(self._held) - (0 if finished else undecided_suffix(self._held, END)))
+        self._has_reasoning = self._has_reasoning or bool(reasoning)
+        return reasoning
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]

@@ -75,7 +75,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
 
 @pytest.fixture(scope="session")
 def grammars(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[XGrammarBackend]:
-    """What engines compile grammars with, started: that takes seconds."""
+    """A started grammar backend for engines; starting it takes seconds."""
     folder = tmp_path_factory.mktemp("tokenizer")
     backend: Backend = tokenizer._backend
     backend.save(str(folder / "tokenizer.json"))

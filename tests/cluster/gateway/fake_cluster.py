@@ -145,7 +145,7 @@ class FinishedStep:
 
 @dataclass
 class Wire:
-    """What connects the engines' memories, and its faults."""
+    """The link between the engines' memories, with its faults."""
 
     hold: bool = False  # transfers start and do not end
     lose: int = 0  # so many transfers fail

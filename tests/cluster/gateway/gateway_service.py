@@ -42,7 +42,7 @@ class Service:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20)
 
     def script(self, prompt: str, answer: str | list[int], *, end: bool = True) -> None:
-        """From now on the prompt is answered so: a text in as many tokens as it has, then end-of-sequence."""
+        """Answer this prompt with a text from now on: its tokens, then end-of-sequence."""
         tokens = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
         ending = [self.tokenizer.eos_token_id] if end else []
         self.cluster.scripts[tuple(self.tokenizer.encode(prompt))] = tokens + ending

@@ -1,4 +1,4 @@
-"""What is true of every answer of `/v1/responses`, by the official client's own types."""
+"""Checks that hold for every response of `/v1/responses`, by the official client's own types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, with which status, and that the refusal names the field. The server lives on after each."""
+"""Refusals: each has its status and names the field, and the server lives on after it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ async def service(start: Callable[..., Service], served: ServedModel) -> Service
 
 
 def script(service: Service, answer: str, *, tools: list[dict[str, Any]] | None = None, end: bool = True) -> None:
-    """What is answered to "hello" by a model that was told of these functions."""
+    """Set the answer to "hello" of a model that was told of these functions."""
     service.script(service.tokenizer.render_chat(HELLO, tools=tools), answer, end=end)
 
 
@@ -98,7 +98,7 @@ async def test_calls_words_and_thoughts_are_told_apart(service: Service, family:
 
 @dataclass(frozen=True)
 class Told:
-    """What a client has of an answer."""
+    """The parts of an answer that a client has."""
 
     words: str
     thought: str
@@ -128,14 +128,14 @@ def told_in_pieces(response: httpx.Response) -> Told:
 
 
 async def ask_both_ways(service: Service, **fields: Any) -> Told:
-    """What is told as a stream is what is told at once."""
+    """Return the answer, after checking that it is the same streamed and whole."""
     at_once = told_at_once(await service.chat("hello", tools=TOOLS, **fields))
     assert told_in_pieces(await service.chat("hello", tools=TOOLS, stream=True, **fields)) == at_once
     return at_once
 
 
 def check_calls(told: Told, calls: list[Call]) -> None:
-    """Those before the last are whole; `tool_calls` says so of all."""
+    """Check that all calls before the last are whole, and that `tool_calls` says so of all."""
     whole = [(name, json.dumps(given)) for name, given in calls]
     assert told.calls[:-1] == whole[: len(told.calls)][:-1]
     if told.finish_reason == "tool_calls":
@@ -214,7 +214,7 @@ async def test_what_is_no_call_is_shown_with_its_marks(service: Service, family:
 def grammars_of(
     model: ServedModel, marked: Backend, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[ServedModel, str], XGrammarBackend]]:
-    """What engines of a family compile grammars with: a process each."""
+    """Return grammar backends by family: a process each."""
     started: dict[str, XGrammarBackend] = {}
 
     def start(served: ServedModel, family: str) -> XGrammarBackend:

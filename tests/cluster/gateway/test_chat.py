@@ -1,4 +1,4 @@
-"""What a client of `/v1/chat/completions` sees."""
+"""`/v1/chat/completions` as its clients see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a client waits: the operator's settings, and the less that a client asks for."""
+"""Deadlines: the operator's settings, and the shorter ones that a client asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client of `/v1/completions` sees."""
+"""`/v1/completions` as its clients see it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ async def service(start: Callable[..., Service], told: ServedModel, grammars: XG
 
 
 def places(value: Any, place: JsonPath = ()) -> Iterator[JsonPath]:
-    """Of all that is within."""
+    """Yield the paths of all parts of a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in items:
         yield (*place, key)

@@ -1,4 +1,4 @@
-"""What clients rely on beside the bodies: methods, media types, paths, and leave for web pages."""
+"""HTTP beside the bodies: methods, media types, paths, and CORS for web pages."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ KEYS = ["sk-one", "sk-two"]
 
 
 async def cached(service: Service, key: str, **fields: Any) -> int:
-    """How much of the prompt the engine had."""
+    """Return how many tokens of the prompt the engine had cached."""
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, **fields}
     answer = await service.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
     return int(answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"])

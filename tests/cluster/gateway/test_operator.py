@@ -1,4 +1,4 @@
-"""What an operator sees: health, ranks, metrics, keys, limits; and the small routes beside generation."""
+"""Routes for operators: health, ranks, metrics, keys, limits; and the small routes beside generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which priority a request may ask for: nobody goes before others without the right to."""
+"""Priorities: no request goes before others without the right to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model thinks is a field of its own."""
+"""Reasoning is a field of its own."""
 
 from __future__ import annotations
 

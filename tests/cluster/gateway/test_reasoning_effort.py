@@ -1,4 +1,4 @@
-"""How hard to think is said in OpenAI's word, and reaches the model in its template's."""
+"""`reasoning_effort` reaches the model by the variables of its chat template."""
 
 from __future__ import annotations
 

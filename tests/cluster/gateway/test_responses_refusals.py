@@ -1,4 +1,4 @@
-"""What `/v1/responses` refuses: by its own names, with what to do instead."""
+"""Refusals of `/v1/responses`: by its own field names, with an alternative."""
 
 from __future__ import annotations
 

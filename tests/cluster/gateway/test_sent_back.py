@@ -1,4 +1,4 @@
-"""What the official client keeps of an answer can be sent back as an earlier turn, in every form that it has."""
+"""Answers as the official client keeps them can be sent back as an earlier turn, in every format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Piece(BaseModel):
 
 @dataclass(frozen=True)
 class Turn:
-    """What a model writes, and what its template makes of it in the next prompt: `{0}` is the id of the first call."""
+    """A model's output, and its template's rendering in the next prompt: `{0}` is the id of the first call."""
 
     written: str
     rendered: str

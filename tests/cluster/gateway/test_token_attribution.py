@@ -22,7 +22,9 @@ def pieces_of(cuts: set[int]) -> list[str]:
 
 
 def shares_of(pieces: list[str], *, known: bool) -> tuple[int, str]:
-    """How many tokens thought, and what those of words wrote. Each piece is a delta, each character a token."""
+    """Return the number of reasoning tokens, and the tokens of the content. Each piece is a delta, each character a
+    token.
+    """
     attribution, reader = TokenAttribution(), ParserConfig(reasoning=ReasoningStart.POSSIBLE).new_parser()
     words: list[LocatedToken] = []
     at = 0

@@ -53,7 +53,7 @@ async def tools(
 
 
 def script(service: Service, answer: str, told: str = "cut fold ", *, end: bool = True) -> None:
-    """What is answered to a message of "hello" by a model that was told of these functions."""
+    """Set the answer to a message of "hello" of a model that was told of these functions."""
     service.script(f"{told}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n", answer, end=end)
 
 

@@ -34,7 +34,7 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """What a gateway exports."""
+    """Collects the spans that a gateway exports."""
 
     def __init__(self, **options: Any) -> None:
         self._memory = InMemorySpanExporter()
@@ -173,7 +173,7 @@ def is_installed(exporter: str) -> bool:
 
 @contextmanager
 def grpc_collector() -> Iterator[tuple[str, queue.Queue[Any]]]:
-    """Where it listens, and what it is sent: requests with their metadata."""
+    """A gRPC collector: its address, and the requests that it got with their metadata."""
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
     received: queue.Queue[Any] = queue.Queue()

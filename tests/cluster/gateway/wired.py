@@ -37,7 +37,9 @@ CONFIG = EngineCoreConfig(
 
 
 class WiredEngine:
-    """What an `EngineServer` serves. While `runs` is cleared it plans no step; while `moves` is, its thread hangs."""
+    """The engine behind an `EngineServer`. While `runs` is cleared it plans no step; while `moves` is, its thread
+    hangs.
+    """
 
     def __init__(self, rank: int, role: Role, wire: Wire, limits: QueueLimits) -> None:
         self.runs, self.moves = threading.Event(), threading.Event()
@@ -72,7 +74,7 @@ class WiredEngine:
         self.server.start()
 
     async def hang(self) -> None:
-        """Until `moves` is set, what comes stays where it came in."""
+        """Leave messages in the socket until `moves` is set."""
         self.moves.clear()
         self.server.wake()
         await until(lambda: self._hangs)

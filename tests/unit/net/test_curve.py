@@ -1,4 +1,4 @@
-"""Who may talk on the cluster's sockets."""
+"""CURVE: only holders of the cluster key may talk on its sockets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_client_with_another_clusters_key_is_not_heard(context: zmq.Context) -
 
 
 def a_stranger_with(key: ClusterKey, context: zmq.Context, address: str) -> zmq.Socket:
-    """Who knows the public key only."""
+    """Return a client that knows the public key only."""
     client = context.socket(zmq.DEALER)
     client.curve_serverkey = zmq.curve_public(key.to_bytes())
     client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()

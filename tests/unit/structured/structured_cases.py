@@ -1,4 +1,4 @@
-"""What an output may be asked to be, each with how to tell whether it is."""
+"""Constraints on outputs, each with a check whether an output keeps it."""
 
 from __future__ import annotations
 

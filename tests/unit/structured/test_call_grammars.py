@@ -1,4 +1,4 @@
-"""What models may write where their calls must fit: each form's grammars, on what such models write."""
+"""Grammars of tool calls, for each format, on outputs as its models write them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Accepts = Callable[[GrammarSpec, str], bool]
 
 @pytest.fixture(scope="module")
 def accepts() -> Accepts:
-    """Whether an answer fits, and may end."""
+    """Return a check whether an answer fits a grammar, and may end."""
     vocabulary = [bytes([byte]) for byte in range(256)] + [b""]
     info = xgrammar.TokenizerInfo(vocabulary, vocab_size=257, stop_token_ids=[256])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)

@@ -219,7 +219,7 @@ def test_what_is_known_is_not_compiled_again(
     assert str(first.value) == str(second.value)
     assert source.stats()[:3] == (1, 1, 5)
     monkeypatch.setattr(grammar_cache, "REFUSAL_S", 0.0)
-    source._cache.refuse(msgspec.msgpack.encode(good), "too slow on a busy machine")
+    source._cache.put_refusal(msgspec.msgpack.encode(good), "too slow on a busy machine")
     assert source.open(good).advance([]) == mask, "not for ever"
 
 

@@ -1,4 +1,4 @@
-"""Which schemas are refused because answers could break them."""
+"""Schemas are refused if answers could violate them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def all_requests(llm: LLM) -> list[EngineRequest]:
 
 @pytest.fixture(scope="module")
 def alone(structured_llm: LLM) -> dict[str, list[int]]:
-    """What each of `all_requests` is answered when it has the engine for itself."""
+    """The answer to each of `all_requests` that has the engine for itself."""
     return {
         request.request_id: run(structured_llm.engine.core, [request])[0].token_ids
         for request in all_requests(structured_llm)

@@ -1,4 +1,4 @@
-"""What a client sends never becomes control tokens; all other prompts have the tokens that they always had."""
+"""Text from clients never becomes control tokens; all other prompts have the tokens that they always had."""
 
 from __future__ import annotations
 

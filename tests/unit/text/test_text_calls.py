@@ -34,7 +34,7 @@ def read(
     at_most_one: bool = False,
     thoughts: ReasoningStart = ReasoningStart.NONE,
 ) -> list[OutputPart]:
-    """What a reader tells of text in pieces of these sizes; pieces of one kind put together."""
+    """Return what a parser reports of text in pieces of these sizes; parts of one kind are joined."""
     reader = ParserConfig(FORMS[form], FUNCTIONS, at_most_one, thoughts).new_parser()
     parts: list[OutputPart] = []
     rest = text

@@ -124,7 +124,7 @@ UNTOLD = {
 @pytest.mark.parametrize("family", ["deepseek3", "deepseek3.1"])
 def test_where_a_template_leaves_functions_out_the_system_message_tells_of_them(family: str) -> None:
     template = ChatTemplate({"default": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}" + UNTOLD[family]})
-    assert template.tells_of_tools
+    assert template.lists_tools
     hello = {"role": "user", "content": "hello"}
     text = template.render([hello], tools=TOOLS)
     assert text.startswith("system## Tools\n\n### look\n\n")
@@ -136,5 +136,5 @@ def test_where_a_template_leaves_functions_out_the_system_message_tells_of_them(
 
 
 def test_other_forms_need_a_template_that_tells_of_functions() -> None:
-    assert not ChatTemplate({"default": UNTOLD["mistral-named"]}).tells_of_tools
-    assert not ChatTemplate({"default": "{{ messages }}"}).tells_of_tools
+    assert not ChatTemplate({"default": UNTOLD["mistral-named"]}).lists_tools
+    assert not ChatTemplate({"default": "{{ messages }}"}).lists_tools

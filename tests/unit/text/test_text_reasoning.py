@@ -1,4 +1,4 @@
-"""What a model thinks, told from what it answers."""
+"""Reasoning is separated from the answer."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def read(form: str, text: str, *, schema: dict[str, Any] = SCHEMA, finished: boo
 
 
 def arguments(form: str, text: str, *, schema: dict[str, Any] = SCHEMA) -> Any:
-    """Of an answer that is one call."""
+    """Return the arguments of an answer that is one call."""
     begins, told = read(form, text, schema=schema)
     assert begins == ToolCallStart(0, "look")
     assert isinstance(told, ToolCallArguments)
