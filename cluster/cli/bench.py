@@ -26,7 +26,7 @@ Count = Annotated[int, typer.Option(min=1)]
 
 @contextlib.contextmanager
 def _refusals_shown() -> Iterator[None]:
-    """What the engine refuses is the caller's to change: a message, not a traceback."""
+    """Show what the engine refuses as a message, not a traceback: the caller can change it."""
     try:
         yield
     except ValueError as error:
@@ -60,7 +60,10 @@ def throughput(
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """All prompts at once in one engine: requests and tokens per second. Engine arguments as for `baton serve`."""
+    """Run all prompts at once in one engine: requests and tokens per second.
+
+    Any argument of the engine can be given by its name, as for `baton serve`.
+    """
     from baton.engine.offline.bench import throughput as measure
 
     engine_args = engine_args_from(context.args)
@@ -82,7 +85,7 @@ def latency(
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Seconds of one batch in one engine, from the first prompt token to the last output token."""
+    """Measure one batch in one engine: seconds from the first prompt token to the last output token."""
     from baton.engine.offline.bench import latency as measure
 
     with _refusals_shown():
@@ -107,7 +110,7 @@ def soak(
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Random requests of every kind, more than fit: fails where one gets an error or memory is not given back."""
+    """Run random requests of every kind, more than fit; fails if one gets an error or memory is not given back."""
     from baton.engine.offline.soak import SoakFailed
     from baton.engine.offline.soak import soak as run
 
@@ -127,7 +130,7 @@ def startup(
     num_iters_warm: Annotated[int, typer.Option(min=0)] = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """Seconds from the first import to an engine that is ready, each time in a new process."""
+    """Measure the seconds from the first import to an engine that is ready, each time in a new process."""
     from baton.engine.offline.bench import StartupFailed
     from baton.engine.offline.bench import startup as measure
 
@@ -142,10 +145,16 @@ def startup(
 @bench_app.command()
 def serve(
     url: Url = DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="By default the only one that the server has.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask; by default the only one that the server has.")
+    ] = None,
     num_prompts: Count = 100,
-    input_len: Annotated[int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens.")] = 128,
-    output_len: Annotated[int, typer.Option("--output-len", "--random-output-len", min=1, help="Tokens.")] = 32,
+    input_len: Annotated[
+        int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens of a prompt.")
+    ] = 128,
+    output_len: Annotated[
+        int, typer.Option("--output-len", "--random-output-len", min=1, help="Tokens of an answer.")
+    ] = 32,
     request_rate: Annotated[float, typer.Option(min=0.0, help="Requests a second; 0 sends all at once.")] = 0.0,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None,
     num_warmups: Annotated[int, typer.Option(min=0)] = 1,
@@ -155,7 +164,7 @@ def serve(
         str | None, typer.Option(help="The model's folder, for servers that have no /tokenize.")
     ] = None,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Also where the time went, as the server tells.")
+        bool, typer.Option("--timeline", help="Also show where the time went, as the server says.")
     ] = False,
     api_key: ApiKey = None,
     json_file: JsonFile = None,
@@ -190,7 +199,7 @@ def kernels(
     ops: Annotated[list[str] | None, typer.Argument(help="Names of ops; by default all.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """The kernels of this machine, and the share of the roof that each reaches."""
+    """Time the kernels of this machine: the share of the roof that each reaches."""
     from baton.kernels.bench import run_all, table
 
     with _refusals_shown():
@@ -201,7 +210,7 @@ def kernels(
 @bench_app.command()
 def kv(
     model: Annotated[
-        Path | None, typer.Argument(help="A folder with config.json: whose blocks. Without it, 1.8 MB each.")
+        Path | None, typer.Argument(help="A folder with config.json, for the size of blocks; without it, 1.8 MB each.")
     ] = None,
     input_len: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; may be repeated.")] = None,
     in_flight: Annotated[list[int] | None, typer.Option(min=1, help="Prompts at once; may be repeated.")] = None,
@@ -211,10 +220,12 @@ def kv(
     prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks that hold the blocks, each its KV heads.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Ranks that read them.")] = 1,
     device: Annotated[str, typer.Option(help="'cpu' or 'cuda'.")] = "cpu",
-    stages: Annotated[bool, typer.Option(help="Also when each step of a hand-off is done, in microseconds.")] = False,
+    stages: Annotated[
+        bool, typer.Option(help="Also show when each step of a hand-off is done, in microseconds.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """KV transfer between two groups of processes, beside raw NIXL moving the same bytes."""
+    """Measure KV transfers between two groups of processes, beside raw NIXL moving the same bytes."""
     import torch
 
     from baton.engine.core.layout import UnevenHeads
@@ -254,13 +265,13 @@ def autoscale(
     output_len: Count = 128,
     max_replicas: Annotated[int, typer.Option(min=1, help="Groups of each fleet, at most.")] = 4,
     start: Annotated[float, typer.Option(min=0, help="Seconds that a group takes to start.")] = 20.0,
-    ttft: Annotated[float, typer.Option(min=0.001, help="Target in seconds.")] = 2.0,
-    inter_token: Annotated[float, typer.Option(min=0.001, help="Target in seconds.")] = 0.05,
-    downscale_delay: Annotated[float, typer.Option(min=0, help="Seconds; short, as the loads are.")] = 60.0,
+    ttft: Annotated[float, typer.Option(min=0.001, help="Target for the first token, in seconds.")] = 2.0,
+    inter_token: Annotated[float, typer.Option(min=0.001, help="Target between tokens, in seconds.")] = 0.05,
+    downscale_delay: Annotated[float, typer.Option(min=0, help="Seconds before a fleet shrinks.")] = 60.0,
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Fleets that follow their load, in virtual time: the autoscaler, Serve's default policy, fixed sizes."""
+    """Simulate fleets in virtual time: the autoscaler beside Serve's default policy and fixed sizes."""
     import msgspec
 
     from baton.cluster.simulation.autoscaler_comparison import InvalidSimulation, ScalingCase, compare, table
@@ -286,17 +297,19 @@ def router(
     host_blocks: Annotated[
         int, typer.Option(min=0, help="Blocks that the host's memory has room for behind each engine's own.")
     ] = 0,
-    disk_blocks: Annotated[int, typer.Option(min=0, help="The same on a disk.")] = 0,
+    disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks that the disk has room for.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None,
     num_prompts: Count = 4000,
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0,
     input_len: Annotated[int, typer.Option(min=4, help="Mean tokens of a prompt.")] = 4096,
     output_len: Count = 64,
-    policies: Annotated[list[str] | None, typer.Option("--policy", help="By default all.")] = None,
+    policies: Annotated[
+        list[str] | None, typer.Option("--policy", help="Policy to run; may be repeated. By default all.")
+    ] = None,
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Routing policies on the same requests, in virtual time: real router, real schedulers, no device."""
+    """Simulate routing policies on the same requests: real router, real schedulers, virtual time, no device."""
     import msgspec
 
     from baton.cluster.simulation.router_simulation import InvalidSimulation, SimulatedFleets, compare, table

@@ -31,13 +31,13 @@ def recall(
     url: Annotated[
         str,
         typer.Option(
-            "--url", "--base-url", callback=http_url, help="Of any OpenAI-compatible server with the demo model."
+            "--url", "--base-url", callback=http_url, help="Any OpenAI-compatible server with the demo model."
         ),
     ] = DEFAULT_URL,
     json_file: JsonFile = None,
-    model: Annotated[str | None, typer.Option(help="By default the first that the server has.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to ask; by default the first that the server has.")] = None,
     api_key: ApiKey = None,
-    api: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    api: Annotated[str, typer.Option(help="API to use: completions or chat.")] = "completions",
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = ",".join(map(str, LENGTHS)),
     samples: Annotated[int, typer.Option(min=1, help="Questions of each length.")] = 30,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,

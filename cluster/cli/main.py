@@ -69,7 +69,9 @@ def serve(
     unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None,
     prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Engines that write answers. Needs --prefill.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help=r"Of the HTTP server.  \[default: 8000]")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help=r"Port of the HTTP server.  \[default: 8000]")
+    ] = None,
     host: Annotated[str | None, typer.Option(help=r"Address to listen on.  \[default: 127.0.0.1]")] = None,
     model_id: Annotated[
         str | None, typer.Option("--model-id", "--served-model-name", help="What clients call the model.")
@@ -77,7 +79,7 @@ def serve(
     api_key: Annotated[list[str] | None, typer.Option(help="A key that clients must send. May be repeated.")] = None,
     allowed_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Of web pages that may call, as http://localhost:3000, or '*'. May be repeated."),
+        typer.Option(help="Origin of web pages that may call: http://localhost:3000, or '*'. May be repeated."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A Serve config file to take the application from.")] = None,
     tp: Annotated[int | None, typer.Option(help=r"Devices of one engine (tensor parallelism).  \[default: 1]")] = None,
@@ -157,21 +159,21 @@ def plan(
         str | None, typer.Option(help="A folder with the model's config.json, where the file's is not on this machine.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help=r"How many there are.  \[default: as many as it takes]")
+        int | None, typer.Option(min=1, help=r"Number of machines.  \[default: as many as it takes]")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: machines without GPUs.")] = 8,
-    gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Of one GPU, in GB.")] = 80.0,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of one machine; 0: none.")] = 8,
+    gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of one GPU, in GB.")] = 80.0,
     memory: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_GB, help=r"Of one machine beside its GPUs', in GB.  \[default: enough]"),
+        typer.Option(min=1, max=MOST_GB, help=r"Memory of one machine beside its GPUs', in GB.  \[default: enough]"),
     ] = None,
     disk: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_GB, help=r"Of one machine, where KV tiers are, in GB.  \[default: enough]"),
+        typer.Option(min=1, max=MOST_GB, help=r"Disk for KV tiers of one machine, in GB.  \[default: enough]"),
     ] = None,
-    load: Annotated[float, typer.Option(min=0, max=1e9, help="Requests a second.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 1024,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of one request.")] = 256,
+    load: Annotated[float, typer.Option(min=0, max=1e9, help="Requests a second that are to be served.")] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one request.")] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of one request.")] = 256,
 ) -> None:
     """Show where an application's ranks would be, what they would hold, and what would be refused.
 
@@ -226,7 +228,7 @@ def status(
 def drain(
     rank: Annotated[int, typer.Argument(min=0, help="Any rank of the group, as in `baton status`.")],
     address: Annotated[str, typer.Option(help="The Ray cluster ('auto' finds the one on this machine).")] = "auto",
-    application: Annotated[str, typer.Option("--app", help="Its name, as in `serve status`.")] = "baton",
+    application: Annotated[str, typer.Option("--app", help="Name of the application, as in `serve status`.")] = "baton",
 ) -> None:
     """Replace a group of engines without losing an answer: it ends what it has, then Serve starts another.
 
@@ -261,9 +263,11 @@ def drain(
 def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="By default the only one that the server has.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask; by default the only one that the server has.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
 ) -> None:
     """Talk to a running server. An empty line or Ctrl-D ends."""
