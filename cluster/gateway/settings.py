@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from baton.engine.core.messages import LOWEST_PRIORITY, EngineStats
 from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
 
+from .routing.breaker import BreakerSettings
 from .routing.cost import CostRates
 
 
@@ -36,18 +37,6 @@ class QueueLimits(BaseModel):
 
     def reached(self, stats: EngineStats) -> bool:
         return stats.num_requests_waiting >= self.requests or stats.num_waiting_tokens >= self.tokens
-
-
-class BreakerSettings(BaseModel):
-    """Circuit breaker: which failures take an engine, or a pair that hands over, out of use for a while. Times are
-    seconds.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    failures: int = Field(5, gt=0)  # within the window, and at least half of all attempts
-    window_s: float = Field(30.0, gt=0)
-    open_s: float = Field(5.0, gt=0)  # until one request tries again
 
 
 class GatewaySettings(BaseModel):

@@ -16,9 +16,10 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 
-from ..settings import BreakerSettings
 from .prefix_index import EngineKey, engine_key
 from .sliding_window import SlidingWindow
 
@@ -27,6 +28,18 @@ logger = logging.getLogger(__name__)
 CircuitKey = tuple[EngineKey, ...]  # one engine; or a prefill engine, and the decode engine that fetches from it
 SUCCESSES, FAILURES = 0, 1
 IDLE_PERIODS = 10  # of window and pause, after which a circuit without events is forgotten
+
+
+class BreakerSettings(BaseModel):
+    """Circuit breaker: which failures take an engine, or a pair that hands over, out of use for a while. Times are
+    seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    failures: int = Field(5, gt=0)  # within the window, and at least half of all attempts
+    window_s: float = Field(30.0, gt=0)
+    open_s: float = Field(5.0, gt=0)  # until one request tries again
 
 
 class CircuitState(enum.StrEnum):

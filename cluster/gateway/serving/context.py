@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
+
+from prometheus_client import Counter, Gauge
 
 from baton.cluster.contracts import EngineClient
 
-from ..metrics import GatewayMetrics
 from ..routing.breaker import Breakers
 from ..routing.router import Router
 from ..settings import GatewaySettings
 from .admission import AdmissionControl
 from .attempt import AttemptTracker
 from .retry_policy import RetryBudget
+
+
+class SequenceMetrics(Protocol):
+    """The metrics that sequences count in."""
+
+    requests: Counter  # sequences
+    unplaced: Gauge  # sequences that wait for an engine
+    paths: Counter  # placements, by path and reason
+    retries: Counter  # further attempts, by reason
+    rungs: Counter  # placements after a failure, by rung and reason
+
+    def observe_decision(self, failure: str, seconds: float) -> None: ...
 
 
 class ServingContext:
@@ -23,7 +37,7 @@ class ServingContext:
         client: EngineClient,
         router: Router,
         settings: GatewaySettings,
-        metrics: GatewayMetrics,
+        metrics: SequenceMetrics,
         admission: AdmissionControl,
         breakers: Breakers,
         *,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from ..metrics import GatewayMetrics
 from ..routing.router import NO_PREFILL_ENGINE, Path
+from .context import SequenceMetrics
 from .engine_selector import Selection
 from .retry_policy import Failure, Rung
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class ServedPath:
     """`PATH; reason=REASON`, after a failed attempt `PATH; reason=REASON; rung=RUNG`."""
 
-    def __init__(self, request_id: str, metrics: GatewayMetrics) -> None:
+    def __init__(self, request_id: str, metrics: SequenceMetrics) -> None:
         self._request_id = request_id
         self._metrics = metrics
         self._path = Path.UNIFIED

@@ -14,13 +14,13 @@ from tiny_model import MAX_MODEL_LEN
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.routing.breaker import Breakers
+from baton.cluster.gateway.routing.breaker import Breakers, BreakerSettings
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.context import ServingContext
 from baton.cluster.gateway.serving.sequence import ServedSequence
 from baton.cluster.gateway.serving.timeline import Timeline
-from baton.cluster.gateway.settings import BreakerSettings, GatewaySettings
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 from baton.engine.core.sampling import SamplingParams
 

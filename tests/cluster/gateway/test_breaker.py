@@ -19,12 +19,12 @@ from baton.cluster.gateway.routing.breaker import (
     IDLE_PERIODS,
     TRANSITIONS,
     Breakers,
+    BreakerSettings,
     Circuit,
     CircuitEvent,
     CircuitKey,
     CircuitState,
 )
-from baton.cluster.gateway.settings import BreakerSettings
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
 LIMITS = BreakerSettings(failures=3, window_s=10.0, open_s=5.0)
