@@ -121,7 +121,7 @@ class Slot:
 
     __slots__ = ("item", "name", "parameter", "shares", "start", "step")
 
-    takes_bytes = False  # whether the checkpoint's tensor is of uint8, whose values stand for something else
+    stored_as: tuple[str, ...] = ()  # safetensors' types of the checkpoint's tensor; (): any floating-point type
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class PackedSlot(StackSlot):
 
     __slots__ = ("_halves", "_which")
 
-    takes_bytes = True
+    stored_as = ("U8",)
 
     def __init__(self, name: str, which: str, parameter: Parameter, held: Held, halves: dict[str, Tensor]) -> None:
         super().__init__(f"{name}_{which}", parameter, held)

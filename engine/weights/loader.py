@@ -138,15 +138,15 @@ def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[st
         if name in entries and not slot.accepts(entries[name].shape)
     ]
     mistyped = [
-        f"{name} {entries[name].dtype}"
+        f"{name} {entries[name].dtype} instead of {', '.join(slot.stored_as or DTYPES)}"
         for name, slot in slots.items()
-        if name in entries and entries[name].dtype not in (("U8",) if slot.takes_bytes else (*DTYPES, E4M3))
+        if name in entries and entries[name].dtype not in (slot.stored_as or (*DTYPES, E4M3))
     ]
     found = {
         "missing": missing,
         "not part of the model": sorted(unknown),
         "of another shape": misshaped,
-        f"of a type other than {', '.join(DTYPES)}": mistyped,
+        "of another type": mistyped,
     }
     problems = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
     if problems:
