@@ -56,7 +56,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
 FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     layer=DeepseekV2Layer,
+    cache=latents,
     experts=read_experts,
     latent=read_latent,
-    cache=latents,
 )

@@ -57,9 +57,9 @@ def draft_layers(config: ModelConfig) -> tuple[str, ...]:
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     layer=DeepseekV3Layer,
+    cache=latents,
     defaults={"norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 1},
     experts=read_experts,
     latent=read_v3_latent,
-    cache=latents,
     ignored_tensors=draft_layers,
 )

@@ -52,10 +52,10 @@ class Family:
 
     architecture: str  # its name in `architectures` of config.json
     layer: Callable[[ModelConfig, int], DecoderLayer]  # of a model, by index
+    cache: Callable[[ModelConfig], CacheShape]  # what a token keeps in each layer
     # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
     experts: Callable[[Keys, int], ExpertsConfig] | None = None  # of so many layers; None: there are none
     latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
-    cache: Callable[[ModelConfig], CacheShape] = keys_and_values
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread

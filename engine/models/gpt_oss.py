@@ -9,7 +9,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.windows import FULL, SLIDING, WindowRule
 from baton.engine.layers.base import DecoderLayer
 
-from .family import Family
+from .family import Family, keys_and_values
 
 
 class GptOssLayer(DecoderLayer):
@@ -52,6 +52,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
 FAMILY = Family(
     architecture="GptOssForCausalLM",
     layer=GptOssLayer,
+    cache=keys_and_values,
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 64,

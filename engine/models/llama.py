@@ -6,7 +6,7 @@ from baton.engine import layers
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import DecoderLayer
 
-from .family import Family
+from .family import Family, keys_and_values
 
 
 class LlamaLayer(DecoderLayer):
@@ -24,4 +24,4 @@ class LlamaLayer(DecoderLayer):
         step.feed_forward(self.mlp, before=self.post_attention_layernorm)
 
 
-FAMILY = Family(architecture="LlamaForCausalLM", layer=LlamaLayer)
+FAMILY = Family(architecture="LlamaForCausalLM", layer=LlamaLayer, cache=keys_and_values)

@@ -7,7 +7,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.windows import WindowRule
 from baton.engine.layers.base import DecoderLayer
 
-from .family import Family
+from .family import Family, keys_and_values
 
 
 class MistralLayer(DecoderLayer):
@@ -27,6 +27,7 @@ class MistralLayer(DecoderLayer):
 FAMILY = Family(
     architecture="MistralForCausalLM",
     layer=MistralLayer,
+    cache=keys_and_values,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     windows=WindowRule(listed=True),
 )

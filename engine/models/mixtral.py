@@ -11,7 +11,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.windows import WindowRule
 from baton.engine.layers.base import DecoderLayer, Layer
 
-from .family import Family
+from .family import Family, keys_and_values
 
 
 class MixtralLayer(DecoderLayer):
@@ -51,6 +51,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
 FAMILY = Family(
     architecture="MixtralForCausalLM",
     layer=MixtralLayer,
+    cache=keys_and_values,
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     windows=WindowRule(),
     experts=read_experts,

@@ -6,7 +6,7 @@ from baton.engine import layers
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import DecoderLayer
 
-from .family import Family
+from .family import Family, keys_and_values
 
 
 class Olmo2Layer(DecoderLayer):
@@ -24,4 +24,6 @@ class Olmo2Layer(DecoderLayer):
         step.feed_forward(self.mlp, behind=self.post_feedforward_layernorm)
 
 
-FAMILY = Family(architecture="Olmo2ForCausalLM", layer=Olmo2Layer, defaults={"rms_norm_eps": 1e-5})
+FAMILY = Family(
+    architecture="Olmo2ForCausalLM", layer=Olmo2Layer, cache=keys_and_values, defaults={"rms_norm_eps": 1e-5}
+)

@@ -7,7 +7,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.windows import WindowRule
 from baton.engine.layers.base import DecoderLayer
 
-from .family import Family
+from .family import Family, keys_and_values
 
 
 class Qwen3Layer(DecoderLayer):
@@ -28,6 +28,7 @@ class Qwen3Layer(DecoderLayer):
 FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     layer=Qwen3Layer,
+    cache=keys_and_values,
     defaults={"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
     windows=WindowRule(switched=True, listed=True, from_layer=True),
 )

@@ -10,7 +10,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.windows import WindowRule
 from baton.engine.layers.base import DecoderLayer
 
-from .family import Family
+from .family import Family, keys_and_values
 
 
 class Qwen3MoeLayer(DecoderLayer):
@@ -54,6 +54,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
 FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     layer=Qwen3MoeLayer,
+    cache=keys_and_values,
     defaults={"num_key_value_heads": 4},
     windows=WindowRule(switched=True),
     experts=read_experts,
