@@ -28,15 +28,15 @@ from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
 
 ROOT = "gateway"  # the name of the deployment
 
-# A dead worker fails three checks in a row before Serve acts on it. So does all that is on a machine that is cut off
-# for a minute: with 10 s, a head that was cut off for 20 s replaced every replica.
+# Serve replaces a replica that fails three checks in a row, also where its machine is only cut off: with 10 s, a head
+# that was cut off for 20 s replaced every replica. Now that takes a minute.
 HEALTH_CHECK_PERIOD_S = 0.5
 HEALTH_CHECK_TIMEOUT_S = 20.0
 SHUTDOWN_S = 5.0
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
-    """Raises `InvalidSpec` for an application that cannot work."""
+    """Build the application. Raises `InvalidSpec` for one that cannot work."""
     spec = load_spec(args)
     check_model(spec)
     plain = spec.model_dump(mode="json", exclude_unset=True)
@@ -47,14 +47,16 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> serve.Application:
-    """`gpus`: of the cluster."""
+    """Bind the deployment of one fleet's engines; `gpus`: how many the cluster has."""
     fleet = spec.fleets.present[role]
     saving_s = 0.0 if fleet.kv_tiers is None else fleet.kv_tiers.save_s
     deployment = serve.deployment(
         name=role.value,
         **_size(fleet),
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        placement_group_bundles=spec.bundles_of(role, gpus),  # for workers, too: no other machine's loss ends the group
+        placement_group_bundles=spec.bundles_of(
+            role, gpus
+        ),  # holds the workers, too: no other machine's loss ends the group
         placement_group_strategy="PACK",
         logging_config=_serves_log(spec),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -67,7 +69,7 @@ def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> 
 
 
 def _size(fleet: Fleet) -> dict[str, Any]:
-    """How many replicas. All delays are the policy's own, so that what is simulated is what is done."""
+    """Return Serve's options for the number of replicas. All delays are our policy's, so that simulations hold."""
     if not fleet.is_scaled:
         return {"num_replicas": fleet.replicas}
     config = AutoscalingConfig(
@@ -82,7 +84,7 @@ def _size(fleet: Fleet) -> dict[str, Any]:
 
 
 def _serves_log(spec: FleetSpec) -> dict[str, str]:
-    """How Serve writes its own lines into the log of a replica."""
+    """Return the format in which Serve writes its own lines into the log of a replica."""
     return {"encoding": "JSON" if spec.logging.format is LogFormat.JSON else "TEXT"}
 
 

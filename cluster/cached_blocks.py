@@ -1,4 +1,4 @@
-"""Where one engine has which blocks, as a gateway knows it: a mirror of the engine's own pool and tiers."""
+"""A gateway's mirror of the blocks that one engine has in its pool and its tiers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from baton.engine.core.block_log import BlockNews, BlocksCached, unpack_names
 
-BlockName = int  # the first bytes of a block's hash; stands for all tokens up to the block's end
+BlockName = int  # the first bytes of a block's hash, which covers all tokens up to the block's end
 
 
 class FoundPrefix(NamedTuple):
-    """Blocks at the start of a prompt that an engine has: some in the pool, behind them some in tiers."""
+    """Counts of blocks at the start of a prompt that an engine has: first in the pool, then in tiers."""
 
     pool: int = 0
     host: int = 0
@@ -23,16 +23,16 @@ class FoundPrefix(NamedTuple):
 
 
 class CachedBlocks:
-    """Exact as of the engine's last news, which a busy engine sends four times a second.
+    """The mirror, exact as of the engine's last message about blocks, which a busy engine sends four times a second.
 
-    Each block is in the best place that has it. It holds no more than the engine has blocks and slots of tiers: about
-    70 bytes each in this process.
+    Each block is in the fastest place that has it. There are no more than the engine has blocks and slots of tiers, of
+    about 70 bytes each in this process.
     """
 
     def __init__(self, num_blocks: int, num_tier_blocks: int = 0) -> None:
-        """`num_blocks`: of the engine's pool; `num_tier_blocks`: of its tiers. Empty until the first snapshot."""
+        """Create an empty mirror of a pool of `num_blocks` and tiers of `num_tier_blocks`."""
         self._num_blocks, self._num_tier_blocks = num_blocks, num_tier_blocks
-        self._number: int | None = None  # None: unknown, waits for a snapshot
+        self._number: int | None = None  # of the last message; None: a snapshot is needed
         self._pool: set[BlockName] = set()
         self._host: set[BlockName] = set()
         self._disk: set[BlockName] = set()
@@ -41,13 +41,13 @@ class CachedBlocks:
         return len(self._pool) + len(self._host) + len(self._disk)
 
     def __contains__(self, name: BlockName) -> bool:
-        """It is in the pool."""
+        """Tell whether a block is in the pool."""
         return name in self._pool
 
     def apply(self, news: BlockNews) -> bool:
-        """False: news are missing before these, or they cannot be true; a snapshot is needed.
+        """Apply a message. False: one before it is missing, or it cannot be true; a snapshot is needed.
 
-        Until it comes, what was known stays the answer: most of it is still right.
+        Until that comes the mirror stays as it is: most of it is still right.
         """
         if isinstance(news, BlocksCached):
             self._pool = set(unpack_names(news.stored)[: self._num_blocks])
@@ -55,7 +55,7 @@ class CachedBlocks:
             self._disk = set(unpack_names(news.disk)[: self._num_tier_blocks - len(self._host)])
             self._number = news.number
         elif self._number is None:
-            return True  # a snapshot was asked for and is on its way behind these
+            return True  # a snapshot was asked for, and will follow
         elif news.number != self._number + 1:
             self._number = None
             return False
@@ -73,7 +73,7 @@ class CachedBlocks:
         return True
 
     def count_prefix(self, names: Sequence[BlockName]) -> int:
-        """How many blocks at the start of a prompt are in the pool, as the engine would find them."""
+        """Count the blocks at the start of a prompt that the engine would find in its pool."""
         known = self._pool
         for index, name in enumerate(names):
             if name not in known:
@@ -81,7 +81,7 @@ class CachedBlocks:
         return len(names)
 
     def find_behind(self, names: Sequence[BlockName], count: int) -> FoundPrefix:
-        """What can be restored behind the first `count` blocks of a prompt, which are in the pool or will be."""
+        """Count what can be restored behind the first `count` blocks of a prompt, which are in the pool or will be."""
         if not self._host and not self._disk:
             return FoundPrefix(count)
         num_host = num_disk = 0

@@ -1,4 +1,4 @@
-"""What the parts of the cluster know of each other.
+"""Contracts between the parts of the cluster.
 
 gateway ── EngineClient ──ZMQ──> worker (EngineCore)
 gateway, worker <── DirectorySnapshot ── directory <── EngineRecord ── worker (through its replica)
@@ -30,14 +30,14 @@ class Role(enum.StrEnum):
 
     @property
     def complement(self) -> Role | None:
-        """Whose engines do the other half of a request; None where there is none."""
+        """Return the role that does the other half of a request; None where there is none."""
         return {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(self)
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine that is ready to serve. A process that starts anew has a new `epoch` and is another engine."""
+    """An engine that is ready to serve. A process that starts anew has a new `epoch`, and is another engine."""
 
-    engine_id: str  # stable across restarts of the same replica slot only by accident; never compared without the epoch
+    engine_id: str  # may be the same after a restart: never compared without the epoch
     group_id: str  # of the processes that live and die together: one engine, or the data-parallel ranks of one model
     epoch: int  # random, 63 bits, drawn at process start
     role: Role
@@ -52,8 +52,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     max_model_len: int
     num_blocks: int
-    num_tier_blocks: int = 0  # that its KV tiers have room for
-    draining: bool = False  # it ends what it has and is to get nothing more, where others can take it
+    num_tier_blocks: int = 0  # capacity of its KV tiers
+    draining: bool = False  # it ends its requests, and is to get no other where another engine can take it
 
 
 class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,36 +72,36 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.engines[0].draining
 
     def with_draining(self, draining: bool) -> EngineGroup:
-        """The group, all of whose engines drain, or none."""
+        """Return the group with all of its engines draining, or none."""
         engines = [msgspec.structs.replace(engine, draining=draining) for engine in self.engines]
         return msgspec.structs.replace(self, engines=engines)
 
 
 class EnginePulse(msgspec.Struct, frozen=True):
-    """One engine as its own process knows it."""
+    """The state of an engine, as its own process reports it."""
 
     stalled_s: float  # since its step loop last moved
-    num_requests: int  # that came and have not been answered to the end
+    num_requests: int  # that came and have not ended
     leases_held: int  # tickets whose blocks wait for their readers
     receives_active: int  # hand-offs on their way in
-    busy_s: float = 0.0  # in which it had work, since the process's start
-    stats: EngineStats | None = None  # None: it has not begun
+    busy_s: float = 0.0  # for which it had work, since the process's start
+    stats: EngineStats | None = None  # None: no step has run
 
     @property
     def num_live(self) -> int:
-        """What would be lost to somebody if the process ended now."""
+        """Count the requests, leases and hand-offs that would be lost if the process ended now."""
         return self.num_requests + self.leases_held + self.receives_active
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """How a group of engines left."""
+    """The end of a group that has drained."""
 
     seconds: float
-    handed_over: int  # requests that had to go on elsewhere
+    handed_over: int  # requests that were returned, and went on elsewhere
 
 
 class DrainCounters(msgspec.Struct, frozen=True):
-    """Groups of engines that left in order, from the directory's start."""
+    """Counts of groups that have drained, since the directory's start."""
 
     groups: int = 0
     seconds: float = 0.0
@@ -112,14 +112,14 @@ class DrainCounters(msgspec.Struct, frozen=True):
 
 
 class LoadBalancing(enum.StrEnum):
-    """Which ranks a gateway reaches; what is left to choose is an outside balancer's.
+    """The ranks that a gateway reaches; an outside balancer chooses among gateways.
 
         internal   every gateway     ──> every rank
         hybrid     a gateway a node  ──> the ranks of its node      behind a balancer over the nodes
         external   a gateway a rank  ──> its rank                   behind a balancer over the ranks
 
-    Ranks here are those that write answers. Prefill engines are everybody's in every mode: whichever of them reads a
-    prompt, the blocks go to a decode engine that the gateway reaches.
+    This concerns ranks that write answers. Every gateway reaches all prefill engines in every mode: whichever of them
+    reads a prompt, its blocks go to a decode engine that the gateway reaches.
     """
 
     INTERNAL = "internal"
@@ -128,11 +128,11 @@ class LoadBalancing(enum.StrEnum):
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway's part of the engines. By default: all."""
+    """The engines that one gateway reaches. By default, all."""
 
     mode: LoadBalancing = LoadBalancing.INTERNAL
-    node_id: str = ""  # hybrid: whose ranks
-    rank: int = -1  # external: which
+    node_id: str = ""  # hybrid: the node of the ranks
+    rank: int = -1  # external: the rank
 
     def includes(self, engine: EngineRecord) -> bool:
         if not engine.role.writes_answers:
@@ -147,7 +147,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Of one fleet, in groups."""
+    """The least and the most groups of one fleet."""
 
     min_replicas: int
     max_replicas: int
@@ -157,7 +157,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What an application wants of its autoscaling; see `AutoscalingSpec`."""
+    """The autoscaling settings of an application; `AutoscalingSpec` explains them."""
 
     fleets: dict[Role, Bounds]
     ttft_s: float
@@ -171,66 +171,66 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_s(self) -> float:
-        """How old a sample is that may still decide."""
+        """Return how long a sample may influence decisions."""
         return max(self.downscale_delay_s, self.downscale_to_zero_delay_s) + self.look_back_period_s + 5.0
 
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway: from when engines may hear from it, which is before its port is open."""
+    """A gateway. It is listed before it connects to engines, which is before its port is open."""
 
     identity: str  # of one process: drawn at its start
     node_id: str
     node_ip: str
     pid: int
-    host: str  # that it listens at
+    host: str  # at which it listens
     port: int
     reach: Reach
     application: str = ""  # digest of the arguments that it was started with
-    life_address: str = ""  # where its process answers however busy its Python is, tcp://ip:port
-    is_serving: bool = False  # HTTP, at its port
-    scaling: ScalePlan | None = None  # what the application wants of its autoscaler; None: every fleet has a fixed size
+    life_address: str = ""  # for probes, which libzmq answers however busy its Python is, tcp://ip:port
+    is_serving: bool = False  # its HTTP port is open
+    scaling: ScalePlan | None = None  # None: every fleet has a fixed size
 
 
 class DirectorySnapshot(msgspec.Struct, frozen=True):
-    """Everyone alive, as of `version`. A snapshot of another version replaces one as a whole."""
+    """All live members as of `version`. A snapshot replaces one of another version as a whole."""
 
     version: int
     engines: list[EngineRecord]
-    gateways: list[GatewayRecord]  # an engine aborts the requests of one that left
+    gateways: list[GatewayRecord]  # engines abort the requests of a gateway that left
     drains: DrainCounters = DrainCounters()
-    num_kept: int = 0  # members that sent no heartbeats and were kept, since their processes ran
+    num_kept: int = 0  # silent members that were kept, since their processes ran
 
 
 class MessageCounters(msgspec.Struct):
-    """What became of messages between an engine and its gateways, as the engine saw it. From its process's start."""
+    """Counts of an engine's messages with gateways that were lost or refused, since its process's start."""
 
     malformed_messages: int = 0
     stale_messages: int = 0  # meant for another epoch, or about an older generation
-    undeliverable_messages: int = 0  # their gateway was gone
+    undeliverable_messages: int = 0  # to gateways that were gone
 
 
 class ClientCounters(msgspec.Struct):
-    """What became of messages between a gateway and its engines, as the gateway saw it. From its process's start."""
+    """Counts of a gateway's messages with engines that were lost or refused, since its process's start."""
 
     malformed_messages: int = 0
     stale_messages: int = 0  # of another epoch, or about a request that is over here
-    engines_lost: int = 0  # connections; those that the directory took away are none
-    block_gaps: int = 0  # news of prefix caches were missing: snapshots were asked for
+    engines_lost: int = 0  # connections that broke, but for engines that the directory dropped
+    block_gaps: int = 0  # changes of prefix caches that were missed: snapshots were asked for
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """An engine as a router sees it."""
+    """An engine as a router knows it."""
 
     record: EngineRecord
-    stats: EngineStats | None  # the newest it sent; None before its first step
+    stats: EngineStats | None  # the newest; None before its first step
     outstanding: int  # requests of this gateway that it has not finished
-    transfers: TransferStats | None = None  # the newest it sent; None where it hands nothing over
-    cached: CachedBlocks = CachedBlocks(0)  # what its prefix cache and its tiers hold
-    mail: MessageCounters | None = None  # the newest it sent
+    transfers: TransferStats | None = None  # the newest; None where it hands nothing over
+    cached: CachedBlocks = CachedBlocks(0)  # contents of its prefix cache and its tiers
+    mail: MessageCounters | None = None  # the newest
 
 
 class EngineGone(Exception):
-    """The engine's process is dead or was replaced. Requests in it are lost; another engine may take them."""
+    """The engine's process has ended or was replaced. Its requests are lost; another engine may take them."""
 
 
 class OutputStream(Protocol):
@@ -241,7 +241,7 @@ class OutputStream(Protocol):
     async def __anext__(self) -> EngineOutput: ...
 
     async def aclose(self) -> None:
-        """Before the last output was taken: aborts the request at the engine. Afterwards, and again: nothing."""
+        """Abort the request, where its last output was not taken yet. Closing twice changes nothing."""
         ...
 
 
@@ -249,38 +249,37 @@ class EngineClient(Protocol):
     """A gateway's connection to all engines. One asyncio loop uses it."""
 
     def engines(self) -> Sequence[EngineView]:
-        """Those that are alive now and that this gateway reaches, in rank order."""
+        """Return the live engines that this gateway reaches, in rank order."""
         ...
 
     def listed(self) -> DirectorySnapshot:
-        """Everyone alive, reached or not."""
+        """Return all live members, reached or not."""
         ...
 
     def counters(self) -> ClientCounters:
-        """Sums over all engines, those that are gone included."""
+        """Return sums over all engines, including engines that have left."""
         ...
 
     def heard_s(self, engine: EngineRecord) -> float:
-        """When the engine's newest message came, on `time.monotonic`'s clock; 0 if none ever did."""
+        """Return when the engine's newest message came, on `time.monotonic`'s clock; 0 if none ever did."""
         ...
 
     def submit(self, engine: EngineRecord, request: EngineRequest) -> OutputStream:
-        """Sends when called; yields outputs up to and including the one with a finish reason.
+        """Send the request at once; return its outputs, up to and including the one with a finish reason.
 
-        The stream raises `EngineGone`, also in the middle. Closing it early (`aclose`) aborts the request at the
-        engine.
+        The stream may raise `EngineGone` at any point. Closing it early (`aclose`) aborts the request at the engine.
         """
         ...
 
     def begin(self, engine: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
-        """The token that a request submitted with `awaits_first_token` goes on from.
+        """Give a request that was submitted with `awaits_first_token` the token from which it goes on.
 
         Sent at once, in order with `submit`, and never answered. Unknown ids and dead engines are ignored.
         """
         ...
 
     def abort(self, engine: EngineRecord, request_id: str, generation: int = 0) -> None:
-        """Ends a request whose iterator is done or closed: a finished prefill withdraws the KV blocks that it offers.
+        """End a request whose stream is done or closed: a finished prefill withdraws the KV blocks that it offers.
 
         Sent at once, in order with `submit`, and never answered. Unknown ids and dead engines are ignored.
         """

@@ -1,4 +1,4 @@
-"""Disks that are too full for Ray: its processes die where they cannot write, and Ray says only that they died."""
+"""Finds disks that are too full for Ray, whose processes die where they cannot write and never say why."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RAY_SWITCH = "RAY_local_fs_capacity_threshold"
-DEFAULT_SHARE = 0.95  # Ray's own, where the switch says nothing
+DEFAULT_SHARE = 0.95  # Ray's own, where the switch is not set
 SHARED_MEMORY = Path("/dev/shm")
 GB = 10**9
 
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """How full the disk below a folder is."""
+    """The space on the disk of a folder."""
 
     folder: Path
     total_bytes: int
@@ -27,7 +27,7 @@ class DiskUsage:
 
     @property
     def is_full(self) -> bool:
-        """Tells whether it is fuller than Ray allows: its processes may die when they write."""
+        """Tell whether it is fuller than Ray allows: its processes may die when they write."""
         return self.used > _allowed_share()
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ def disk_usage(folder: Path) -> DiskUsage:
 
 
 def default_ray_folder() -> str:
-    """Return where a Ray cluster that starts on this machine writes. Imports no Ray, which would read its switches."""
+    """Return the folder of a Ray cluster that starts on this machine. Imports no Ray, which would read its switches."""
     return os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
 
 
 def full_disks(ray_folder: str | None = None) -> list[DiskUsage]:
-    """Return the disks of this machine that are too full for Ray. `ray_folder`: where a cluster that runs writes."""
+    """Return the disks of this machine that are too full for Ray. `ray_folder`: that of a running cluster."""
     folders = (Path(ray_folder or default_ray_folder()), SHARED_MEMORY)
     return [disk for disk in map(disk_usage, folders) if disk.is_full]
 

@@ -2,10 +2,10 @@
 
     directory ── snapshots ──> ZmqEngineClient ── one Connection an engine ── Hello, Submit, Abort ──> engine
                                      │                      └── Outputs ──> one queue a request
-                                     └── engines(): those whose connection has answered
+                                     └── engines(): all whose connection has answered
 
-A dead or silent engine is noticed twice: its connection ends, and the directory drops it from the snapshot. Whichever
-comes first ends its requests with `EngineGone`.
+A dead or silent engine is noticed in two ways: its connection ends, and the directory drops it from the snapshot. The
+first of them ends its requests with `EngineGone`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .engine_connection import Connection, RequestStream
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
-MAX_REMEMBERED = 1_000  # engines that are gone
+MAX_REMEMBERED = 1_000  # engines that have left
 
 EngineKey = tuple[str, int]  # engine id and epoch: one process
 
 
 class SnapshotSource(Protocol):
-    """Where news of the cluster comes from: the directory, or a list in a test."""
+    """A source of snapshots of the cluster: the directory, or a list in a test."""
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """The first snapshot of another version, or the current one after a while. Raises where it is away."""
+        """Return the first snapshot of another version, or the current one after a while. Raises where it cannot."""
         ...
 
 
 class ZmqEngineClient:
     """Implements `EngineClient`. `start` it on the loop that uses it; `close` ends all connections.
 
-    `identity` names the gateway to engines and directory alike. It connects to the engines in its `reach` only, and
-    takes one for lost that is silent for `silence_s`.
+    `identity` names the gateway to engines and directory alike. It connects to the engines in its `reach` only; an
+    engine that is silent for `silence_s` is lost.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ZmqEngineClient:
         self._watcher: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._retired = ClientCounters()
-        self._last_heard_s: dict[EngineKey, float] = {}  # of those that are gone, the oldest first
+        self._last_heard_s: dict[EngineKey, float] = {}  # of engines that have left, the oldest first
 
     async def start(self) -> None:
         self._watcher = asyncio.create_task(self._watch(), name="directory watch")
@@ -135,14 +135,14 @@ class ZmqEngineClient:
             try:
                 snapshot = await self._source.watch(self._newest.version)
             except Exception as error:
-                # The directory is being restarted: those connected keep serving meanwhile.
+                # The directory is being restarted: connected engines serve on meanwhile.
                 logger.warning("the directory does not answer, asking again: %s", error)
                 await asyncio.sleep(WATCH_RETRY_S)
                 continue
             self.apply(snapshot)
 
     def apply(self, snapshot: DirectorySnapshot) -> None:
-        """Opens connections to engines that came into reach and closes those to engines that left."""
+        """Open connections to engines that came into reach, and close those to engines that left."""
         if snapshot.version == self._newest.version:
             return
         self._newest = snapshot

@@ -1,7 +1,7 @@
 """A gateway's connection to one engine process, and the streams of the requests in it.
 
 An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost falls silent,
-which libzmq notices. Either ends the streams with `EngineGone`, and so does a message that one of both cannot read.
+which libzmq notices. Either ends the streams with `EngineGone`, as does a message that one side cannot decode.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Submit, 
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
-CONNECT_MS = 1_000  # then anew: the kernel asks a host that was away ever more rarely
+CONNECT_MS = 1_000  # then a new attempt: the kernel retries ever more rarely
 HANDSHAKE_MS = 5_000
 NOT_SOON_MS = 3_600_000
-# Of a connection, and of an attempt to make one: libzmq says then that it would try again after `NOT_SOON_MS`.
+# The end of a connection, and of an attempt to make one, after which libzmq would retry in `NOT_SOON_MS`.
 ENDS = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
@@ -45,14 +45,16 @@ HANDSHAKE_FAILURES = (
 
 
 class RequestStream:
-    """The outputs of one request; an `OutputStream`. Dropped before its last output was taken, it aborts the request:
-    that output may tell of KV blocks that wait for a reader, and nobody else knows of them.
+    """The outputs of one request; an `OutputStream`.
+
+    A stream that is dropped before its last output was taken aborts the request: that output may offer KV blocks, of
+    which no other object knows.
     """
 
     def __init__(self, abandon: Callable[[], None]) -> None:
         self._abandon_request = abandon
         self._queue: asyncio.Queue[EngineOutput | EngineGone | None] = asyncio.Queue()
-        self._done = False  # the last output was taken, or nobody wants it
+        self._done = False  # the last output was taken, or is not wanted
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -85,31 +87,31 @@ class RequestStream:
         self._queue.put_nowait(output)
 
     def end(self, error: EngineGone | None) -> None:
-        """No more outputs will come; `None` where that is what the gateway wanted."""
+        """End the stream; `None` where the gateway itself ended the request."""
         self._queue.put_nowait(error)
 
 
 class Connection:
-    """One engine process. Reconnects until closed; every loss of the connection ends the requests that ran in it."""
+    """A connection to one engine process. Reconnects until closed; each loss ends the requests that ran in it."""
 
     def __init__(
         self, context: zmq.asyncio.Context, record: EngineRecord, key: ClusterKey, identity: str, silence_s: float
     ) -> None:
         self.record = record
         self.heard_s = 0.0
-        self.stats: EngineStats | None = None  # None: not answered yet, or lost
+        self.stats: EngineStats | None = None  # None: the engine has not answered yet, or is lost
         self.transfers: TransferStats | None = None
         self.cached = CachedBlocks(record.num_blocks, record.num_tier_blocks)
         self.mail: MessageCounters | None = None
         self.counters = ClientCounters()
         self._context, self._key, self._identity, self._silence_s = context, key, identity, silence_s
         self._codec = Codec()
-        # Weak, so that a stream nobody holds any more aborts its request.
+        # Weak, so that a stream without a holder aborts its request.
         self._requests: weakref.WeakValueDictionary[tuple[str, int], RequestStream] = weakref.WeakValueDictionary()
         self._socket: zmq.asyncio.Socket | None = None
         self._refused = False
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
-        self._task = asyncio.create_task(self._keep(), name=f"engine {record.engine_id}")
+        self._task = asyncio.create_task(self._run(), name=f"engine {record.engine_id}")
 
     @property
     def outstanding(self) -> int:
@@ -130,7 +132,7 @@ class Connection:
             self._send(Begin(self.record.epoch, request_id, generation, token_id))
 
     def abort(self, request_id: str, generation: int) -> None:
-        """Sends the abort and ends the streams of this request here."""
+        """Send the abort, and end the stream of this request."""
         stream = self._requests.pop((request_id, generation), None)
         if stream is not None:
             stream.end(None)
@@ -138,35 +140,35 @@ class Connection:
             self._send(Abort(self.record.epoch, request_id, generation))
 
     def _abandon(self, request_id: str, generation: int) -> None:
-        """Of a stream that nobody wants. Who collects it may be another thread, and the socket is not that one's."""
+        """Abort the request of a dropped stream. The garbage collector may run in another thread than the socket's."""
         if threading.get_ident() == self._thread_id:
             self.abort(request_id, generation)
             return
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the connection
             self._loop.call_soon_threadsafe(self.abort, request_id, generation)
 
     async def close(self, why: str) -> None:
-        """Ends every request with `EngineGone(why)`."""
+        """End every request with `EngineGone(why)`, and the connection."""
         self._lose(why)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         while True:
             try:
-                why = await self._converse()
+                why = await self._connect_once()
             except Exception:
                 why = "could not be talked to"
                 logger.exception("the connection to engine %s failed and is opened anew", self.record.engine_id)
             self._lose(why)
             await asyncio.sleep(RECONNECT_S)
 
-    async def _converse(self) -> str:
-        """One connection, until it is lost; returns how. Raises `ZMQError` where there is no socket left for it."""
+    async def _connect_once(self) -> str:
+        """Connect, receive until the connection is lost, and return how. Raises `ZMQError` where no socket is left."""
         self._socket = socket = self._open()
         try:
             monitor = socket.get_monitor_socket(sum((*ENDS, *HANDSHAKE_FAILURES)))
-            socket.connect(self.record.address)  # watched from its beginning: nobody tries again where it fails
+            socket.connect(self.record.address)  # watched from its beginning, since libzmq does not retry
             self._send(Hello(self.record.epoch))
             lost = asyncio.create_task(self._watch_connection(monitor))
             receiving = asyncio.create_task(self._receive(socket))
@@ -194,8 +196,8 @@ class Connection:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
-        # Not behind our back: what the next connection brings would seem to follow what was lost with this one. Never
-        # (-1) is another thing: libzmq then throws away what had arrived.
+        # libzmq must not reconnect by itself: the next connection's messages would seem to follow those lost with this
+        # one. With -1 (never) it would throw away messages that had arrived.
         socket.setsockopt(zmq.RECONNECT_IVL, NOT_SOON_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -204,7 +206,7 @@ class Connection:
         return socket
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> str:
-        """Returns when the connection is lost, with what happened."""
+        """Wait until the connection is lost, and return what happened."""
         while True:
             event = await recv_monitor_message(monitor)
             if event["event"] in ENDS:
@@ -218,21 +220,21 @@ class Connection:
                 )
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> str:
-        """Returns when a message was lost, with what happened: streams would miss tokens, or wait for ever."""
+        """Receive until a message is lost, and return what happened: streams would miss tokens, or wait for ever."""
         while True:
             incoming = asyncio.ensure_future(socket.recv())
             try:
                 frame = await incoming
-            except asyncio.CancelledError:  # it may have come all the same
+            except asyncio.CancelledError:  # the frame may have come all the same
                 if incoming.done() and not incoming.cancelled() and (why := self._take(incoming.result())):
                     return why
                 raise
             if why := self._take(frame):
                 return why
-            await asyncio.sleep(0)  # where frames wait already, recv alone would never let the loop's others run
+            await asyncio.sleep(0)  # recv returns at once where frames wait: other tasks must run, too
 
     def _take_rest(self, socket: zmq.asyncio.Socket) -> str:
-        """What had come before the connection was lost, such as an engine's last words. Returns what `_take` does."""
+        """Take messages that came before the connection was lost, such as an engine's last. Returns as `_take` does."""
         while True:
             try:
                 frame = asyncio.ensure_future(socket.recv(zmq.NOBLOCK)).result()
@@ -242,7 +244,7 @@ class Connection:
                 return why
 
     def _take(self, frame: bytes) -> str:
-        """One message. Returns why it is the last one that may be taken; nothing where it is not."""
+        """Take one message. Return why no other may be taken after it; empty where one may."""
         self.heard_s = time.monotonic()
         try:
             message = self._codec.decode_from_engine(frame)
@@ -274,9 +276,9 @@ class Connection:
 
     def _send(self, message: ClientMessage) -> None:
         assert self._socket is not None
-        # The queue has no limit, so the send is done when this returns; it cannot wait for anyone.
+        # The queue has no limit, so the send is done when this returns.
         sent = asyncio.ensure_future(self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK))
-        with contextlib.suppress(zmq.Again):  # the connection is gone, as `_watch_connection` is about to hear
+        with contextlib.suppress(zmq.Again):  # the connection is gone, as `_watch_connection` will notice
             sent.result()
 
     def _lose(self, why: str) -> None:

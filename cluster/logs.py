@@ -3,8 +3,7 @@
     2026-11-23T21:04:05.123Z WARNING gateway-3f2a1b9c0d4e [chat-17] POST /v1/completions failed with 503 ...
     {"time":"2026-11-23T21:04:05.123Z","level":"warning","component":"gateway","name":"gateway-3f2a1b9c0d4e",...}
 
-Lines go where people look for those of a process: into the log that Serve keeps of a replica, else to stderr, which Ray
-keeps of an actor.
+Lines go into the file that Serve keeps for a replica, else to stderr, which Ray keeps for an actor.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class LogSettings(BaseModel):
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """One event, as programs read it. Empty fields are left out."""
+    """A line of the log in JSON. Empty fields are left out."""
 
     time: str
     level: str
@@ -83,7 +82,7 @@ class LineFormatter(logging.Formatter):
 
 
 def _as_text(line: Line) -> str:
-    """One line: what a message quotes must not look like another line. A traceback follows it as it is."""
+    """Format a line as text. Line breaks in a message are escaped, so that it cannot imitate another line."""
     request = f" [{line.request_id}]" if line.request_id else ""
     message = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line.message)
     traceback = f"\n{line.exception}" if line.exception else ""
@@ -113,7 +112,7 @@ class ProcessHandler(logging.Handler):
             self.handleError(record)
 
     def _serve_handler(self) -> MemoryHandler | None:
-        """Return Serve's handler, whose file is told how our records look. Serve may have replaced the last one."""
+        """Return Serve's handler, with our format set for our records. Serve may have replaced the last handler."""
         for handler in logging.getLogger(SERVE).handlers:
             if isinstance(handler, MemoryHandler) and handler.target is not None:
                 theirs = handler.target.formatter
@@ -138,9 +137,9 @@ class SharedFormatter(logging.Formatter):
 
 
 def configure(settings: LogSettings, component: str, name: str) -> None:
-    """Send what this process logs to the place for it.
+    """Send this process's log lines to Serve's file or stderr.
 
-    Handlers of others stay. Calling it again replaces what the last call has set.
+    Other handlers stay. Calling it again replaces the handlers of the last call.
     """
     for logger in map(logging.getLogger, OURS):
         for handler in [handler for handler in logger.handlers if isinstance(handler, ProcessHandler)]:

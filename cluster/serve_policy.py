@@ -1,4 +1,4 @@
-"""How Serve hears what the autoscaler wants: a policy that each fleet's deployment has, in Serve's controller."""
+"""The autoscaling policy of each fleet's deployment, in Serve's controller: it follows the directory's decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASK_S = 1.0  # between questions to the directory
 
 
 class FollowDirectory:
-    """Serve calls it several times a second, on the controller's event loop; it must not wait."""
+    """The policy. Serve calls it several times a second, on the controller's event loop; it must not wait."""
 
     def __init__(self) -> None:
         self._wanted: FleetTarget | None = None
@@ -34,10 +34,10 @@ class FollowDirectory:
             self._asking = asyncio.get_running_loop().create_task(self._ask(context))
         if self._wanted is None:
             return context.target_num_replicas, {}
-        return groups_to_have(self._wanted, context), {}
+        return target_replicas(self._wanted, context), {}
 
     async def _ask(self, context: AutoscalingContext) -> None:
-        """Where the directory is not there or does not answer, what it last said holds."""
+        """Ask the directory for the target. Where it does not answer, the last one holds."""
         try:
             directory = ray.get_actor(directory_name(context.app_name or ""), namespace=NAMESPACE)
             role, target = Role(context.deployment_name), context.target_num_replicas
@@ -46,7 +46,10 @@ class FollowDirectory:
             logger.warning("the autoscaler of %s does not answer: %s", context.app_name, type(error).__name__)
 
 
-def groups_to_have(wanted: FleetTarget, context: AutoscalingContext) -> int:
-    """A group that leaves by our choice counts until its replica is gone: else Serve would stop another one, too."""
+def target_replicas(wanted: FleetTarget, context: AutoscalingContext) -> int:
+    """Return the replicas that Serve is to have.
+
+    A group that was chosen to leave counts until its replica is gone: else Serve would stop another one, too.
+    """
     running = {f"{context.deployment_name}-{replica.unique_id}" for replica in context.running_replicas}
     return wanted.replicas + len(running.intersection(wanted.leaving))

@@ -1,22 +1,23 @@
 """The messages between gateways and engines, and their encoding.
 
     gateway DEALER                                  engine ROUTER
-      Hello(epoch)            ─────────────────>      forgets what ran for this gateway before
+      Hello(epoch)            ─────────────────>      aborts this gateway's earlier requests
                               <─────────────────      Outputs([], stats, cached blocks): the connection is ready
       Submit(epoch, request)  ─────────────────>
-      Begin(epoch, id, token) ─────────────────>      of a request whose blocks came while its prompt was still read
+      Begin(epoch, id, token) ─────────────────>      first token of a request whose blocks came before it
       Abort(epoch, id)        ─────────────────>
                               <─────────────────      Outputs(outputs of one step, stats)
                               <─────────────────      Outputs([], stats, changed blocks): to every gateway, now and then
-      AskBlocks(epoch)        ─────────────────>      news of blocks are missing here
+      AskBlocks(epoch)        ─────────────────>      the gateway missed changes of blocks
                               <─────────────────      Outputs([], stats, cached blocks)
 
-Each message is one frame of msgpack; nothing else is ever decoded from these sockets. A message whose epoch is not the
-engine's was meant for another process: it is counted and dropped.
+Each message is one frame of msgpack; nothing else is ever decoded from these sockets. A message with another epoch than
+the engine's was meant for another process: it is counted and dropped.
 
-Nobody waits for the answer to a message that could not be read. The engine ends the request that it names, with an
-error. Where it names none the engine says `lost_a_message`, and both begin anew: with Hello, while all requests go on
-elsewhere. So they do where the gateway cannot read an answer, which may have brought tokens.
+No side waits for the answer to a message that could not be decoded. The engine ends the request that the message names,
+with an error. Where it names none the engine sends `lost_a_message`, and the gateway opens a new connection with Hello,
+while its requests go on elsewhere. It does the same where it cannot decode an engine's message, which may have brought
+tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RequestName(msgspec.Struct, frozen=True):
 
 
 class MessageHeader(msgspec.Struct, frozen=True):
-    """Of any message of a gateway, as far as it can be read: for which process it is, and of which request."""
+    """The fields of a gateway's message that tell its process and its request, where the whole cannot be decoded."""
 
     epoch: int | None = None
     request: RequestName | None = None
@@ -53,7 +54,7 @@ class MessageHeader(msgspec.Struct, frozen=True):
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this protocol. They came from another process: count them, never assert."""
+    """Bytes that are no message of this protocol. They come from another process: count them, never assert."""
 
     def __init__(self, message: str, header: MessageHeader = MessageHeader()) -> None:
         super().__init__(message)
@@ -61,7 +62,7 @@ class WireError(ValueError):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A new conversation. Requests of this gateway that the engine still runs are aborted."""
+    """Opens a connection. Requests of this gateway that the engine still runs are aborted."""
 
     epoch: int
 
@@ -72,7 +73,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Nobody wants this request any more, nor the blocks that it may hold for a reader. A newer generation lives on."""
+    """Ends a request, and withdraws blocks that it may hold for a reader. A newer generation goes on."""
 
     epoch: int
     request_id: str
@@ -80,7 +81,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The token that a request submitted with `awaits_first_token` goes on from. One that is over ignores it."""
+    """Brings the token from which a request submitted with `awaits_first_token` goes on, if it is not over."""
 
     epoch: int
     request_id: str
@@ -89,7 +90,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class AskBlocks(msgspec.Struct, frozen=True, tag="ask-blocks"):
-    """The gateway missed news of the prefix cache or of tiers, and wants to know all of it."""
+    """Asks for all cached blocks: the gateway missed a change of the prefix cache or the tiers."""
 
     epoch: int
 
@@ -98,20 +99,20 @@ ClientMessage = Hello | Submit | Begin | Abort | AskBlocks
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
-    """What one step did for one gateway's requests (nothing: only news about the engine)."""
+    """The outputs of one step for one gateway, if any, and the engine's status."""
 
     engine_id: str
     epoch: int
     outputs: list[EngineOutput]
     stats: EngineStats
-    transfers: TransferStats | None = None  # with news about the engine, where it hands KV over
-    blocks: BlockNews | None = None  # with news about the engine, where its prefix cache or its tiers changed
-    mail: MessageCounters | None = None  # with news about the engine
-    lost_a_message: bool = False  # of this gateway, nobody knows about what: the conversation is over
+    transfers: TransferStats | None = None  # with a status, where the engine hands KV over
+    blocks: BlockNews | None = None  # with a status, where the prefix cache or the tiers changed
+    mail: MessageCounters | None = None  # with a status
+    lost_a_message: bool = False  # of this gateway, which named no request: the connection is over
 
 
 class Codec:
-    """Encoder and decoders of one thread."""
+    """The encoder and decoders of one thread."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -123,14 +124,14 @@ class Codec:
         return self._encoder.encode(message)
 
     def decode_from_client(self, frame: bytes) -> ClientMessage:
-        """Raises `WireError`."""
+        """Decode a gateway's message. Raises `WireError`."""
         try:
             return self._decode(self._from_client, frame)
         except WireError as error:
             raise WireError(str(error), self._read_header(frame)) from error
 
     def decode_from_engine(self, frame: bytes) -> Outputs:
-        """Raises `WireError`."""
+        """Decode an engine's message. Raises `WireError`."""
         return self._decode(self._from_engine, frame)
 
     def _read_header(self, frame: bytes) -> MessageHeader:

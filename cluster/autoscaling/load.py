@@ -1,11 +1,11 @@
-"""What an application is given to do, and how it does: reports of gateways and engines become one list of samples.
+"""Measurements for the autoscaler: reports of gateways and engines become one list of samples.
 
 gateways ── GatewayLoad ──┐
-                          ├──> Meter ── Sample a second ──> policy
+                          ├──> CounterSums ── Sample a second ──> policy
 engines ─── EnginePulse ──┘
 
-Counters of a report run from its process's start, those of a sample from the meter's: processes come and go, and so do
-directories.
+Counters of a report run from the start of its process, counters of a sample from the start of `CounterSums`: processes
+come and go, and so do directories.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Counts = tuple[float, ...]
 
 
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway's requests. All but the last two count from its start."""
+    """Counts of one gateway's requests; all but the last two run from its start."""
 
-    requests: float = 0  # choices that were asked for
+    requests: float = 0  # choices
     prompt_tokens: float = 0
     generation_tokens: float = 0
     first_token: Counts = (0.0,) * (len(FIRST_TOKEN_S) + 1)  # choices by seconds to their first token, a bucket each
     inter_token: Counts = (0.0,) * (len(PER_TOKEN_S) + 1)
     inflight: int = 0
-    unplaced: int = 0  # that wait for an engine to be there
+    unplaced: int = 0  # requests that wait for an engine to exist
 
 
 @dataclass(frozen=True)
 class FleetLoad:
-    """One fleet's engines. `busy_s` to `steps` are sums over all engines that ever were."""
+    """The state of one fleet's engines. `busy_s` to `steps` are sums over all engines that ever were."""
 
     serving: int = 0  # groups that gateways may choose
     busy_s: float = 0.0
@@ -49,14 +49,14 @@ class FleetLoad:
     generation_tokens: float = 0
     steps: float = 0
     live: int = 0  # requests in the engines
-    waiting: int = 0  # of them: not begun
+    waiting: int = 0  # of them, not begun
     used_blocks: int = 0
     blocks_of_a_group: float = 0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The application at one time."""
+    """The load of the application at one time."""
 
     at_s: float
     gateways: GatewayLoad = field(default_factory=GatewayLoad)
@@ -66,18 +66,18 @@ class Sample:
         return self.fleets.get(role, FleetLoad())
 
 
-class Meter:
-    """Sums the reports of processes that come and go, so that no counter ever falls."""
+class CounterSums:
+    """Sums the counters of processes that come and go, so that no sum ever falls."""
 
     def __init__(self) -> None:
         self._totals: dict[str, Counts] = {}  # by kind of report
         self._last: dict[tuple[str, str], Counts] = {}  # by kind and process
 
     def add(self, kind: str, process: str, counters: Counts) -> None:
-        """The newest report of one process. One that begins at 0 again is another process.
+        """Add the newest report of one process. Counters that fell are a new process's.
 
-        The first one says where it stands: what was counted before is older than our own time, or was told already by
-        a process that was out of reach for a while.
+        A first report only gives the values to count from: they were counted before this object existed, or were
+        reported already by a process that was out of reach for a while.
         """
         before = self._last.get((kind, process), counters)
         if any(new < old for new, old in zip(counters, before, strict=True)):
@@ -87,7 +87,7 @@ class Meter:
         self._totals[kind] = tuple(sum + new - old for sum, new, old in zip(total, counters, before, strict=True))
 
     def keep(self, processes: Iterable[str]) -> None:
-        """Forgets all others, but not what they have counted."""
+        """Forget all other processes, but not their counts."""
         alive = set(processes)
         self._last = {key: counters for key, counters in self._last.items() if key[1] in alive}
 
@@ -95,11 +95,11 @@ class Meter:
         return self._totals.get(kind, (0.0,) * size)
 
 
-class Loads:
-    """The newest reports, and samples of them."""
+class LoadReports:
+    """Holds the newest report of each process, and takes samples."""
 
     def __init__(self) -> None:
-        self._meter = Meter()
+        self._meter = CounterSums()
         self._gateways: dict[str, GatewayLoad] = {}
         self._pulses: dict[str, list[EnginePulse]] = {}  # by group
 
@@ -113,11 +113,11 @@ class Loads:
             self._meter.add(engine.role, f"{engine.engine_id}/{engine.epoch}", _engine_counters(pulse))
 
     def num_live(self, group_id: str) -> int:
-        """Requests, leases and hand-offs in a group: what its end would have to wait for."""
+        """Count the requests, leases and hand-offs in a group, for which its end would have to wait."""
         return sum(pulse.num_live for pulse in self._pulses.get(group_id, ()))
 
     def sample(self, now_s: float, gateways: Iterable[str], groups: Sequence[EngineGroup]) -> Sample:
-        """Of those that are members now."""
+        """Sample the load of the present members."""
         alive = set(gateways)
         self._gateways = {name: load for name, load in self._gateways.items() if name in alive}
         self._pulses = {group.group_id: self._pulses.get(group.group_id, []) for group in groups}
@@ -162,7 +162,7 @@ def _gateway_counters(load: GatewayLoad) -> Counts:
 
 
 def _engine_counters(pulse: EnginePulse) -> Counts:
-    """In the order in which `Loads` takes them apart."""
+    """Return the counters of an engine in the order in which `LoadReports` reads them."""
     stats = pulse.stats
     if stats is None:
         return (pulse.busy_s, *(0.0,) * (NUM_ENGINE_COUNTERS - 1))
@@ -170,14 +170,14 @@ def _engine_counters(pulse: EnginePulse) -> Counts:
 
 
 def bucket_of(bounds: Sequence[float], value: float) -> int:
-    """Where a histogram with these upper bounds counts a value."""
+    """Return the index of the bucket in which a histogram with these upper bounds counts a value."""
     return next((index for index, bound in enumerate(bounds) if value <= bound), len(bounds))
 
 
 def percentile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float:
-    """The value below which `share` of the counted ones are, taken to be spread evenly within a bucket.
+    """Return the value below which `share` of the counted ones are, taken to be spread evenly within a bucket.
 
-    Of what is above all bounds, only the last bound is known. 0.0 where nothing was counted.
+    Values above all bounds count as the last bound. 0.0 where nothing was counted.
     """
     wanted, below = share * sum(counts), 0.0
     for index, count in enumerate(counts[:-1]):

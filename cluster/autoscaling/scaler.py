@@ -1,10 +1,10 @@
-"""The autoscaler of one application, in its directory: hears what is going on, decides, and chooses who leaves.
+"""The autoscaler of one application, in its directory: it takes reports, decides sizes, and chooses groups to end.
 
 gateways, replicas ── reports ──> Scaler ── wanted ──> serve_policy, in Serve's controller
                                      └── leave ──> the group with the least to lose, which drains
 
-Serve would choose whom to stop by age and node. So a fleet that shrinks is told to Serve only when the group that was
-chosen here has drained and its replica is gone; until then it may be asked to stay.
+Serve would choose the replica to stop by age and node. So Serve learns that a fleet shrinks only when the group
+that was chosen here has drained and its replica is gone; until then it may be asked to stay.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import msgspec
 
 from baton.cluster.contracts import EngineGroup, EnginePulse, Role, ScalePlan
 
-from .load import GatewayLoad, Loads, Sample
-from .policy import Moment, decide, wishes_of
+from .load import GatewayLoad, LoadReports, Sample
+from .policy import Moment, decide, desired_sizes
 
 logger = logging.getLogger(__name__)
 
-GONE_S = 60.0  # for which a group that left is named: Serve takes seconds to notice
+GONE_S = 60.0  # for which a group that left is still named: Serve takes seconds to notice
 
 
 class FleetTarget(msgspec.Struct, frozen=True):
-    """What one fleet is to have."""
+    """The size that one fleet is to have."""
 
     replicas: int
-    leaving: list[str]  # groups that come on top while their replicas are there
+    leaving: list[str]  # groups that count in addition while their replicas exist
 
 
 class Scaler:
-    """Plain data: no Ray, no clock of its own."""
+    """Takes samples, and keeps the decisions. Plain data: no Ray, no clock of its own."""
 
     def __init__(self, plan: ScalePlan) -> None:
         self.plan = plan
-        self._loads = Loads()
+        self._loads = LoadReports()
         self._history: deque[Moment] = deque()
         fixed = {role: each for role, each in plan.fleets.items() if each.min_replicas == each.max_replicas}
         self._decided = {role: each.min_replicas for role, each in fixed.items()}
@@ -53,19 +53,19 @@ class Scaler:
         self._loads.hear_group(group, pulses)
 
     def start_from(self, replicas: dict[Role, int]) -> None:
-        """What there is, as Serve has it, where nothing was decided yet."""
+        """Take Serve's present sizes for the decision, where nothing was decided yet."""
         for role, count in replicas.items():
             self._decided.setdefault(role, count)
 
     def wanted(self, role: Role) -> FleetTarget | None:
-        """None: nothing is decided yet."""
+        """Return the target of a fleet; None where nothing is decided yet."""
         if role not in self._decided:
             return None
         leaving = [group_id for group_id, (its_role, _) in self._leaving.items() if its_role is role]
         return FleetTarget(self._decided[role], leaving)
 
     def update(self, now_s: float, gateways: Iterable[str], groups: Sequence[EngineGroup]) -> dict[str, bool]:
-        """Once a second: takes a sample and decides. Returns groups that are to leave (True), or after all to stay."""
+        """Take a sample and decide, once a second. Return the groups that are to leave (True), or after all to stay."""
         self._remember(self._loads.sample(now_s, gateways, groups))
         if self._decided.keys() != self.plan.fleets.keys():
             return {}
@@ -86,7 +86,7 @@ class Scaler:
         since_s = sample.at_s - self.plan.look_back_period_s
         newest_first = (moment.sample for moment in reversed(self._history))
         window = [*itertools.takewhile(lambda each: each.at_s >= since_s, newest_first)][::-1]
-        self._history.append(Moment(sample, wishes_of([*window, sample], self.plan)))
+        self._history.append(Moment(sample, desired_sizes([*window, sample], self.plan)))
         while self._history[0].sample.at_s < sample.at_s - self.plan.memory_s:
             self._history.popleft()
 
@@ -99,8 +99,9 @@ class Scaler:
                 del self._leaving[group_id]
 
     def _let_go(self, own: Sequence[EngineGroup], count: int, fewer: int, now_s: float) -> dict[str, bool]:
-        """Of a fleet that is to have `count` groups, `fewer` than before: those with the least to lose. Where some have
-        not started yet, Serve stops these.
+        """Choose the groups with the fewest live requests in a fleet that is to have `count`, `fewer` than before.
+
+        Groups that have not started yet are Serve's to stop.
         """
         staying = [group for group in own if group.group_id not in self._leaving and not group.draining]
         staying.sort(key=lambda group: self._loads.num_live(group.group_id))
@@ -110,7 +111,7 @@ class Scaler:
         return {group.group_id: True for group in chosen}
 
     def _keep(self, own: Sequence[EngineGroup], more: int) -> dict[str, bool]:
-        """A group that has not left yet is sooner there than a new one: the last that was to leave comes first."""
+        """Let groups stay that were to leave, the last one first: that is quicker than to start new ones."""
         listed = {group.group_id for group in own}
         chosen = [group_id for group_id in reversed(self._leaving) if group_id in listed][:more]
         for group_id in chosen:

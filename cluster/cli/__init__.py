@@ -1,1 +1,1 @@
-"""The `baton` command: one module a command or a few that belong together."""
+"""The `baton` command."""

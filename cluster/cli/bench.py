@@ -274,13 +274,13 @@ def autoscale(
     """Simulate fleets in virtual time: the autoscaler beside Serve's default policy and fixed sizes."""
     import msgspec
 
-    from baton.cluster.simulation.autoscaler_comparison import InvalidSimulation, ScalingCase, compare, table
+    from baton.cluster.simulation.autoscaler_comparison import InvalidComparison, ScalingCase, compare, table
     from baton.cluster.simulation.traffic import InvalidTrace, TrafficShape
 
     shape = TrafficShape(num_prompts, request_rate, input_len, output_len, seed)
     try:
         rows = compare(ScalingCase(shape, trace, max_replicas, start, ttft, inter_token, downscale_delay))
-    except (InvalidSimulation, InvalidTrace) as error:
+    except (InvalidComparison, InvalidTrace) as error:
         fail(str(error))
     _show(table(rows), msgspec.to_builtins(rows), json_file)
 

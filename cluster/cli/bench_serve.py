@@ -4,7 +4,7 @@ ttft    first token after the request was sent
 itl     between one token's event and the next
 tpot    (end - first token) / (output tokens - 1)
 
-Where it shares the server's cores it is a part of what it measures, so a token must cost it little: aiohttp, msgspec.
+It may share the server's cores, so that its own time counts: aiohttp and msgspec keep the cost of a token low.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Timeline(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Of a stream, what is measured of it."""
+    """One event of a stream, with the fields that are measured."""
 
     choices: list[msgspec.Raw] = []
     usage: _Usage | None = None
@@ -72,7 +72,7 @@ class ServerUnfit(RuntimeError):
 
 @dataclass(frozen=True)
 class ServeLoad:
-    """What is sent. Lengths are in tokens; a rate of 0 sends everything at once."""
+    """The requests to send. Lengths are in tokens; a rate of 0 sends everything at once."""
 
     url: str
     model: str | None
@@ -89,13 +89,13 @@ class ServeLoad:
     timeline: bool = False  # asks where the time of each answer went
 
     def at(self, route: str) -> str:
-        """Behind `url`, whose path is a prefix of all routes, with or without a last `/v1`."""
+        """Return the URL of a route. The path of `url` is a prefix of all routes, with or without a last `/v1`."""
         return self.url.rstrip("/").removesuffix("/v1") + route
 
 
 @dataclass
 class MeasuredRequest:
-    """One request as its client saw it, in seconds."""
+    """A request as its client measured it, in seconds."""
 
     ttft_s: float = 0.0
     latency_s: float = 0.0
@@ -106,7 +106,7 @@ class MeasuredRequest:
 
 
 def measure(load: ServeLoad) -> dict[str, Any]:
-    """Runs the load and returns the figures. Raises `ServerUnfit`."""
+    """Run the load and return the figures. Raises `ServerUnfit`."""
     return asyncio.run(_measure(load))
 
 
@@ -136,7 +136,7 @@ async def _only_model(client: aiohttp.ClientSession, load: ServeLoad) -> str:
 
 
 async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: ServeLoad) -> list[int]:
-    """Tokens that are plain text, as a few letters are written in them."""
+    """Return the tokens of some plain text, of which random prompts are made."""
     if load.tokenizer is not None:
         try:
             return Tokenizer.from_folder(load.tokenizer).encode(ALPHABET, add_special_tokens=False)
@@ -177,7 +177,7 @@ async def _send_all(
 
 
 async def _paced(prompts: Sequence[list[int]], load: ServeLoad) -> AsyncIterator[list[int]]:
-    """A Poisson process of `request_rate` requests a second."""
+    """Yield the prompts as a Poisson process of `request_rate` requests a second."""
     rng = random.Random(load.seed + 1)
     due_s = time.perf_counter()
     for prompt in prompts:
@@ -229,7 +229,7 @@ async def _ask(client: aiohttp.ClientSession, model: str, prompt: list[int], loa
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
-    """Of a stream of server-sent events. Raises `MsgspecError` for what is none."""
+    """Yield the events of a stream of server-sent events. Raises `MsgspecError` for what is none."""
     rest = b""
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -240,7 +240,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
 
 
 def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], duration_s: float) -> dict[str, Any]:
-    """The figures under `vllm bench serve`'s names. Times end in `_ms`; means over no value are 0."""
+    """Return the figures under `vllm bench serve`'s names. Times end in `_ms`; means over no value are 0."""
     good = [answer for answer in answers if not answer.error]
     output_tokens = sum(answer.output_tokens for answer in good)
     input_tokens = load.input_len * len(good)
@@ -284,6 +284,6 @@ def _figures(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _median_parts_ms(answers: Sequence[MeasuredRequest]) -> dict[str, float]:
-    """By stamp, over all answers: what an answer did not come to took it no time."""
+    """Return the median of each part by stamp, over all answers: a part that an answer lacks took it no time."""
     stamps = dict.fromkeys(stamp for answer in answers for stamp in answer.parts_s)
     return {stamp: 1000 * statistics.median(answer.parts_s.get(stamp, 0.0) for answer in answers) for stamp in stamps}

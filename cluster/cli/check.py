@@ -1,4 +1,4 @@
-"""`baton check`: what can be known of a file without starting anything."""
+"""`baton check`: checks of a file that start nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from baton.cluster.spec import (
 from baton.engine.weights.checkpoint import has_weights
 
 
-def judgements_of(file: Path) -> Iterator[tuple[str, bool]]:
-    """What is in a file that can work, line by line, and whether all of it was checked. Raises `InvalidSpec`."""
+def check_file(file: Path) -> Iterator[tuple[str, bool]]:
+    """Yield a line for each application of a file, and whether all of it was checked. Raises `InvalidSpec`."""
     content = read_mapping(file)
     if is_ray_cluster(content):
         cluster = load_ray_cluster(content)
@@ -27,10 +27,10 @@ def judgements_of(file: Path) -> Iterator[tuple[str, bool]]:
         yield f"{cluster.name} is fine: a Ray cluster of a head and up to {workers}", True
         return
     for name, spec in load_specs(content, needs_model=False).items():
-        yield _judged(name, spec)
+        yield _check_application(name, spec)
 
 
-def _judged(name: str, spec: FleetSpec) -> tuple[str, bool]:
+def _check_application(name: str, spec: FleetSpec) -> tuple[str, bool]:
     unchecked = ""
     if not has_model(spec.model):
         unchecked = f"how {spec.model}, not on this machine, divides"

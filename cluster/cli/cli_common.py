@@ -1,4 +1,4 @@
-"""What the commands of the command line share."""
+"""Options, errors and output that several commands share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def http_url(given: str) -> str:
-    """`localhost:8000` is one, too."""
+    """Check the URL of a server; `localhost:8000` becomes `http://localhost:8000`."""
     url = given if "://" in given else f"http://{given}"
     try:
         parts = urlsplit(url)
@@ -35,18 +35,18 @@ ApiKey = Annotated[str | None, typer.Option(help="The key that the gateway asks 
 
 
 def say_error(message: str) -> None:
-    """To stderr: what a command prints beside it may be read by a program."""
+    """Print an error to stderr: a program may read stdout."""
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
 
 
 def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
-    """Ends the command with a message for whoever called it."""
+    """End the command with an error message."""
     say_error(message)
     raise SystemExit(code)
 
 
 def stdout_console() -> Console:
-    """stdout. A pipe or a file has no width: nothing in it is cut or wrapped."""
+    """Return a console on stdout. In a pipe or a file nothing is cut or wrapped."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
@@ -65,7 +65,7 @@ JsonFile = Annotated[
 
 
 def engine_args_from(words: list[str]) -> dict[str, Any]:
-    """`--max-num-seqs 128 --no-enable-prefix-caching --device=cpu` as names and values."""
+    """Parse `--max-num-seqs 128 --no-enable-prefix-caching --device=cpu` into names and values."""
     import yaml
 
     args: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What `baton status` and `baton chat` do: clients of a running server."""
+"""`baton status` and `baton chat`: HTTP clients of a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.cluster.gateway.routing.ranks import spell_ranks
 from .cli_common import fail, stdout_console
 
 ANSWER_S = 600.0  # silence of a chat's server
-STATUS_S = 10.0  # silence of a gateway that is asked for its state, for which it waits for nobody
+STATUS_S = 10.0  # silence of a gateway that is asked for its state, which it knows at once
 CONNECT_S = 5.0
 ANOTHERS = "is it another program's address?"
 
@@ -51,13 +51,13 @@ class ChatSettings:
 
 
 def print_ranks(console: Console, answer: dict[str, Any]) -> None:
-    """The answer of /v1/cluster/ranks for people."""
+    """Print the answer of /v1/cluster/ranks as tables."""
     console.print(_engine_table(answer["data"]))
     console.print(_gateway_table(answer["gateways"]))
 
 
 def _narrow_table(title: str) -> Table:
-    """An engine takes one of a terminal's lines of 80 characters."""
+    """Create a table of which an engine's row fits in a terminal's line of 80 characters."""
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
@@ -69,8 +69,8 @@ def _engine_table(ranks: list[dict[str, Any]]) -> Table:
     for rank in ranks:
         stats = rank["stats"] or {}
         waiting = stats["num_requests_waiting"] + stats["num_requests_waiting_for_kv"] if stats else "?"
-        news = ["drains"] * rank["draining"] + [f"circuit {rank['circuit']}"] * (rank["circuit"] != "closed")
-        role = ", ".join([rank["role"], *news])
+        notes = ["drains"] * rank["draining"] + [f"circuit {rank['circuit']}"] * (rank["circuit"] != "closed")
+        role = ", ".join([rank["role"], *notes])
         cells = (rank["rank"], role, rank["engine_id"], rank["pid"], rank["node_ip"])
         blocks = f"{stats.get('num_blocks_free', '?')}/{rank['num_blocks']}"
         table.add_row(*map(str, cells), str(stats.get("num_requests_running", "?")), str(waiting), blocks)
@@ -90,7 +90,7 @@ def _gateway_table(gateways: list[dict[str, Any]]) -> Table:
 def show_status(url: str, api_key: str | None, *, as_json: bool) -> int:
     """Print engines and gateways, for people or for programs (docs/operate/operations.md).
 
-    Returns the exit code: 1 where nobody can serve. Ends the command with 1, and prints nothing, where no gateway says.
+    Return the exit code, 1 where no engine can serve. End the command with an error where no gateway answers.
     """
     try:
         with _client(url, api_key, STATUS_S) as client:
@@ -108,7 +108,7 @@ def show_status(url: str, api_key: str | None, *, as_json: bool) -> int:
 
 
 def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
-    """Reads lines and streams answers, until an empty line or the end of the input."""
+    """Read lines and stream answers, until an empty line or the end of the input."""
     console = Console()
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     try:
@@ -136,7 +136,7 @@ def _client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
 
 
 def _decoded(response: httpx.Response, kind: type[T]) -> T:
-    """What a gateway says. Raises `httpx.HTTPError` for a refusal, and for what no gateway would say."""
+    """Decode a gateway's answer. Raises `httpx.HTTPError` for a refusal, and for what is no answer of a gateway."""
     try:
         return msgspec.json.decode(response.raise_for_status().content, type=kind)
     except msgspec.DecodeError:
@@ -151,7 +151,7 @@ def _read(console: Console) -> str:
 
 
 def _show_answer(console: Console, deltas: Iterator[dict[str, Any]]) -> str:
-    """Prints an answer as it comes, what was thought before it dimmed. Returns the answer without that."""
+    """Print an answer as it comes, with its reasoning dimmed. Return the answer without the reasoning."""
     answer, thinks = "", False
     for delta in deltas:
         thought, piece = delta.get("reasoning_content") or "", delta.get("content") or ""
@@ -165,7 +165,7 @@ def _show_answer(console: Console, deltas: Iterator[dict[str, Any]]) -> str:
 
 
 def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What each event adds to the message."""
+    """Yield the parts of the message that each event brings."""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.is_error:
             response.read()

@@ -1,4 +1,4 @@
-"""An application on this machine: `baton serve` from the first process to the last.
+"""An application on this machine, as `baton serve` starts and ends it.
 
 with LocalApplication(spec) as application:   # a Ray cluster of its own, or one that runs already
     application.deploy(show)
@@ -46,7 +46,7 @@ class ServeFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class StartProgress:
-    """One thing that is being waited for."""
+    """A step of the start, and whether it is done."""
 
     name: str
     done: bool
@@ -59,8 +59,8 @@ Show = Callable[[StartProgress], None]
 class LocalApplication:
     """Starts a Ray cluster (or joins the one at `ray_address`) and runs one application on it.
 
-    Leaving the context ends what it started: the application always, the cluster where it was its own. Raises
-    `InvalidSpec` where the application's API keys cannot be read here: it is asked for its ranks.
+    Leaving the context ends the application, and the cluster where it was started here. Raises `InvalidSpec` where the
+    application's API keys, which its routes ask for, cannot be read here.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class LocalApplication:
         stop: threading.Event,
         on_ray_end: Callable[[], None],
     ) -> None:
-        """`stop` makes `deploy` and `wait` return early. `on_ray_end` ends this process: it is called where a cluster
-        of its own ends by itself (`RayWatch`).
+        """`stop` makes `deploy` and `wait` return early. `on_ray_end` must end this process: it is called where a
+        cluster of its own ends by itself (`RayWatch`).
         """
         self._stop, self._on_ray_end = stop, on_ray_end
         self._watch: RayWatch | None = None
@@ -97,7 +97,7 @@ class LocalApplication:
         self._shut_down()
 
     def deploy(self, show: Show) -> None:
-        """Returns when the application answers (or `stop` is set). Raises `ServeFailed`."""
+        """Start everything, and return when the application answers (or `stop` is set). Raises `ServeFailed`."""
         if not self._stop.is_set():
             with _step("Ray cluster", show):
                 self._start_ray()
@@ -108,19 +108,19 @@ class LocalApplication:
                 self._wait_until_healthy()
 
     def ranks(self) -> dict[str, Any]:
-        """The engines and gateways as a gateway lists them."""
+        """Return the engines and gateways as a gateway lists them."""
         answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0, headers=self._headers)
         return dict(msgspec.json.decode(answer.raise_for_status().content))
 
     @property
     def ray_address(self) -> str:
-        """Where its Ray cluster can be joined, HOST:PORT. It has been deployed."""
+        """Return the address of its Ray cluster, HOST:PORT. To be called once it has been deployed."""
         import ray
 
         return str(ray.get_runtime_context().gcs_address)
 
     def wait(self) -> None:
-        """Until `stop` is set."""
+        """Wait until `stop` is set."""
         while not self._stop.wait(1.0):
             pass
 
@@ -141,7 +141,7 @@ class LocalApplication:
             raise ServeFailed(missing)
 
     def _logical_cpus(self) -> float:
-        """What the application books with Ray: a small machine may run it all the same, only slower."""
+        """Return the CPUs that the application reserves with Ray. A machine with fewer runs it all the same, slower."""
         spec = self._spec
         workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
         replicas = sum(fleet.bounds.max_replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
@@ -163,9 +163,11 @@ class LocalApplication:
                 )
         args = self._spec.model_dump(mode="json", exclude_unset=True)
         self._deployed = True
-        route = "/" if self._ray_address is None else f"/{self.name}"  # a cluster that others use has one "/" for all
+        route = (
+            "/" if self._ray_address is None else f"/{self.name}"
+        )  # a cluster that others use has one "/" for all applications
         try:
-            # In this thread: one that still used Ray when it is shut down would end this process then and there.
+            # In this thread: another one that used Ray while it is shut down would abort this process.
             serve.run_many(
                 [serve.RunTarget(build_app(args), name=self.name, route_prefix=route)],
                 wait_for_ingress_deployment_creation=False,
@@ -176,13 +178,13 @@ class LocalApplication:
         self._follow(show)
 
     def _failed(self, otherwise: str) -> ServeFailed:
-        """With Serve's words for what is wrong, where it has any, and the disks that may be the cause."""
+        """Make the error from Serve's message, where it has one, and the full disks that may be the cause."""
         why = self._why_it_failed() or otherwise
         return ServeFailed("\n".join([why, *map(str, full_disks()), f"logs: {_log_folder()}"]))
 
     def _follow(self, show: Show) -> None:
-        """Shows each deployment from its first replica to its last. Raises `ServeFailed`."""
-        expected = {"gateway": self._spec.gateway.replicas}  # where they are kept, one that keeps them
+        """Show each deployment until all of its replicas run. Raises `ServeFailed`."""
+        expected = {"gateway": self._spec.gateway.replicas}  # or one controller of gateways
         expected |= {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         for name in expected:
             show(StartProgress(name, done=False))
@@ -200,13 +202,13 @@ class LocalApplication:
             self._stop.wait(POLL_S)
 
     def _application(self) -> ApplicationStatusOverview | None:
-        """As Serve sees it."""
+        """Return Serve's status of the application."""
         from ray import serve
 
         return serve.status().applications.get(self.name)
 
     def _why_it_failed(self) -> str:
-        """Serve's words for what is wrong with the deployments that are not healthy."""
+        """Return Serve's messages about the deployments that are not healthy."""
         application = self._application()
         if application is None:
             return ""
@@ -230,7 +232,7 @@ class LocalApplication:
     def _shut_down(self) -> None:
         import ray
 
-        if not ray.is_initialized():  # or not wholly
+        if not ray.is_initialized():  # or only in part
             if self._watch is not None:
                 self._watch.leave()
                 kill_what_started()
@@ -261,7 +263,7 @@ class LocalApplication:
 
 
 def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str, int]:
-    """By deployment."""
+    """Count the running replicas by deployment."""
     deployments = {} if application is None else application.deployments
     return {
         name: sum(count for kind, count in state.replica_states.items() if kind == "RUNNING")
@@ -270,13 +272,13 @@ def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str
 
 
 def gist(message: str) -> str:
-    """A traceback's last error: what a reader wants of it first. The whole is in the logs."""
+    """Return a traceback's last error, which a reader wants first. The whole is in the logs."""
     errors = list(re.finditer(r"^[A-Za-z_][\w.]*: ", message, flags=re.MULTILINE))
     return message[errors[-1].start() :].strip() if errors else message
 
 
 def kill_what_started() -> None:
-    """Everything below this process."""
+    """Kill all processes below this one."""
     kill_below(os.getpid(), GRACE_S)
 
 
@@ -289,9 +291,9 @@ def _log_folder() -> str:
 
 @contextlib.contextmanager
 def _no_hangup_for_children() -> Iterator[None]:
-    """Processes that begin here, and those below them, never hear of a terminal that closes: we end them, in order.
+    """Block SIGHUP in processes that are started in the block, and below them: `baton serve` ends them, in order.
 
-    A mask is inherited; other threads of this process hear the signal meanwhile.
+    The mask is inherited; other threads of this process receive the signal meanwhile.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:

@@ -41,7 +41,7 @@ def _options(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     _refuse_environment()
     _mount_eval()
     app()
@@ -54,7 +54,7 @@ def _refuse_environment() -> None:
 
 
 def _mount_eval() -> None:
-    """Imported only when it is asked for: it brings in what it evaluates with."""
+    """Add `baton eval`, whose imports are heavy, only where it is called."""
     if sys.argv[1:2] == ["eval"]:
         from baton.cluster.cli.eval import eval_app
     else:
@@ -136,12 +136,12 @@ def check(
     from baton.cluster.disks import full_disks
     from baton.cluster.spec import InvalidSpec
 
-    from .check import judgements_of
+    from .check import check_file
 
     failed = False
     for file in files:
         try:
-            for line, whole in judgements_of(file):
+            for line, whole in check_file(file):
                 typer.secho(f"{file}: {line}", fg=typer.colors.GREEN if whole else typer.colors.YELLOW)
         except InvalidSpec as error:
             failed = True

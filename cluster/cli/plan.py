@@ -1,4 +1,4 @@
-"""What `baton plan` prints."""
+"""The output of `baton plan`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
 
 
 def _placement(plan: Plan) -> Table:
-    """One line for the ranks of a group on one node."""
+    """Tabulate placements, with a row for the ranks of a group on one node."""
     table = Table(title="Placement", title_justify="left")
     for column in ("node", "role", "group", "ranks", "workers"):
         table.add_column(column)
@@ -69,7 +69,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _hosts(plan: Plan) -> Table:
-    """One line for nodes that are alike."""
+    """Tabulate the needs of nodes, with a row for nodes that are alike."""
     table = Table(title="Memory and disk of each node beside its GPUs, GB", title_justify="left")
     table.add_column("nodes")
     for column in ("KV tiers", "host buffer", "models without a GPU", "memory in all", "disk"):

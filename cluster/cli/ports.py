@@ -1,4 +1,4 @@
-"""The ports of `baton serve`: nobody's when it starts, and its own until it ends."""
+"""The ports of `baton serve`: free when it starts, and claimed until it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PortTaken(RuntimeError):
 
 @contextlib.contextmanager
 def claimed_ports(spec: FleetSpec) -> Iterator[None]:
-    """No other `baton serve` gets the ports of the first machine's gateways until the block ends.
+    """Claim the ports of the first machine's gateways against any other `baton serve` until the block ends.
 
     A gateway listens only when it can answer, and shares its port with others (SO_REUSEPORT): of two commands that
     start together each would find the port free, and then have half of the connections. So each claims its ports first.
@@ -35,8 +35,10 @@ def claimed_ports(spec: FleetSpec) -> Iterator[None]:
 
 
 def _claim(host: str, port: int) -> socket.socket:
-    """The port's number for UDP, which gateways do not speak: the kernel gives it to one program, knows which addresses
-    overlap (0.0.0.0 and 127.0.0.1), and takes it back when the program is gone, however it ended.
+    """Bind the port's number for UDP, which gateways do not use.
+
+    The kernel gives it to one program, knows which addresses overlap (0.0.0.0 and 127.0.0.1), and frees it when the
+    program ends, in whatever way.
     """
     claim = socket.socket(socket_family(host), socket.SOCK_DGRAM)
     taken = "another `baton serve` has it, or a program that takes UDP there"

@@ -1,4 +1,4 @@
-"""The processes that a command started, found through /proc: so that none of them outlives it."""
+"""Finds the processes that a command started, through /proc, so that none of them outlives it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told apart from later ones with the same id by its start time."""
+    """A process. Its start time tells it apart from later ones with the same id."""
 
     pid: int
     started_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """The one that has this id now."""
+        """Return the process that has this id now."""
         found = _read_stat(pid)
         return None if found is None else found[1]
 
@@ -34,7 +34,7 @@ class Process:
 
 
 def descendants(pid: int) -> list[Process]:
-    """All processes below `pid`, parents first."""
+    """Return all processes below `pid`, parents first."""
     children = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (found := _read_stat(int(entry.name))) is not None:
@@ -48,14 +48,15 @@ def descendants(pid: int) -> list[Process]:
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent ends are this process' children from now on, so that `descendants` still finds them."""
+    """Become the parent of descendants whose parent ends, so that `descendants` still finds them."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def kill_below(pid: int, timeout_s: float) -> None:
-    """Ends all processes below `pid` at once, those that begin meanwhile included. One that the kernel holds, as in a
-    driver, is given up after `timeout_s` seconds.
+    """Kill all processes below `pid`, including those that begin meanwhile.
+
+    One that the kernel holds, as in a driver, is given up after `timeout_s` seconds.
     """
     deadline_s = time.monotonic() + timeout_s
     while (alive := [process for process in descendants(pid) if process.alive()]) and time.monotonic() < deadline_s:
@@ -64,7 +65,7 @@ def kill_below(pid: int, timeout_s: float) -> None:
 
 
 def wait_until_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
-    """Those that are still there after `timeout_s` seconds."""
+    """Wait for processes to end; return those that still exist after `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     left = [process for process in processes if process.alive()]
     while left and time.monotonic() < deadline_s:
@@ -74,7 +75,7 @@ def wait_until_gone(processes: Iterable[Process], timeout_s: float) -> list[Proc
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """Ends them at once. Those that ended by themselves are no error."""
+    """Kill processes. One that has ended by itself is no error."""
     for process in processes:
         if process.alive():
             try:
@@ -84,7 +85,7 @@ def kill(processes: Iterable[Process]) -> None:
 
 
 def _read_stat(pid: int) -> tuple[int, Process, str] | None:
-    """Parent's id, the process, and its state. None where there is no such process (any more)."""
+    """Return the parent's id, the process, and its state; None where there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

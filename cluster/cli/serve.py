@@ -1,4 +1,4 @@
-"""What `baton serve` does, shown while it does it."""
+"""`baton serve`: starts an application on this machine, shows its progress, and ends it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .stop_signals import StopSignals, TolerantOutput
 DEFAULT_HOST = "127.0.0.1"
 ALL_STOPPED = "Stopped: every process has ended."
 DISK_LOOK_S = 2.0  # between looks at how full the disks are
-SIGNAL_S = 1.0  # in which a signal that ended Ray has come here, too
-LEAVES_AT_ONCE = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # Ctrl-C, with no balancer to be told
+SIGNAL_S = 1.0  # in which a signal that ended Ray has reached this process, too
+QUICK_DRAIN = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # for Ctrl-C, with no balancer that must notice
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the command line says; `None` where it says nothing."""
+    """Options of the command line; `None` where one is not given."""
 
     model: str | None
     model_id: str | None
@@ -45,12 +45,12 @@ class Overrides:
 
 
 def application_spec(config: Path | None, overrides: Overrides, engine_args: dict[str, Any]) -> tuple[str, FleetSpec]:
-    """The application's name and what it consists of: from the file, if there is one, changed by the command line.
+    """Return the application's name and settings: those of the file, if there is one, changed by the command line.
 
     Raises `InvalidSpec`.
     """
     name = DEFAULT_NAME
-    args: dict[str, Any] = {"gateway": {"host": DEFAULT_HOST, **LEAVES_AT_ONCE}}
+    args: dict[str, Any] = {"gateway": {"host": DEFAULT_HOST, **QUICK_DRAIN}}
     if config is not None:
         name, args = _application_in(config)
     given = {"model": overrides.model, "model_id": overrides.model_id}
@@ -73,7 +73,7 @@ def application_spec(config: Path | None, overrides: Overrides, engine_args: dic
 
 
 def _put_into(args: dict[str, Any], key: str, given: dict[str, Any]) -> None:
-    """What a file has in the place of a mapping is left for `load_spec` to refuse."""
+    """Add settings to a mapping of the arguments. `load_spec` refuses a file that has none there."""
     there = args.get(key, {})
     if given and isinstance(there, dict):
         args[key] = there | given
@@ -90,7 +90,7 @@ def _application_in(config: Path) -> tuple[str, dict[str, Any]]:
 
 
 def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
-    """Serves until Ctrl-C. Returns the exit code."""
+    """Serve until Ctrl-C, and return the exit code."""
     configure(spec.logging, "serve", "serve")
     stop = StopSignals(kill_what_started)
     stop.listen()
@@ -102,7 +102,7 @@ def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
 
 
 class Session:
-    """From the first process to the last, with what is told of it. `run` runs once.
+    """One application from start to end, and its output. `run` is called once.
 
     Raises `InvalidSpec` where the application's API keys cannot be read here.
     """
@@ -119,7 +119,7 @@ class Session:
         self._ending = threading.Lock()
 
     def run(self) -> int:
-        """Returns the exit code."""
+        """Serve until the end, and return the exit code."""
         code = 0
         try:
             with self._disks, self._application:
@@ -130,8 +130,8 @@ class Session:
             if not self._stop.asked.is_set():
                 say_error(str(error))
         except Exception:
-            # What Ray raises has no common type. It follows from the end that was asked for, where Ray's processes
-            # heard of that as well.
+            # Ray's errors have no common type. One may follow from the signal that ends this command, where Ray's
+            # processes received it as well.
             if not (self._has_own_ray and self._stop.asked.wait(SIGNAL_S)):
                 raise
         finally:
@@ -148,7 +148,7 @@ class Session:
             self._application.wait()
 
     def _end_without_ray(self) -> None:
-        """Ends this process: nothing that uses Ray would return. The first thread that comes here does it."""
+        """End this process: no call of Ray's would return. The first thread that comes here does it."""
         self._ending.acquire()
         asked = self._stop.asked.wait(SIGNAL_S)
         self._display.close()
@@ -190,7 +190,7 @@ class DiskWatch:
 
 
 class Display:
-    """What is going on: a spinner for what is being waited for, a line for each thing that is done."""
+    """Shows the start: a spinner for steps under way, a line for each step that is done."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -227,7 +227,7 @@ def _print_ready(console: Console, application: LocalApplication, spec: FleetSpe
 
 
 def _print_addresses(console: Console, application: LocalApplication) -> None:
-    """What other commands need to find this application: several may run on a machine."""
+    """Print the addresses that other commands need: several applications may run on a machine."""
     app = "" if application.name == DEFAULT_NAME else f" --app {application.name}"
     lines = [f"baton status --url {application.url}", f"baton drain RANK --address {application.ray_address}{app}"]
     console.print("\nIts state, and how a group of engines is replaced:\n", highlight=False)

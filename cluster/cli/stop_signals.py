@@ -1,10 +1,10 @@
-"""What makes `baton serve` end, and with which code.
+"""The signals that end `baton serve`, and its exit code.
 
 SERVING ──SIGINT, SIGTERM, SIGHUP──> STOPPING   in order
                                         └──SIGINT, SIGTERM once more──> everything is killed
 
-A hangup never counts as the second: shells and kernels repeat it, and systemd may send it with SIGTERM (`SendSIGHUP`).
-Where it was ignored from the beginning (nohup), it stays so.
+A hangup never counts as the second signal: shells and kernels repeat it, and systemd may send it with SIGTERM
+(`SendSIGHUP`). Where it was ignored from the beginning (nohup), it stays ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READER_GONE = (errno.EIO, errno.EPIPE)  # of a terminal that was closed, of a pi
 
 
 class StopSignals:
-    """Asked for by signals, from `listen` on. `kill` ends all that was started, at once."""
+    """Signals that ask this command to end, from `listen` on. A second one calls `kill`, which ends all at once."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self.asked = threading.Event()
@@ -34,7 +34,7 @@ class StopSignals:
         self._terminals = [descriptor for descriptor in (STDOUT, STDERR) if os.isatty(descriptor)]
 
     def listen(self) -> None:
-        """In the main thread."""
+        """Install the handlers. To be called in the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -45,10 +45,10 @@ class StopSignals:
             self._kill()
             os._exit(128 + number)
         self._insisted = True
-        signal.alarm(0)  # while Ray starts, its library may hear of SIGTERM first, and would abort 3 s later
+        signal.alarm(0)  # while Ray starts, its library may handle SIGTERM first, and would abort 3 s later
         self.code = 0 if number == signal.SIGTERM else 128 + number
         self.asked.set()
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # the terminal is closed
             os.write(STDERR, b"\nStopping (once more to kill) ...\n")
 
     def _on_hangup(self, number: int, _: FrameType | None) -> None:
@@ -60,9 +60,9 @@ class StopSignals:
 
 
 class TolerantOutput(io.TextIOBase):
-    """A stream to a reader who may go: what is written then goes nowhere, and whoever writes goes on.
+    """A stream whose reader may go: output is then dropped, and the writer goes on.
 
-    A terminal that closes refuses output before its signal is here.
+    A terminal that closes refuses output before its signal arrives.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -95,6 +95,7 @@ class TolerantOutput(io.TextIOBase):
 
 
 def redirect_to_null(descriptor: int) -> None:
+    """Make a descriptor write to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -63,7 +63,7 @@ class WorkerGroup:
 
     @property
     def actor_names(self) -> list[str]:
-        """Names of the actors. Ray keeps a connection to whichever process made a handle, also when that has died."""
+        """Return the names of the actors. Ray keeps a connection to a process that made a handle, even a dead one."""
         return [self._name(worker.rank) for worker in self.workers]
 
     @property

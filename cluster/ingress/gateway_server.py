@@ -141,7 +141,7 @@ class GatewayServer:
             await asyncio.sleep(REPORT_S)
 
     def check(self) -> None:
-        """Raises `RuntimeError` where the gateway serves no more, or the directory is about to drop it."""
+        """Check that the gateway serves and sends heartbeats. Raises `RuntimeError` where it does not."""
         if self._http.has_ended:
             raise RuntimeError(f"the HTTP server of {self.record.identity} has ended")
         self._heartbeats.check()

@@ -147,7 +147,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises the error that ended the thread, if one did: the directory will take the member for gone."""
+        """Check that the thread lives. Raises `RuntimeError` with the error that ended it."""
         if self._failure is not None:
             raise RuntimeError(f"{self._name} sends no heartbeats any more: {self._failure}") from self._failure
 

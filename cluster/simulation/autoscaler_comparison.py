@@ -19,18 +19,18 @@ from .traffic import RequestArrival, TrafficShape, bursts, tides, trace
 from .virtual_engine import Speed
 
 NUM_BLOCKS = 4096  # of each group
-# An 8B model on one GPU of a small machine, in round numbers: so slow that a few requests a second are a load.
+# An 8B model on one GPU of a small machine, in round numbers: slow enough that a few requests a second load it.
 SPEED = Speed(step_s=0.02, row_s=0.0006, prefill_tokens_per_s=6000.0)
 ONGOING = {Role.PREFILL: 2.0, Role.DECODE: 16.0}  # `target_ongoing_requests` that serve a steady load well
 
 
-class InvalidSimulation(ValueError):
-    """What was asked for cannot be simulated."""
+class InvalidComparison(ValueError):
+    """A comparison that cannot be simulated."""
 
 
 @dataclass(frozen=True)
 class ScalingCase:
-    """What all are compared on."""
+    """The load and the targets on which all are compared."""
 
     shape: TrafficShape
     trace_file: Path | None
@@ -42,7 +42,7 @@ class ScalingCase:
 
     def __post_init__(self) -> None:
         if self.most < 2:
-            raise InvalidSimulation(f"--max-replicas {self.most}: there is nothing to scale; give 2 or more")
+            raise InvalidComparison(f"--max-replicas {self.most}: there is nothing to scale; give 2 or more")
 
 
 class AutoscalerRow(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class AutoscalerRow(msgspec.Struct, frozen=True):
 
 
 def compare(case: ScalingCase) -> list[AutoscalerRow]:
-    """Raises `InvalidTrace`. Shows its progress."""
+    """Run all simulations, and show the progress. Raises `InvalidTrace`."""
     world = SimulatedWorld(
         speed=SPEED,
         rates=CostRates(prefill_tokens_per_s=SPEED.prefill_tokens_per_s),
@@ -87,7 +87,7 @@ def table(rows: Sequence[AutoscalerRow]) -> Table:
 
 
 def _sizers(case: ScalingCase) -> list[Sizer]:
-    """New ones: each remembers what it has seen."""
+    """Make new sizers: each keeps the samples that it has seen."""
     plan = ScalePlan(
         fleets={role: Bounds(1, case.most) for role in (Role.PREFILL, Role.DECODE)},
         ttft_s=case.ttft_s,

@@ -1,5 +1,7 @@
-"""An application whose fleets change, in virtual time: the gateways' router, the engines' schedulers, the autoscaler
-itself; groups that take time to start, and drain before they end.
+"""A simulation of an application whose fleets change, in virtual time.
+
+The gateways' router, the engines' schedulers and the autoscaler are the real ones; groups take time to start, and drain
+before they end.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from .virtual_engine import (
     make_record,
 )
 
-TICK_S = 1.0  # as the directory's and the gateways' reports
+TICK_S = 1.0  # between reports, as in a cluster
 RETRY_S = 0.1  # of a request that finds no engine
 GATEWAY = "gateway"
 
 
 @dataclass(frozen=True)
 class SimulatedWorld:
-    """What groups are like. One group is one GPU here."""
+    """The speed and size of groups, and the targets. A group is one GPU here."""
 
     speed: Speed
-    rates: CostRates  # what the router believes of that speed
+    rates: CostRates  # the router's estimate of that speed
     start_s: float  # from the decision until a group serves
     num_blocks: int
     ttft_s: float  # targets, for the report
@@ -48,7 +50,7 @@ class SimulatedWorld:
 
 
 class ScalingOutcome(msgspec.Struct, frozen=True):
-    """Of one run."""
+    """The outcome of one run."""
 
     sizes: str
     num_requests: int
@@ -91,7 +93,7 @@ class _Served:
 
 @dataclass
 class _Counts:
-    """What the gateway reports."""
+    """The counts that the gateway reports."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -107,7 +109,7 @@ class _Counts:
 
 
 class AutoscalerSimulation:
-    """`run` once."""
+    """One simulation; `run` is called once."""
 
     def __init__(self, world: SimulatedWorld, sizer: Sizer) -> None:
         self._world, self._sizer = world, sizer
@@ -140,7 +142,7 @@ class AutoscalerSimulation:
     # ---- groups ----
 
     def _tick(self) -> None:
-        """Once a second: reports, a decision, and what follows from it."""
+        """Report, decide, and change the fleets, once a second."""
         sizes = self._sizer.sizes(self._time(), self._counts.report(), self._fleets())
         self._changes += self._last_sizes not in ({}, sizes)
         self._last_sizes = dict(sizes)
@@ -168,7 +170,7 @@ class AutoscalerSimulation:
         return fleets
 
     def _resize(self, role: Role, size: int) -> None:
-        """As Serve does: whoever has not started yet is stopped first, then the newest; ours has said who leaves."""
+        """Change a fleet as Serve does, which stops groups that have not started, then chosen ones, then the newest."""
         there = [group for group in self._groups.values() if group.role is role and not group.draining]
         for _ in range(size - len(there)):
             group = self._start(role)
@@ -187,7 +189,7 @@ class AutoscalerSimulation:
         return group
 
     def _serve(self, group: _Group) -> None:
-        if group.name not in self._groups:  # it was not wanted any more
+        if group.name not in self._groups:  # it was ended before it had started
             return
         world = self._world
         record = msgspec.structs.replace(make_record(self._num_started, group.role, world.num_blocks), node_id="node")

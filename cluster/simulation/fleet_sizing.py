@@ -1,4 +1,4 @@
-"""Who says how large fleets are in a simulation: the autoscaler, a fixed number, or Serve's default policy."""
+"""Deciders of fleet sizes in a simulation: the autoscaler, fixed numbers, or Serve's default policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, Scal
 
 @dataclass
 class SimulatedFleet:
-    """The groups of one role, and what each tells."""
+    """The groups of one role, and their reports."""
 
     groups: list[EngineGroup] = field(default_factory=list)
     pulses: dict[str, list[EnginePulse]] = field(default_factory=dict)
@@ -23,22 +23,26 @@ class SimulatedFleet:
 
 
 class Sizer(Protocol):
+    """Decides the sizes of fleets."""
+
     name: str
 
     def first(self) -> Mapping[Role, int]:
-        """Groups at the start."""
+        """Return the groups of each fleet at the start."""
         ...
 
     def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, SimulatedFleet]) -> Mapping[Role, int]:
-        """Asked once a second."""
+        """Decide the groups of each fleet, once a second."""
         ...
 
     def leaving(self, role: Role) -> list[str]:
-        """Groups that are to be stopped before others, if any are."""
+        """Return the groups that are to be stopped before others."""
         ...
 
 
 class FixedSizes:
+    """Sizes that never change."""
+
     def __init__(self, sizes: Mapping[Role, int]) -> None:
         self.name = "fixed " + " + ".join(str(size) for size in sizes.values())
         self._sizes = sizes
@@ -82,8 +86,8 @@ class Autoscaled:
 class OngoingRequests:
     """Ray Serve's default policy, for each fleet by itself: ongoing requests / `target_ongoing_requests`.
 
-    Applied where the same direction was wanted for the whole delay. Serve counts what is in its handles and replicas;
-    here, what is in the engines, and in the gateway for those that read prompts.
+    A change is made where its direction held for the whole delay. Serve counts the requests in its handles and
+    replicas; here, requests in the engines count, and for engines that read prompts those in the gateway.
     """
 
     def __init__(self, plan: ScalePlan, target_ongoing_requests: Mapping[Role, float]) -> None:
@@ -91,7 +95,9 @@ class OngoingRequests:
         self._plan, self._targets = plan, target_ongoing_requests
         self._sizes = {role: max(1, bounds.min_replicas) for role, bounds in plan.fleets.items()}
         self._ongoing: dict[Role, deque[tuple[float, int]]] = {role: deque() for role in plan.fleets}
-        self._since_s: dict[Role, tuple[int, float]] = {}  # which way a fleet wants to go, and since when
+        self._since_s: dict[
+            Role, tuple[int, float]
+        ] = {}  # the direction in which a fleet should change, and since when
 
     def first(self) -> Mapping[Role, int]:
         return dict(self._sizes)
@@ -113,11 +119,11 @@ class OngoingRequests:
             window.popleft()
         mean = sum(count for _, count in window) / len(window)
         desired = bounds.clip(max(1, math.ceil(mean / self._targets[role])))
-        way = (desired > size) - (desired < size)
-        if self._since_s.get(role, (0, 0.0))[0] != way:
-            self._since_s[role] = (way, now_s)
-        delay_s = self._plan.upscale_delay_s if way > 0 else self._plan.downscale_delay_s
-        if way and now_s - self._since_s[role][1] >= delay_s:
+        direction = (desired > size) - (desired < size)
+        if self._since_s.get(role, (0, 0.0))[0] != direction:
+            self._since_s[role] = (direction, now_s)
+        delay_s = self._plan.upscale_delay_s if direction > 0 else self._plan.downscale_delay_s
+        if direction and now_s - self._since_s[role][1] >= delay_s:
             del self._since_s[role]
             return desired
         return size

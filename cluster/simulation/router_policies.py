@@ -1,4 +1,4 @@
-"""Ways to choose engines: the gateway's router, and what it is compared with."""
+"""Routing policies: the gateway's router, and others to compare it with."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from baton.engine.core.messages import EngineRequest
 
 
 class Policy(Protocol):
-    """One gateway's choices. It hears what becomes of them."""
+    """Chooses engines for one gateway, and is told what becomes of its choices."""
 
     def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
-        """The engine that reads the prompt. It hands over if it is a prefill engine."""
+        """Choose the engine that reads the prompt. It hands over if it is a prefill engine."""
         ...
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
-        """The decode engine that goes on after a hand-off by `source`."""
+        """Choose the decode engine that goes on after a hand-off by `source`."""
         ...
 
     def sent(self, placement: Placement) -> None: ...
 
     def read(self, placement: Placement) -> None:
-        """The first token came."""
+        """Note that the first token came."""
         ...
 
     def ended(self, placement: Placement) -> None: ...
 
 
-class Blind:
-    """Chooses by what engines do, whatever the prompt is. `EngineView.outstanding` is all that it needs to hear."""
+class LoadOnly:
+    """Chooses by the engines' load, whatever the prompt is, and needs no more than `EngineView`."""
 
     def __init__(self, choose: Callable[[Sequence[EngineView]], EngineView]) -> None:
         self._choose = choose
@@ -60,15 +60,15 @@ class Blind:
     read = ended = sent
 
 
-def round_robin(first: int) -> Blind:
+def round_robin(first: int) -> LoadOnly:
     turns = itertools.count(first)
-    return Blind(lambda views: views[next(turns) % len(views)])
+    return LoadOnly(lambda views: views[next(turns) % len(views)])
 
 
-def power_of_two(seed: int) -> Blind:
-    """The less loaded one of two engines at random."""
+def power_of_two(seed: int) -> LoadOnly:
+    """Choose the less loaded one of two random engines."""
     rng = random.Random(seed)
-    return Blind(lambda views: min(rng.sample(views, min(2, len(views))), key=_num_requests))
+    return LoadOnly(lambda views: min(rng.sample(views, min(2, len(views))), key=_num_requests))
 
 
 class ExactPrefixes:
@@ -100,17 +100,17 @@ class ExactPrefixes:
 
 
 class ExactPools(ExactPrefixes):
-    """The gateway's own router, where engines tell what their pools have and not what their tiers have."""
+    """The gateway's own router, where engines report the blocks of their pools and not of their tiers."""
 
     def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
         return super().reader([msgspec.structs.replace(view, cached=PoolAlone(view.cached)) for view in views], request)
 
 
 class ApproximatePrefixes(ExactPrefixes):
-    """The same cost over a gateway's own memory of what it sent where: as routers do that hear nothing from engines.
+    """The same costs with a gateway's own record of the prompts that it sent, as in routers without engines' events.
 
-    For each engine it remembers as many blocks as the engine has room for, in tiers too; those that were sent least
-    recently go first.
+    For each engine it remembers as many blocks as the engine can hold, in tiers too; the least recently sent
+    are dropped first.
     """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
@@ -131,12 +131,12 @@ class ApproximatePrefixes(ExactPrefixes):
         return msgspec.structs.replace(view, cached=self._memory_of(view.record))
 
     def _memory_of(self, engine: EngineRecord) -> RememberedBlocks:
-        room = engine.num_blocks + engine.num_tier_blocks
-        return self._remembered.setdefault(engine_key(engine), RememberedBlocks(room))
+        capacity = engine.num_blocks + engine.num_tier_blocks
+        return self._remembered.setdefault(engine_key(engine), RememberedBlocks(capacity))
 
 
 class RememberedBlocks(CachedBlocks):
-    """What an engine was sent, in the place of what it has."""
+    """The blocks that an engine was sent, in the place of those that it has."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -152,7 +152,7 @@ class RememberedBlocks(CachedBlocks):
 
 
 class PoolAlone(CachedBlocks):
-    """Of what is known of an engine, what is in its pool, as of now."""
+    """The blocks in an engine's pool alone, as of now."""
 
     def __init__(self, known: CachedBlocks) -> None:
         super().__init__(0)

@@ -79,7 +79,7 @@ class _Gateway:
 
 
 class RouterSimulation:
-    """`run` once."""
+    """One simulation; `run` is called once."""
 
     def __init__(self, fleets: SimulatedFleets, policy: str, speed: Speed) -> None:
         self._time = VirtualTime()
@@ -181,7 +181,7 @@ def _p99(values: Sequence[float]) -> float:
 
 
 class InvalidSimulation(ValueError):
-    """What was asked for cannot be replayed."""
+    """A simulation that cannot be run."""
 
 
 class RouterRow(msgspec.Struct, frozen=True):
@@ -192,7 +192,7 @@ class RouterRow(msgspec.Struct, frozen=True):
 def compare(
     fleets: SimulatedFleets, shape: TrafficShape, trace_file: Path | None, policies: Collection[str]
 ) -> list[RouterRow]:
-    """Raises `InvalidSimulation` and `InvalidTrace`. Shows its progress."""
+    """Simulate all policies on all traffic, and show the progress. Raises `InvalidSimulation` and `InvalidTrace`."""
     _check(fleets, policies)
     traffic = _traffic(fleets, shape, trace_file)
     for name, arrivals in traffic.items():
@@ -210,7 +210,7 @@ def compare(
 
 
 def table(rows: Sequence[RouterRow]) -> Table:
-    """Columns of what there are none of are left out: restored tokens."""
+    """Tabulate the reports. The column of restored tokens is left out where there are none."""
     columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "hits", "busiest"]
     any_restored = any(row.report.restored_rate for row in rows)
     shown = Table(*columns, *(["restored"] if any_restored else []))

@@ -1,4 +1,4 @@
-"""Requests and when they come."""
+"""Traffic for simulations: requests with their times of arrival, from traces or at random."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestArrival:
 
 
 class TraceLine(msgspec.Struct):
-    """One request of a trace in Mooncake's format; other fields are ignored."""
+    """A request of a trace in Mooncake's format; other fields are ignored."""
 
     timestamp: float  # ms
     input_length: int
@@ -35,7 +35,7 @@ class InvalidTrace(ValueError):
 
 
 def trace(path: Path) -> list[RequestArrival]:
-    """Raises `InvalidTrace`."""
+    """Read a trace. Raises `InvalidTrace`."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -70,7 +70,7 @@ class TrafficShape:
 
 
 def unshared(shape: TrafficShape) -> list[RequestArrival]:
-    """No prompt has anything in common with another."""
+    """Make requests whose prompts have no common prefixes."""
     rng = random.Random(shape.seed)
     return [
         RequestArrival(
@@ -81,7 +81,7 @@ def unshared(shape: TrafficShape) -> list[RequestArrival]:
 
 
 def shared(shape: TrafficShape, *, num_systems: int, num_conversations: int) -> list[RequestArrival]:
-    """Conversations: each prompt is one of a few system prompts, all that was said before, and something new.
+    """Make conversations: each prompt is one of a few system prompts, the conversation so far, and something new.
 
     Half of the mean prompt is the system prompt; which one follows Zipf's law, so one of them is hot. A conversation
     that has grown to twice the mean begins anew.
@@ -101,7 +101,7 @@ def shared(shape: TrafficShape, *, num_systems: int, num_conversations: int) -> 
 
 
 def tides(shape: TrafficShape, *, period_s: float, low: float = 0.1) -> list[RequestArrival]:
-    """Days: the rate follows a cosine from `low` of the mean to as much above it, and begins at its lowest."""
+    """Make days: the rate follows a cosine from `low` of the mean to as much above it, and begins at its lowest."""
 
     def rate_at(at_s: float) -> float:
         return 1 - (1 - low) * math.cos(2 * math.pi * at_s / period_s)
@@ -110,7 +110,7 @@ def tides(shape: TrafficShape, *, period_s: float, low: float = 0.1) -> list[Req
 
 
 def bursts(shape: TrafficShape, *, every_s: float, lasting_s: float, times: float) -> list[RequestArrival]:
-    """A rate that is now and then so many times as high. It begins with the low one; `rate_per_s` is the mean."""
+    """Make bursts, in which the rate is `times` as high. It begins with the low one; `rate_per_s` is the mean."""
     share = lasting_s / every_s
     low = 1 / (1 - share + share * times)
 
@@ -121,7 +121,7 @@ def bursts(shape: TrafficShape, *, every_s: float, lasting_s: float, times: floa
 
 
 def _changing(shape: TrafficShape, rate_at: Callable[[float], float], highest: float) -> list[RequestArrival]:
-    """Unshared prompts; `rate_at` and its `highest` value are shares of the mean."""
+    """Make unshared prompts; `rate_at` and its `highest` value are shares of the mean rate."""
     rng, at_s = random.Random(shape.seed), 0.0
     arrivals: list[RequestArrival] = []
     while len(arrivals) < shape.num_requests:

@@ -1,4 +1,4 @@
-"""Engines without devices: real schedulers, whose steps take the time that a formula says."""
+"""Engines without devices: real schedulers, whose steps take the time that a formula gives."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from baton.engine.core.tiers import KVTiers
 
 from .traffic import VOCAB_SIZE
 
-NEWS_PERIOD_S = 0.25  # as `engines.news.STATS_PERIOD_S`
+STATUS_PERIOD_S = 0.25  # as `engines.status_publisher.STATS_PERIOD_S`
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a step and of a link. Defaults: an 8B model on an H200, in round numbers."""
+    """Times of steps and links. Defaults: an 8B model on an H200, in round numbers."""
 
     step_s: float = 0.0025  # reads the weights once
     row_s: float = 0.00004  # each request that decodes reads its own KV
@@ -46,14 +46,14 @@ class Speed:
     disk_tokens_per_s: float = 40_000.0
 
     def of(self, plan: StepPlan) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
         tokens = sum(chunk.num_tokens for chunk in plan.chunks) - rows
         return max(self.step_s, tokens / self.prefill_tokens_per_s) + rows * self.row_s
 
 
 class VirtualTime:
-    """Calls in the order of their times."""
+    """A clock that makes calls in the order of their times."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -67,7 +67,7 @@ class VirtualTime:
         heapq.heappush(self._calls, (self.now_s + delay_s, next(self._count), call))
 
     def run(self) -> None:
-        """Until nothing is left to call."""
+        """Make all calls, until none is left."""
         while self._calls:
             self.now_s, _, call = heapq.heappop(self._calls)
             call()
@@ -138,8 +138,10 @@ class VirtualConnector:
 
 
 class VirtualEngine:
-    """One engine. Gateways know of it what it last told: all of them every `NEWS_PERIOD_S` while it works, and when
-    that begins and ends; each one with every token that it gets.
+    """One engine. Gateways know its last status.
+
+    All of them get it every `STATUS_PERIOD_S` while it works, and when work begins and ends; each of them gets it with
+    every token.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class VirtualEngine:
         publish: Callable[[EngineOutput], None],
         tiers: KVTiers | None = None,
     ) -> None:
-        """Whoever makes the tiers calls `wake` when something has happened there."""
+        """`tiers` must call `wake` when a copy is done."""
         self.record = record
         self.prompt_tokens = 0  # computed, those of repeated chunks too
         self.busy_s = 0.0
@@ -169,7 +171,7 @@ class VirtualEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """As of now; gateways do not know it yet."""
+        """Return the present statistics, which gateways do not know yet."""
         return self._scheduler.stats()
 
     @property
@@ -181,7 +183,7 @@ class VirtualEngine:
         return EngineView(self.record, self._heard.get(gateway, self._stats), outstanding, None, self._cached)
 
     def heard_by(self, gateway: int) -> None:
-        """It has got tokens, and what is told along with them."""
+        """Give a gateway the statistics that come with its tokens."""
         self._heard[gateway] = self._with_tokens
 
     def add(self, request: EngineRequest) -> None:
@@ -189,7 +191,7 @@ class VirtualEngine:
         self.wake()
 
     def wake(self) -> None:
-        """There is something new for it."""
+        """Wake the engine: it has something to do."""
         if not self._busy:
             self._busy = True
             self._tell()
@@ -212,7 +214,7 @@ class VirtualEngine:
     def _settle(self, plan: StepPlan) -> None:
         outputs = self._scheduler.settle(result_of(plan))
         self._with_tokens = self._scheduler.stats()
-        if self._time() - self._told_at_s >= NEWS_PERIOD_S:
+        if self._time() - self._told_at_s >= STATUS_PERIOD_S:
             self._tell()
         for output in outputs:
             self._publish(output)
@@ -227,7 +229,7 @@ class VirtualEngine:
 
 
 def make_record(rank: int, role: Role, num_blocks: int, num_tier_blocks: int = 0) -> EngineRecord:
-    """Eight engines a node."""
+    """Make the record of an engine; there are eight a node."""
     name = f"{role}-{rank}"
     return EngineRecord(
         engine_id=name,

@@ -1,4 +1,4 @@
-"""KV tiers without memory or files: the index is that of real ones, and copies take the time that a formula says."""
+"""KV tiers without memory or files: the index is the real one, and copies take the time that a formula gives."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ class VirtualTiers(IndexedTiers):
         return Restored(job.copy_id, len(job.moves), reads)
 
     def _seconds(self, move: Move) -> float:
-        """Of the slower place that it touches; what goes by way of the host's memory is as slow as the disk."""
+        """Return the seconds of a move, which the slower of its two places decides."""
         return self._block_s[Tier.DISK if Tier.DISK in (move.source, move.target) else Tier.HOST]

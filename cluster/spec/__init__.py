@@ -1,4 +1,4 @@
-"""What an application is made of, from the words of a config file to what is asked of Ray and of the engines."""
+"""The settings of an application: read from files, checked, and turned into requests to Ray and the engines."""
 
 from .application import NOT_AN_ENGINES, REPLICA_CPUS, Bundle, FleetSpec
 from .files import DEFAULT_NAME, applications_in_file, has_model, load_spec, load_specs, read_mapping, specs_in_file

@@ -1,4 +1,4 @@
-"""What an application is made of: the `args` of a Serve config file, checked before anything starts.
+"""The settings of one application: the `args` of a Serve config file, checked before anything starts.
 
 model: configs/demo/model
 model_id: baton-demo
@@ -31,14 +31,14 @@ from .validation_errors import StrictModel, unknown_key
 
 SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
 MOST_WORKERS = 16_384  # of one application: each is a process with a device
-REPLICA_CPUS = 0.1  # what a group's control plane books beside its ranks
+REPLICA_CPUS = 0.1  # that a group's control plane reserves beside its ranks
 
 Bundle = dict[str, float]  # Ray's resources by name
 
-# What decides the layout and the contents of KV blocks: engines that differ in it could not hand blocks to each other.
+# These decide the layout and the contents of KV blocks: engines that differ in one could not hand blocks to each other.
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
 
-# Arguments of an engine that works alone, which in an application others decide.
+# Arguments of a single engine that an application decides elsewhere.
 NOT_AN_ENGINES = {
     "model": "all fleets serve one model; set the top-level `model`",
     "tokenizer": "gateways tokenize, with the tokenizer in the model's folder",
@@ -47,10 +47,10 @@ NOT_AN_ENGINES = {
 
 
 class FleetSpec(StrictModel):
-    """One application: a model, its gateways and its engines. Build it with `load_spec`, whose errors read better."""
+    """One application: a model, its gateways and its engines. Build it with `load_spec`, which words errors better."""
 
     model: str
-    model_id: str = ""  # what clients call it; by default the folder's name
+    model_id: str = ""  # by which clients name it; by default the folder's name
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL
     gateway: GatewaySpec = GatewaySpec()
     engine: dict[str, Any] = {}
@@ -136,16 +136,16 @@ class FleetSpec(StrictModel):
 
     @property
     def num_workers(self) -> int:
-        """Processes with a device: all ranks of all groups."""
+        """Count the processes with a device: all ranks of all groups."""
         return sum(self.num_workers_of(role) for role in self.fleets.present)
 
     def num_workers_of(self, role: Role) -> int:
-        """At most, where the fleet is scaled."""
+        """Count the workers of one fleet; the most where it is scaled."""
         return self.fleets.present[role].bounds.max_replicas * self.engine_config(role).world_size
 
     @property
     def scale_plan(self) -> ScalePlan | None:
-        """None: every fleet has a fixed size."""
+        """Return the autoscaler's settings; None where every fleet has a fixed size."""
         if self.autoscaling is None:
             return None
         settings = self.autoscaling.model_dump()
@@ -155,11 +155,11 @@ class FleetSpec(StrictModel):
 
     @property
     def scales_from_zero(self) -> bool:
-        """Whether a request may find nobody to write its answer, and has to wait for who will be."""
+        """Tell whether a request may find no engine that writes answers, and has to wait for one to start."""
         return not any(role.writes_answers and fleet.bounds.min_replicas for role, fleet in self.fleets.present.items())
 
     def num_gateways(self, nodes: int) -> int:
-        """Of the whole application, on so many nodes with ranks that write answers."""
+        """Count the gateways, given the number of nodes with ranks that write answers."""
         match self.load_balancing:
             case LoadBalancing.INTERNAL:
                 return self.gateway.replicas
@@ -169,11 +169,11 @@ class FleetSpec(StrictModel):
                 return sum(self.num_ranks(role) for role in self.fleets.present if role.writes_answers)
 
     def num_ranks(self, role: Role) -> int:
-        """Engines of this fleet, at most: the data-parallel ranks of all its groups."""
+        """Count the engines of this fleet, at most: the data-parallel ranks of all its groups."""
         return self.fleets.present[role].bounds.max_replicas * self.engine_config(role).data_parallel_size
 
     def first_rank(self, role: Role) -> int:
-        """The fleets follow each other in the order of `Fleets.present`, each with the ranks of all its groups."""
+        """Return the first rank of a fleet. Ranks count through the groups of all fleets, in the order of `present`."""
         first = 0
         for other in self.fleets.present:
             if other is role:
@@ -182,7 +182,7 @@ class FleetSpec(StrictModel):
         return first
 
     def gpus_of(self, role: Role, cluster_gpus: float) -> float:
-        """How many GPUs Ray must reserve for one worker of this role, in a cluster that has `cluster_gpus` in all."""
+        """Return the GPUs that Ray must reserve for a worker of this role, in a cluster with `cluster_gpus` in all."""
         given = self.fleets.present[role].num_gpus
         if given is not None:
             return given
@@ -190,21 +190,22 @@ class FleetSpec(StrictModel):
         return 1.0 if device == "cuda" or (device == "auto" and cluster_gpus > 0) else 0.0
 
     def bundle_of(self, role: Role, cluster_gpus: float) -> Bundle:
-        """What one worker of this role reserves with Ray."""
+        """Return the resources that one worker of this role reserves with Ray."""
         fleet = self.fleets.present[role]
         wanted = {"CPU": fleet.num_cpus, "GPU": self.gpus_of(role, cluster_gpus), **fleet.resources}
         return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": SMALLEST_AMOUNT}
 
     def bundles_of(self, role: Role, cluster_gpus: float) -> list[Bundle]:
-        """What one group reserves with Ray: a bundle a rank, and in the first one room for its control plane as well:
-        so this is on the machine of a rank wherever they are.
+        """Return the bundles that one group reserves with Ray: one a rank.
+
+        The first also has the CPUs of the group's control plane, so that this is on the machine of a rank.
         """
         rank = self.bundle_of(role, cluster_gpus)
         first = {**rank, "CPU": round(rank.get("CPU", 0.0) + REPLICA_CPUS, 4)}  # as fine as Ray counts
         return [first] + [rank] * (self.engine_config(role).world_size - 1)
 
     def missing_capacity(self, free: Mapping[str, float], total: Mapping[str, float]) -> str:
-        """Why a cluster with so much of each resource cannot place all engines now; empty where it may."""
+        """Explain why a cluster with these resources cannot place all engines now; empty where it may."""
         needs: defaultdict[str, float] = defaultdict(float)
         for role, fleet in self.fleets.present.items():
             for bundle in self.bundles_of(role, total.get("GPU", 0.0)) * fleet.first_replicas:
@@ -223,7 +224,7 @@ class FleetSpec(StrictModel):
         )
 
     def missing_gpus(self, cluster_gpus: float) -> str:
-        """Why a cluster with so many GPUs cannot place all engines; empty where it can."""
+        """Explain why a cluster with so many GPUs cannot place all engines; empty where it can."""
         ranks = {
             role: fleet.first_replicas * self.engine_config(role).world_size
             for role, fleet in self.fleets.present.items()
@@ -240,7 +241,7 @@ class FleetSpec(StrictModel):
         )
 
     def missing_markers(self, cluster: Mapping[str, float]) -> str:
-        """Why a cluster with these resources has no place for some fleet; empty where it has."""
+        """Explain which resources of the fleets no node of a cluster has; empty where all are there."""
         missing = (
             f"fleets.{role}.resources: no node has {name}; start Ray with it on those that the fleet belongs on "
             f"(ray start --resources='{{\"{name}\": 1}}')"
@@ -251,7 +252,7 @@ class FleetSpec(StrictModel):
         return "\n".join(missing)
 
     def transfer_settings(self) -> TransferSettings:
-        """How blocks are handed over. Raises `ValueError` that names the setting."""
+        """Return the settings of hand-offs. Raises `ValueError` that names the setting."""
         for name in self.transfer:
             if name not in TransferSettings.__struct_fields__:
                 raise ValueError(f"transfer: {unknown_key(name, list(TransferSettings.__struct_fields__))}")
@@ -262,7 +263,7 @@ class FleetSpec(StrictModel):
             raise ValueError(f"transfer.{name.rstrip('`')}: {message}" if at else f"transfer: {error}") from None
 
     def engine_config(self, role: Role) -> EngineConfig:
-        """The arguments of one engine of this role. Raises `ValueError` that names the argument."""
+        """Return the arguments of one engine of this role. Raises `ValueError` that names the argument."""
         own = self.fleets.present[role].engine
         for where, args in (("engine", self.engine), (f"fleets.{role}.engine", own)):
             for name, reason in NOT_AN_ENGINES.items():

@@ -1,4 +1,4 @@
-"""`deployments` of an application in a Serve config file: what Serve sets on top of what we ask of it.
+"""The `deployments` of an application in a Serve config file, with which Serve overrides options of our deployments.
 
 The number of replicas is a fleet's, and can so be changed while it serves (docs/operate/scaling.md). Anything else
 would undo what follows from `args`: where ranks are, how long they drain, what the autoscaler decides.
@@ -15,7 +15,7 @@ from .validation_errors import InvalidSpec, unknown_key
 
 GATEWAY = "gateway"
 SIZE = "num_replicas"
-INSTEAD = {  # of args, `{}` being the fleet's or the gateways' place there
+INSTEAD = {  # settings in `args`; `{}`: the fleet or the gateways there
     "autoscaling_config": "give fleets.*.min_replicas and max_replicas, and `autoscaling`",
     "graceful_shutdown_timeout_s": "give {}.drain_timeout_s",
     "max_ongoing_requests": "give gateway.max_inflight_requests",
@@ -26,9 +26,9 @@ INSTEAD = {  # of args, `{}` being the fleet's or the gateways' place there
 
 
 def with_sizes_of(args: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The arguments with as many replicas as Serve is to start. Raises `InvalidSpec` for what it must not change.
+    """Return the arguments with the sizes given in `deployments`. Raises `InvalidSpec` for options it must not change.
 
-    What is wrong with `args` itself is left for `load_spec` to refuse.
+    Errors of `args` itself are left for `load_spec` to refuse.
     """
     sized, seen = dict(args), set[str]()
     for index, given in enumerate(deployments):

@@ -1,4 +1,4 @@
-"""Where applications are written down, and where their models are."""
+"""Reads applications from files, and finds their models' folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_NAME = "baton"  # of an application whose file gives none
 
 
 def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec:
-    """The application that these arguments describe; its `model` is an absolute path.
+    """Check arguments and return the application that they describe; its `model` is an absolute path.
 
     Without `needs_model` the folder may be on other machines only. Raises `InvalidSpec`.
     """
@@ -36,7 +36,7 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
 
 
 def find_model_folder(model: str) -> Path:
-    """A relative folder is looked up from the current folder, then from Baton's checkout (for the demo).
+    """Find a model's folder. A relative one may be in the current folder or in Baton's checkout (for the demo).
 
     Raises `InvalidSpec`.
     """
@@ -53,12 +53,12 @@ def find_model_folder(model: str) -> Path:
 
 
 def has_model(model: str) -> bool:
-    """Whether the folder is on this machine."""
+    """Tell whether the folder is on this machine."""
     return any(map(_has_config, _model_folders(model)))
 
 
 def _has_config(folder: Path) -> bool:
-    """Tells whether it is a model's folder, be it one whose links lead nowhere."""
+    """Tell whether it is a model's folder, be it one whose links lead nowhere."""
     file = folder / "config.json"
     return file.is_file() or file.is_symlink()
 
@@ -69,7 +69,7 @@ def _model_folders(model: str) -> list[Path]:
 
 
 def specs_in_file(path: Path, *, model: str | None = None, needs_model: bool = True) -> dict[str, FleetSpec]:
-    """The applications of a file by name, built. `model` takes the place of theirs; see `load_spec` for `needs_model`.
+    """Load the applications of a file, by name. `model` replaces theirs; `load_spec` explains `needs_model`.
 
     Raises `InvalidSpec`.
     """
@@ -79,7 +79,7 @@ def specs_in_file(path: Path, *, model: str | None = None, needs_model: bool = T
 def load_specs(
     content: Mapping[str, Any], *, model: str | None = None, needs_model: bool = True
 ) -> dict[str, FleetSpec]:
-    """`specs_in_file` of what a file says."""
+    """Load applications as `specs_in_file` does, from the content of a file."""
     own = {} if model is None else {"model": model}
     specs, problems = {}, []
     given = _applications_of(content)
@@ -95,9 +95,9 @@ def load_specs(
 
 
 class _Application(pydantic.BaseModel):
-    """One of a Serve config file, as far as it concerns us: Serve itself judges the rest."""
+    """One application of a Serve config file, with the keys that Baton reads: Serve checks the rest."""
 
-    name: str = "default"  # as Serve calls it
+    name: str = "default"  # Serve's default
     import_path: str
     args: dict[str, Any] = {}
     deployments: list[dict[str, Any]] = []
@@ -108,8 +108,9 @@ class _ServeFile(pydantic.BaseModel):
 
 
 def applications_in_file(path: Path) -> dict[str, dict[str, Any]]:
-    """The arguments of Baton's applications in a Serve config file by name, with the sizes that it gives under
-    `deployments`, or those of the one that the file holds alone. Raises `InvalidSpec`.
+    """Return the arguments of Baton's applications in a file, by name. Raises `InvalidSpec`.
+
+    The file is a Serve config, whose sizes under `deployments` count, or holds the arguments of one application.
     """
     return _applications_of(read_mapping(path))
 
@@ -141,7 +142,7 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a file of settings says. Raises `InvalidSpec`."""
+    """Read a file of settings. Raises `InvalidSpec`."""
     try:
         content = read_yaml(path.read_text())
     except OSError as error:

@@ -29,12 +29,12 @@ class GatewaySpec(StrictModel, GatewaySettings):
     resources: Resources = {}
 
     def settings(self, gateway_id: str) -> GatewaySettings:
-        """The limits of the gateway with this identity."""
+        """Return the settings of the gateway with this identity."""
         limits = {name: getattr(self, name) for name in GatewaySettings.model_fields}
         return GatewaySettings(**{**limits, "gateway_id": gateway_id})
 
     def keys(self) -> list[str]:
-        """That open now; the file is read on this machine. Raises `InvalidSpec` where it gives none."""
+        """Return the API keys that are valid now; their file is read here. Raises `InvalidSpec` where it gives none."""
         try:
             return [*self.api_keys, *(read_key_file(self.api_keys_file) if self.api_keys_file else [])]
         except InvalidKeys as error:
@@ -72,7 +72,7 @@ class KVTierSpec(StrictModel, TierSettings):
 
 
 class Fleet(StrictModel):
-    """Engines of one role. `replicas` counts groups, never ranks: what is said of a worker holds for each rank."""
+    """Engines of one role. `replicas` counts groups, never ranks; settings of a worker hold for each rank."""
 
     replicas: int = Field(1, ge=1)  # where it is scaled, see `min_replicas`: at the start
     min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is scaled, see `autoscaling`
@@ -91,20 +91,20 @@ class Fleet(StrictModel):
 
     @property
     def bounds(self) -> Bounds:
-        """Groups at least and at most."""
+        """Return the least and the most groups."""
         if self.max_replicas is None:
             return Bounds(self.replicas, self.replicas)
         return Bounds(0 if self.min_replicas is None else self.min_replicas, self.max_replicas)
 
     @property
     def spelled(self) -> str:
-        """How many groups, for people."""
+        """Return the number of groups, for people."""
         low, high = self.bounds.min_replicas, self.bounds.max_replicas
         return str(low) if low == high else f"{low} to {high}"
 
     @property
     def first_replicas(self) -> int:
-        """Groups at the start."""
+        """Return the number of groups at the start."""
         return self.replicas if "replicas" in self.model_fields_set else self.bounds.clip(self.bounds.min_replicas)
 
     @model_validator(mode="after")
@@ -124,7 +124,7 @@ class Fleet(StrictModel):
 
     @property
     def markers(self) -> list[str]:
-        """Resources of which so little is asked that they say where the fleet belongs rather than count something."""
+        """Return the resources of which less than one is asked: these mark nodes for the fleet, rather than count."""
         return [name for name, amount in self.resources.items() if 0 < amount < 1]
 
 
@@ -147,6 +147,6 @@ class Fleets(StrictModel):
 
     @property
     def present(self) -> dict[Role, Fleet]:
-        """In the order of ranks."""
+        """Return the fleets that are given, in the order of their ranks."""
         fleets = {Role.UNIFIED: self.unified, Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         return {role: fleet for role, fleet in fleets.items() if fleet is not None}

@@ -22,22 +22,22 @@ class RayCluster:
 
 
 def is_ray_cluster(content: Mapping[str, Any]) -> bool:
-    """Whether a file describes machines, not what runs on them: Ray takes none without this key."""
+    """Tell whether a file describes a Ray cluster rather than applications: Ray requires this key."""
     return "cluster_name" in content
 
 
 def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
-    """Asks no cloud and no machine. Raises `InvalidSpec` where `ray up` would refuse it."""
+    """Check a cluster file, and ask no cloud or machine. Raises `InvalidSpec` where `ray up` would refuse it."""
     import jsonschema
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    logging.getLogger("ray.autoscaler").setLevel(logging.WARNING)  # it tells what it fills in
+    logging.getLogger("ray.autoscaler").setLevel(logging.WARNING)  # it logs the defaults that it fills in
     provider = content.get("provider")
     if not (isinstance(provider, Mapping) and "type" in provider):
         raise InvalidSpec("provider: give `type: local`, `aws` or another that Ray knows, and what belongs to it")
     told = io.StringIO()
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):  # what it refuses, it raises as well
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):  # it raises what it prints, too
             config = prepare_config(dict(content))
             validate_config(config)
     except jsonschema.ValidationError as error:

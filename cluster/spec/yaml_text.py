@@ -1,4 +1,4 @@
-"""YAML as people write it by hand: what its readers let pass in silence is refused."""
+"""A strict reader of YAML written by hand: it refuses mistakes that other readers let pass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TOO_DEEP = "is no YAML that can be read: it is nested too deeply"
 
 @dataclass(frozen=True)
 class _Extent:
-    """Of a value that holds no anchor any more."""
+    """The size of a value with its anchors written out."""
 
     values: int = 1
     levels: int = 1
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: others take the last, so the first is lost without a word.
+    """Refuses a key that a mapping has twice, of which other readers drop the first in silence.
 
     It looks at what is written, before anchors are merged into it (`<<`): keys that replace merged ones are no mistake.
     """
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Raises `InvalidSpec` with the place."""
+    """Parse a text of YAML. Raises `InvalidSpec` with the place."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -63,10 +63,10 @@ def read_yaml(text: str) -> Any:
 
 
 def _check_extent(root: yaml.Node) -> None:
-    """A few lines of anchors that hold each other many times can stand for more than any memory holds, and one may hold
-    itself. Whoever reads the content later would follow every one of them. Takes time in what is written only.
+    """Refuse anchors that contain themselves, and content that is too large with its anchors written out.
 
-    Raises `InvalidSpec`.
+    A few lines of anchors that contain each other many times can stand for more than any memory holds. The check takes
+    time in proportion to the text. Raises `InvalidSpec`.
     """
     extents: dict[int, _Extent] = {}
     open_nodes: set[int] = set()

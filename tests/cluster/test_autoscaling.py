@@ -16,21 +16,21 @@ from typer.testing import CliRunner
 
 from baton.cluster.autoscaling.load import (
     FIRST_TOKEN_S,
+    CounterSums,
     FleetLoad,
     GatewayLoad,
-    Loads,
-    Meter,
+    LoadReports,
     Sample,
     bucket_of,
     percentile,
 )
-from baton.cluster.autoscaling.policy import Moment, decide, wishes_of
+from baton.cluster.autoscaling.policy import Moment, decide, desired_sizes
 from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
 from baton.cluster.cli.main import app
 from baton.cluster.contracts import Bounds, DirectorySnapshot, EngineGroup, EnginePulse, Role, ScalePlan
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.serve_policy import groups_to_have
+from baton.cluster.serve_policy import target_replicas
 from baton.cluster.simulation.autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
 from baton.cluster.simulation.fleet_sizing import Autoscaled, FixedSizes, Sizer
 from baton.cluster.simulation.traffic import RequestArrival, TrafficShape, bursts, tides
@@ -104,18 +104,18 @@ def samples(
 
 @pytest.mark.parametrize(("prompt_tokens", "groups"), [(100, 1), (500, 1), (1000, 2), (2400, 5), (99_999, 8)])
 def test_prefill_groups_follow_the_prompts_and_what_a_busy_group_reads(prompt_tokens: float, groups: int) -> None:
-    assert wishes_of(samples(prompt_tokens=prompt_tokens), PLAN)[P] == groups
+    assert desired_sizes(samples(prompt_tokens=prompt_tokens), PLAN)[P] == groups
 
 
 def test_a_gap_in_the_samples_is_bridged() -> None:
     """The directory's process was stopped, or its machine busy: what it decides then must not wait until it is old."""
     steady = samples(prompt_tokens=1000)
-    assert wishes_of([*steady[:4], steady[-1]], PLAN)[P] == 2
-    assert wishes_of([steady[0], steady[-1]], PLAN)[P] == 2
+    assert desired_sizes([*steady[:4], steady[-1]], PLAN)[P] == 2
+    assert desired_sizes([steady[0], steady[-1]], PLAN)[P] == 2
 
 
 def test_prompts_that_wait_ask_for_more_than_those_that_come() -> None:
-    assert wishes_of(samples(prompt_tokens=500, waiting=100), PLAN)[P] == 2
+    assert desired_sizes(samples(prompt_tokens=500, waiting=100), PLAN)[P] == 2
 
 
 def test_cached_prompts_are_no_work() -> None:
@@ -134,17 +134,17 @@ def test_cached_prompts_are_no_work() -> None:
         )
         for each in loads
     ]
-    assert wishes_of(loads, PLAN)[P] == wishes_of(half, PLAN)[P], "half of the tokens, and as many busy seconds"
+    assert desired_sizes(loads, PLAN)[P] == desired_sizes(half, PLAN)[P], "half of the tokens, and as many busy seconds"
 
 
 @pytest.mark.parametrize(("first_token_s", "groups"), [(0.9, 2), (1.6, 4), (100.0, 4)])
 def test_a_missed_target_asks_for_up_to_twice_as_many(first_token_s: float, groups: int) -> None:
     loads = samples(prompt_tokens=900, first_token_s=first_token_s, serving=2)
-    assert wishes_of(loads, PLAN)[P] == groups
+    assert desired_sizes(loads, PLAN)[P] == groups
 
 
 def test_a_target_that_long_prompts_miss_asks_for_nothing_where_engines_are_idle() -> None:
-    assert wishes_of(samples(prompt_tokens=100, first_token_s=5.0, serving=2), PLAN)[P] == 1
+    assert desired_sizes(samples(prompt_tokens=100, first_token_s=5.0, serving=2), PLAN)[P] == 1
 
 
 def test_a_target_that_was_missed_with_fewer_groups_is_no_longer_held_against_those_that_are_there() -> None:
@@ -158,21 +158,21 @@ def test_a_target_that_was_missed_with_fewer_groups_is_no_longer_held_against_th
         )
         for each in after
     ]
-    assert wishes_of(before, PLAN)[P] == 2
-    assert wishes_of([*before, *grown], PLAN)[P] == 2
+    assert desired_sizes(before, PLAN)[P] == 2
+    assert desired_sizes([*before, *grown], PLAN)[P] == 2
 
 
 def test_decode_groups_follow_the_steps_that_the_target_allows() -> None:
     """Steps of 5 ms and 1 ms a request may take 25 ms: 20 requests, 800 tokens a second."""
-    wish = wishes_of(samples(answer_tokens=2000, batches=(10, 20), step_s=0.005, row_s=0.001, serving=4), PLAN)
+    wish = desired_sizes(samples(answer_tokens=2000, batches=(10, 20), step_s=0.005, row_s=0.001, serving=4), PLAN)
     assert wish[D] == 3
 
 
 def test_steps_of_one_size_are_not_believed_to_grow() -> None:
     """Ten tokens in 15 ms, and nothing is known of larger batches: 667 tokens a second."""
-    wish = wishes_of(samples(answer_tokens=2000, batches=(10,), step_s=0.005, row_s=0.001, serving=4), PLAN)
+    wish = desired_sizes(samples(answer_tokens=2000, batches=(10,), step_s=0.005, row_s=0.001, serving=4), PLAN)
     assert wish[D] == 3
-    one = wishes_of(samples(answer_tokens=50, batches=(1,), step_s=0.005, row_s=0.001), PLAN)
+    one = desired_sizes(samples(answer_tokens=50, batches=(1,), step_s=0.005, row_s=0.001), PLAN)
     assert one[D] == 1
 
 
@@ -185,30 +185,30 @@ def test_decode_groups_follow_the_requests_that_come_though_prefill_does_not_kee
         )
         for each, new in zip(steady, [0] * 6 + [50, 100, 150, 200, 250], strict=True)
     ]
-    assert wishes_of(steady, PLAN)[D] == 1
-    assert wishes_of(more, PLAN)[D] == 2
+    assert desired_sizes(steady, PLAN)[D] == 1
+    assert desired_sizes(more, PLAN)[D] == 2
 
 
 def test_full_caches_ask_for_groups_whatever_was_computed() -> None:
-    assert wishes_of(samples(answer_tokens=10, used_blocks=300), PLAN)[D] == 4
+    assert desired_sizes(samples(answer_tokens=10, used_blocks=300), PLAN)[D] == 4
 
 
 def test_nothing_is_wished_for_before_something_was_measured() -> None:
-    assert wishes_of(samples(2), PLAN) == {}
+    assert desired_sizes(samples(2), PLAN) == {}
 
 
 # ---- hysteresis ----
 
 
-def moments(wishes: list[int], begin_s: float = 0.0) -> list[Moment]:
+def moments(desired: list[int], begin_s: float = 0.0) -> list[Moment]:
     at = Sample(0.0, GatewayLoad(inflight=1))
     return [
-        Moment(dataclasses.replace(at, at_s=begin_s + second), {P: wish, D: 1}) for second, wish in enumerate(wishes)
+        Moment(dataclasses.replace(at, at_s=begin_s + second), {P: wish, D: 1}) for second, wish in enumerate(desired)
     ]
 
 
-def decided(wishes: list[int], current: int) -> int:
-    return decide(moments(wishes), PLAN, len(wishes) - 1.0, {P: current, D: 1})[P]
+def decided(desired: list[int], current: int) -> int:
+    return decide(moments(desired), PLAN, len(desired) - 1.0, {P: current, D: 1})[P]
 
 
 def test_more_come_once_more_were_wanted_for_long_enough() -> None:
@@ -259,7 +259,7 @@ def test_an_answer_that_is_still_being_written_keeps_its_engines() -> None:
 
 
 def test_counters_of_processes_that_come_and_go_never_fall() -> None:
-    meter = Meter()
+    meter = CounterSums()
     for process, value in (("a", 5.0), ("b", 2.0), ("a", 7.0), ("a", 1.0)):
         meter.add("kind", process, (value,))
     assert meter.total("kind", 1) == (3.0,), "2 since the first report, and one that began again at 1"
@@ -293,7 +293,7 @@ def test_a_percentile_lies_within_its_bucket() -> None:
 
 
 def test_a_sample_sums_the_groups_that_are_there() -> None:
-    loads = Loads()
+    loads = LoadReports()
     for name, busy in (("a", 0.0), ("b", 5.0), ("a", 1.0), ("b", 7.0)):
         loads.hear_group(group_of(name, size=1), [EnginePulse(0.0, 3, 1, 0, busy)])
     assert loads.num_live("a") == 4
@@ -402,8 +402,8 @@ def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() 
             config=None,
         )
 
-    assert groups_to_have(wanted, context("a", "b")) == 2
-    assert groups_to_have(wanted, context("a")) == 1
+    assert target_replicas(wanted, context("a", "b")) == 2
+    assert target_replicas(wanted, context("a")) == 1
 
 
 # ---- in virtual time ----
