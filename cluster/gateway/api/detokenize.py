@@ -51,7 +51,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
-    mark: ChoicePosition | None = None  # the choice's position, if the stream is resumable
+    position: ChoicePosition | None = None  # the choice's position, if the stream is resumable
     timeline: TimelineReport | None = None  # in the last delta, if it was asked for
 
     @property

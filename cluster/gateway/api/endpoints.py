@@ -45,6 +45,9 @@ from .streams import ClientDisconnected, merge_streams, run_until_disconnect
 
 logger = logging.getLogger(__name__)
 
+SESSION_HEADER = "x-session-id"
+MAX_SESSION_ID_CHARS = 256
+
 
 @dataclass(frozen=True)
 class GatewayServices:
@@ -67,7 +70,7 @@ class _RequestContext:
     rank: int | None  # rank of the engine that the client asks for
     session_id: str | None
     started_s: float  # by `time.monotonic`
-    patience: RequestDeadlines
+    deadlines: RequestDeadlines
     last_event_id: str | None
     key_salt: str  # separates cached prefixes of API keys; "": shared with everyone
     min_priority: int  # the lowest that this client may ask for
@@ -89,51 +92,51 @@ class GenerationEndpoint:
         with gateway.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
             await self._serve(scope, receive, ResponseWriter(send))
 
-    async def _serve(self, scope: Scope, receive: Receive, answer: ResponseWriter) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         gateway = self._gateway
         limits, metrics = gateway.settings, gateway.metrics
         started_s = time.monotonic()
         http = Request(scope, receive)
         try:
-            patience = RequestDeadlines(limits, http.headers)
-            async with patience.limit():
+            deadlines = RequestDeadlines(limits, http.headers)
+            async with deadlines.limit():
                 with (
                     gateway.bodies.budget.reservation() as held,
                     await read_body(http, limits.max_body_bytes, held) as body,
                 ):
-                    call = self._call(http, started_s, patience)
-                    await run_until_disconnect(receive, self._generate(call, body, held, answer))
+                    context = self._context(http, started_s, deadlines)
+                    await run_until_disconnect(receive, self._generate(context, body, held, writer))
         except ApiError as error:
-            await self._fail(scope, answer, error)
+            await self._fail(scope, writer, error)
         except asyncio.CancelledError:  # the server ends, and its drain time is over
-            await self._fail(scope, answer, draining())
+            await self._fail(scope, writer, draining())
         except (ClientDisconnected, ClientDisconnect):
             if REFUSED not in scope:
                 metrics.disconnects.inc()
-            await answer.fail(ApiError(scope.get(REFUSED, CLIENT_CLOSED_REQUEST), "The client closed its connection."))
+            await writer.fail(ApiError(scope.get(REFUSED, CLIENT_CLOSED_REQUEST), "The client closed its connection."))
         except Exception:
             logger.exception("a fault of the gateway")
-            await self._fail(scope, answer, internal("The gateway failed to serve the request."))
+            await self._fail(scope, writer, internal("The gateway failed to serve the request."))
         finally:
-            self._ended(http, answer, started_s)
+            self._ended(http, writer, started_s)
 
-    def _call(self, http: Request, started_s: float, patience: RequestDeadlines) -> _RequestContext:
+    def _context(self, http: Request, started_s: float, deadlines: RequestDeadlines) -> _RequestContext:
         gateway, scope = self._gateway, http.scope
         return _RequestContext(
             request_id=request_id_of(scope),
             rank=pinned_rank(http.headers.get(PIN_HEADER), gateway.serving.client),
             session_id=session_id_of(http.headers.get(SESSION_HEADER)),
             started_s=started_s,
-            patience=patience,
+            deadlines=deadlines,
             last_event_id=http.headers.get(LAST_EVENT_ID_HEADER),
             key_salt=cache_salt_of_key(caller_of(scope).key) if gateway.settings.isolate_keys else "",
             min_priority=caller_of(scope).min_priority,
         )
 
-    def _ended(self, http: Request, answer: ResponseWriter, started_s: float) -> None:
+    def _ended(self, http: Request, writer: ResponseWriter, started_s: float) -> None:
         gateway, ended_s = self._gateway, time.monotonic()
         gateway.metrics.request_s.observe(ended_s - started_s)
-        timelines = [sequence.timeline for sequence in answer.sequences]
+        timelines = [sequence.timeline for sequence in writer.sequences]
         for timeline in timelines:
             if timeline.is_whole:
                 timeline.note(Stamp.LAST_BYTE, ended_s)
@@ -141,66 +144,70 @@ class GenerationEndpoint:
         if gateway.spans is not None:
             what: dict[str, str | int] = {
                 "baton.request_id": request_id_of(http.scope),
-                "http.response.status_code": answer.status,
+                "http.response.status_code": writer.status,
             }
             gateway.spans.record(http.scope["path"], http.headers, what, started_s, ended_s, timelines)
 
-    async def _fail(self, scope: Scope, answer: ResponseWriter, error: ApiError) -> None:
+    async def _fail(self, scope: Scope, writer: ResponseWriter, error: ApiError) -> None:
         """Send an error. If the client may retry, the error says whether GPU time was spent."""
         scope[FAILURE] = error
-        if answer.has_begun:
+        if writer.has_begun:
             self._gateway.metrics.stream_errors.labels(error.status).inc()
         if error.is_about_load and error.gpu_time_spent is None:
-            error.gpu_time_spent = any(sequence.gpu_time_spent for sequence in answer.sequences)
-        await answer.fail(error)
+            error.gpu_time_spent = any(sequence.gpu_time_spent for sequence in writer.sequences)
+        await writer.fail(error)
 
-    async def _generate(self, call: _RequestContext, body: Body, held: Reservation, answer: ResponseWriter) -> None:
+    async def _generate(self, context: _RequestContext, body: Body, held: Reservation, writer: ResponseWriter) -> None:
         gateway = self._gateway
-        prepared = await gateway.bodies.prepare(self._kind, body, call.key_salt, held)
-        if prepared.priority < call.min_priority:
-            raise priority_not_allowed(prepared.priority, call.min_priority)
-        told = StreamPosition.from_event_id(call.last_event_id, is_resumable=prepared.is_resumable)
-        job = self._job(prepared, call, told)
-        trail = ResumableStream(job, told) if prepared.is_resumable else None
-        gateway.admission.check_engines(reachable(gateway.serving.client, call.rank))
+        prepared = await gateway.bodies.prepare(self._kind, body, context.key_salt, held)
+        if prepared.priority < context.min_priority:
+            raise priority_not_allowed(prepared.priority, context.min_priority)
+        resumed_from = StreamPosition.from_event_id(context.last_event_id, is_resumable=prepared.is_resumable)
+        job = self._job(prepared, context, resumed_from)
+        resumable = ResumableStream(job, resumed_from) if prepared.is_resumable else None
+        gateway.admission.check_engines(reachable(gateway.serving.client, context.rank))
         gateway.metrics.prompt_tokens.inc(prepared.num_tokens)
         renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer, prepared.usage)
-        answer.sequences = self._sequences(job, call)
+        writer.sequences = self._sequences(job, context)
         choices = [
-            self._choice(job, index, each, call, trail, tells_timeline=prepared.tells_timeline)
-            for index, each in enumerate(answer.sequences)
+            self._choice(job, index, each, context, resumable, tells_timeline=prepared.tells_timeline)
+            for index, each in enumerate(writer.sequences)
         ]
         try:
             async with aclosing(merge_streams(choices)) as steps:
                 if prepared.streams:
-                    await answer.write_events(renderer, steps, trail)
+                    await writer.write_events(renderer, steps, resumable)
                 else:
-                    await answer.write_whole(renderer, steps)
+                    await writer.write_whole(renderer, steps)
         except ApiError as error:
-            error.rename(prepared.names)  # engines name fields as the wire does
+            error.rename(prepared.client_field_names)  # engines name fields as the wire does
             raise
 
-    def _job(self, prepared: PreparedRequest, call: _RequestContext, told: StreamPosition | None) -> GenerationJob:
+    def _job(
+        self, prepared: PreparedRequest, context: _RequestContext, resumed_from: StreamPosition | None
+    ) -> GenerationJob:
         """Return the job; for a resumed stream, the same one as before."""
         tokenizer = self._gateway.model.tokenizer
-        if told is None:
-            return GenerationJob.of(prepared, call.request_id, tokenizer)
+        if resumed_from is None:
+            return GenerationJob.of(prepared, context.request_id, tokenizer)
         self._gateway.metrics.resumed.inc()
-        prepared.sampling = msgspec.structs.replace(prepared.sampling, seed=told.seed)
-        return dataclasses.replace(GenerationJob.of(prepared, told.request_id, tokenizer), created=told.created)
+        prepared.sampling = msgspec.structs.replace(prepared.sampling, seed=resumed_from.seed)
+        return dataclasses.replace(
+            GenerationJob.of(prepared, resumed_from.request_id, tokenizer), created=resumed_from.created
+        )
 
-    def _sequences(self, job: GenerationJob, call: _RequestContext) -> list[ServedSequence]:
+    def _sequences(self, job: GenerationJob, context: _RequestContext) -> list[ServedSequence]:
         """Return a sequence for each choice. Choices of one prompt share its block names."""
-        admitted_s, patience = time.monotonic(), call.patience
+        admitted_s, deadlines = time.monotonic(), context.deadlines
         return [
             ServedSequence(
                 self._gateway.serving,
                 sequence,
-                Timeline(call.started_s, admitted_s),
+                Timeline(context.started_s, admitted_s),
                 job.block_names[index // job.sampling.n],
-                rank=call.rank,
-                session_id=call.session_id,
-                deadline=Deadline(patience.deadline_s, patience.is_clients),
+                rank=context.rank,
+                session_id=context.session_id,
+                deadline=Deadline(deadlines.deadline_s, deadlines.is_clients),
             )
             for index, sequence in enumerate(job.sequences)
         ]
@@ -210,47 +217,47 @@ class GenerationEndpoint:
         job: GenerationJob,
         index: int,
         served: ServedSequence,
-        call: _RequestContext,
-        trail: ResumableStream | None,
+        context: _RequestContext,
+        resumable: ResumableStream | None,
         *,
         tells_timeline: bool,
     ) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield the deltas of one choice."""
         model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
         text = SequenceDetokenizer(model.tokenizer, sequence.prompt_token_ids, job.sampling, job.shown_token_ids)
-        replay_filter = None if trail is None else trail.replay_filter(index)
-        pace = _TokenTimes(metrics, call, served.timeline)
+        replay_filter = None if resumable is None else resumable.replay_filter(index)
+        times = _TokenTimes(metrics, context, served.timeline)
         try:
             async with aclosing(served.outputs()) as outputs:
                 async for output in outputs:
-                    for part in (output,) if replay_filter is None else replay_filter.cut(output):
+                    for part in (output,) if replay_filter is None else replay_filter.split(output):
                         delta = text.push(part)
-                        pace.note(delta)
+                        times.note(delta)
                         if tells_timeline and delta.finish_reason is not None:
                             delta = msgspec.structs.replace(delta, timeline=served.timeline.report())
-                        yield delta if replay_filter is None else replay_filter.marked(delta, part)
+                        yield delta if replay_filter is None else replay_filter.with_position(delta, part)
                         if delta.finish_reason is not None:
                             metrics.finished.labels(model.model_id, delta.finish_reason).inc()
                             return
         finally:
-            metrics.generation_tokens.inc(pace.num_tokens)
+            metrics.generation_tokens.inc(times.num_tokens)
 
 
 class _TokenTimes:
     """Observes the latency of a choice's tokens."""
 
-    def __init__(self, metrics: GatewayMetrics, call: _RequestContext, timeline: Timeline) -> None:
+    def __init__(self, metrics: GatewayMetrics, context: _RequestContext, timeline: Timeline) -> None:
         self.num_tokens = 0
         self._metrics = metrics
-        self._call = call
+        self._context = context
         self._timeline = timeline
         self._last_s = 0.0
 
     def note(self, delta: ChoiceDelta) -> None:
         now_s = time.monotonic()
         if not self._last_s:
-            self._call.patience.first_token()
-            self._metrics.first_token_s.observe(now_s - self._call.started_s)
+            self._context.deadlines.first_token()
+            self._metrics.first_token_s.observe(now_s - self._context.started_s)
             if (queued_s := self._timeline.until_s(Stamp.PREFILL_STARTED)) is not None:
                 self._metrics.queue_s.observe(queued_s)
         elif delta.num_tokens:
@@ -261,17 +268,13 @@ class _TokenTimes:
         self.num_tokens += delta.num_tokens
 
 
-SESSION_HEADER = "x-session-id"
-MAX_LENGTH = 256
-
-
 def session_id_of(header: str | None) -> str | None:
     """Return the session that the client names, or None. Raises `ApiError` (400) if the name is empty or too long."""
     if header is None:
         return None
     session_id = header.strip()
-    if not 0 < len(session_id) <= MAX_LENGTH:
-        raise bad_request(SESSION_HEADER, f"{SESSION_HEADER!r} must have 1 to {MAX_LENGTH} characters.")
+    if not 0 < len(session_id) <= MAX_SESSION_ID_CHARS:
+        raise bad_request(SESSION_HEADER, f"{SESSION_HEADER!r} must have 1 to {MAX_SESSION_ID_CHARS} characters.")
     return session_id
 
 

@@ -80,8 +80,8 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     shows_prompt_logprobs: bool = False  # in the field `prompt_logprobs`; `echo` may need them as well
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
     parser_options: ParserOptions = ParserOptions()
-    asked: ResponseEcho | None = None  # of `/v1/responses`
-    names: dict[str, str] = {}  # an engine's field name -> the client's
+    response_echo: ResponseEcho | None = None  # of `/v1/responses`
+    client_field_names: dict[str, str] = {}  # an engine's field name -> the client's
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +104,7 @@ class GenerationJob:
     scores_only: bool = False
     parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
-    asked: ResponseEcho | None = None
+    response_echo: ResponseEcho | None = None
 
     @classmethod
     def of(cls, prepared: PreparedRequest, request_id: str, tokenizer: Tokenizer) -> GenerationJob:
@@ -122,7 +122,7 @@ class GenerationJob:
             prepared.scores_only,
             config,
             tokenizer.special_ids_of(config.marks),
-            prepared.asked,
+            prepared.response_echo,
         )
 
 

@@ -18,6 +18,14 @@ from ..errors import bad_request, field_name
 
 MAX_KEYS = 8192  # of one object
 MAX_KEY_CHARS = 4096
+MAX_DEPTH = 128
+MAX_DIGITS = 308  # of an integer, so that it is less than the largest double
+
+_SUSPECT = re.compile(
+    rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1)
+)  # a text without a match can only be too deep
+
+JsonPath = tuple[str | int, ...]  # keys and indices from the top
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -58,16 +66,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise bad_request(None, f"{name} is not a number in JSON.", "invalid_json")
-
-
-MAX_DEPTH = 128
-MAX_DIGITS = 308  # of an integer, so that it is less than the largest double
-
-_SUSPECT = re.compile(
-    rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1)
-)  # a text without a match can only be too deep
-
-JsonPath = tuple[str | int, ...]  # keys and indices from the top
 
 
 class JsonFault(NamedTuple):

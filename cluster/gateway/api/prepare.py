@@ -71,7 +71,7 @@ class Preparer:
             for tokens in prompts
         ]
         prepared = self._prepared(request, key_salt, prompts, limits, sampling)
-        prepared.names = client_names(request, sampling.structured_outputs, {})
+        prepared.client_field_names = client_names(request, sampling.structured_outputs, {})
         if not echo:
             return prepared
         decode = self._model.tokenizer.decode
@@ -111,7 +111,7 @@ class Preparer:
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
         prepared = self._prepared(request, key_salt, [tokens], [limit], sampling)
         prepared.parser_options = ParserOptions.of(parser_config(form, calls, reasoning))
-        prepared.names = client_names(request, sampling.structured_outputs, names)
+        prepared.client_field_names = client_names(request, sampling.structured_outputs, names)
         return prepared
 
     async def chat_tokens(self, request: ChatInput) -> list[int]:

@@ -46,12 +46,12 @@ class ResponseWriter:
     async def write(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def write_events(self, renderer: Renderer, steps: Steps, trail: ResumableStream | None) -> None:
+    async def write_events(self, renderer: Renderer, steps: Steps, resumable: ResumableStream | None) -> None:
         self._streaming = renderer
-        event = renderer.event if trail is None else partial(trail.event, renderer)
+        event = renderer.event if resumable is None else partial(resumable.event, renderer)
         async for step in steps:
             events = await _written(_num_logprobs(step), lambda: b"".join([event(*item) for item in step]))  # noqa: B023
-            if not self.has_begun and (events or trail is None):  # until then it may still become a 409
+            if not self.has_begun and (events or resumable is None):  # until then it may still become a 409
                 await self.begin(STREAM_HEADERS | _path_header([self.sequences[step[0][0]]]))
             if events:
                 await self.write(events)

@@ -94,7 +94,7 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
 
     @classmethod
     def in_progress(cls, job: GenerationJob, model_id: str) -> ResponseObject:
-        asked, sampling = job.asked, job.sampling
+        asked, sampling = job.response_echo, job.sampling
         assert asked is not None, "a request of this endpoint"
         return cls(
             id=f"resp_{job.request_id}",
@@ -132,8 +132,10 @@ async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: 
     except ApiError as error:
         error.rename(NAMES if error.param is None else {**NAMES, error.param: response_name(error.param)})
         raise
-    prepared.names = NAMES | {ours: response_name(theirs) for ours, theirs in prepared.names.items()}
-    prepared.asked = request.asked.echo()
+    prepared.client_field_names = NAMES | {
+        ours: response_name(theirs) for ours, theirs in prepared.client_field_names.items()
+    }
+    prepared.response_echo = request.asked.echo()
     return prepared
 
 

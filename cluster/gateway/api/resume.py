@@ -38,7 +38,7 @@ class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]  # chunks' ids derive from it
     created: Count
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**SEED_BITS - 1)]
-    marks: tuple[ChoicePosition, ...]  # of the choices
+    choices: tuple[ChoicePosition, ...]
 
     @classmethod
     def from_event_id(cls, event_id: str | None, *, is_resumable: bool) -> Self | None:
@@ -63,56 +63,56 @@ class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
 class ResumableStream:
     """The position of a stream, and the position that its client has already."""
 
-    def __init__(self, job: GenerationJob, told: StreamPosition | None) -> None:
+    def __init__(self, job: GenerationJob, resumed_from: StreamPosition | None) -> None:
         """Raises `ApiError` (400) for a position of another request."""
         fresh = tuple(ChoicePosition() for _ in job.sequences)
-        self._told = None if told is None else told.marks
-        self._at = told or StreamPosition(job.request_id, job.created, job.sequences[0].seed, fresh)
-        if len(self._at.marks) != len(fresh):
-            theirs, ours = len(self._at.marks), len(fresh)
+        self._client_has = None if resumed_from is None else resumed_from.choices
+        self._position = resumed_from or StreamPosition(job.request_id, job.created, job.sequences[0].seed, fresh)
+        if len(self._position.choices) != len(fresh):
+            theirs, ours = len(self._position.choices), len(fresh)
             message = f"{LAST_EVENT_ID_HEADER!r} is of a stream of {theirs} choices, and this request has {ours}."
             raise bad_request(LAST_EVENT_ID_HEADER, message, "invalid_event_id")
 
     def replay_filter(self, index: int) -> ReplayFilter:
-        return ReplayFilter(ChoicePosition() if self._told is None else self._told[index])
+        return ReplayFilter(ChoicePosition() if self._client_has is None else self._client_has[index])
 
     def event(self, renderer: Renderer, index: int, delta: ChoiceDelta) -> bytes:
         """Return the renderer's events with the position behind them; empty if the client has them already."""
-        assert delta.mark is not None, "each delta of a resumable stream is marked"
-        if self._told is not None and not delta.mark.is_after(self._told[index]):
+        assert delta.position is not None, "each delta of a resumable stream has a position"
+        if self._client_has is not None and not delta.position.is_after(self._client_has[index]):
             renderer.event(index, delta)  # the renderer counts tokens and tracks open items
             return b""
-        marks = list(self._at.marks)
-        marks[index] = delta.mark
-        self._at = msgspec.structs.replace(self._at, marks=tuple(marks))
-        return renderer.event(index, delta, self._at.encode())
+        choices = list(self._position.choices)
+        choices[index] = delta.position
+        self._position = msgspec.structs.replace(self._position, choices=tuple(choices))
+        return renderer.event(index, delta, self._position.encode())
 
 
 class ReplayFilter:
     """Splits the outputs of a choice into tokens, and checks those that the client has already."""
 
-    def __init__(self, told: ChoicePosition) -> None:
-        self._told = told
-        self._mark = ChoicePosition()
+    def __init__(self, sent: ChoicePosition) -> None:
+        self._client_has = sent
+        self._position = ChoicePosition()
 
-    def cut(self, output: EngineOutput) -> list[EngineOutput]:
+    def split(self, output: EngineOutput) -> list[EngineOutput]:
         """Split an output into tokens, so that the events are the same however the tokens arrived."""
         if len(output.token_ids) <= 1:
             return [output]
         return [_part(output, at) for at in range(len(output.token_ids))]
 
-    def marked(self, delta: ChoiceDelta, output: EngineOutput) -> ChoiceDelta:
+    def with_position(self, delta: ChoiceDelta, output: EngineOutput) -> ChoiceDelta:
         """Return a delta with the choice's position behind it.
 
         Raises `ApiError` (409) if its tokens are not those that the client has already.
         """
-        mark = self._mark = self._mark.after(output.token_ids, is_whole=delta.finish_reason is not None)
-        told = self._told
-        arrives = mark.num_tokens == told.num_tokens > 0 and len(output.token_ids) > 0
-        if (arrives and mark != told) or (mark.is_whole and mark.num_tokens < told.num_tokens):
+        position = self._position = self._position.after(output.token_ids, is_whole=delta.finish_reason is not None)
+        sent = self._client_has
+        arrives = position.num_tokens == sent.num_tokens > 0 and len(output.token_ids) > 0
+        if (arrives and position != sent) or (position.is_whole and position.num_tokens < sent.num_tokens):
             message = "The tokens of the stream cannot be generated again as they were. Send the request anew."
             raise ApiError(409, message, type="conflict", code="stream_diverged")
-        return msgspec.structs.replace(delta, mark=mark)
+        return msgspec.structs.replace(delta, position=position)
 
 
 def _part(output: EngineOutput, at: int) -> EngineOutput:

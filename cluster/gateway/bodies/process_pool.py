@@ -43,6 +43,7 @@ TIMEOUT_S = 10  # CPU time for one body: the largest that can be served take 1 t
 MEMORY_BYTES = 1 << 30  # beyond what a process takes before its first body
 MAX_WAITING = 256  # orders, for each process
 RETRY_S = 2.0
+HEAVY_BYTES = 1 << 20
 
 
 class OutcomeCounter(Protocol):
@@ -254,9 +255,6 @@ def _drop(exchange: asyncio.Task[tuple[AnswerReply | PreparedReply, int]]) -> No
     """Close the file of a reply that nobody waits for any more."""
     if not exchange.cancelled() and exchange.exception() is None:
         os.close(exchange.result()[1])
-
-
-HEAVY_BYTES = 1 << 20
 
 
 class SmallestFirstQueue:

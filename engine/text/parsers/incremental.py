@@ -9,6 +9,8 @@ from typing import ClassVar
 
 from .output_parser import ContentPart, OutputPart, ToolCallArguments, ToolCallStart
 
+# Blanks between the parts of a mark. A possible mark is matched again with each piece of text, so they are bounded.
+BLANKS = r"\s{0,99}+"
 Step = Callable[[bool], list[OutputPart]]
 
 
@@ -100,10 +102,6 @@ class BracketTracker:
             self._seen = len(text)
             return None
         return self._seen + end
-
-
-# Blanks between the parts of a mark. A possible mark is matched again with each piece of text, so they are bounded.
-BLANKS = r"\s{0,99}+"
 
 
 def first_mark(text: str, *marks: str) -> tuple[int, str] | None:

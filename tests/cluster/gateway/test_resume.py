@@ -139,12 +139,12 @@ def test_an_output_is_cut_into_its_tokens() -> None:
         return EngineOutput(request_id="", token_ids=tokens, logprobs=logprobs, **fields)
 
     last = {"finish_reason": FinishReason.STOP, "stop_token_id": 5}
-    first, second, third = ReplayFilter(ChoicePosition()).cut(output([3, 4, 5], num_cached_tokens=9, **last))
+    first, second, third = ReplayFilter(ChoicePosition()).split(output([3, 4, 5], num_cached_tokens=9, **last))
     assert first == output([3], num_cached_tokens=9)
     assert second == output([4])
     assert third == output([5], **last)
     whole = output([5], num_cached_tokens=9, **last)
-    assert ReplayFilter(ChoicePosition()).cut(whole) == [whole]
+    assert ReplayFilter(ChoicePosition()).split(whole) == [whole]
 
 
 def test_a_checksum_does_not_depend_on_how_the_tokens_came() -> None:
