@@ -70,6 +70,7 @@ lint: $(VENV)/.dev
 	@mkdir -p build/namespace/baton
 	@$(foreach folder,$(PACKAGES),ln -sfn $(CURDIR)/$(folder) build/namespace/baton/$(folder);)
 	$(BIN)/mypy
+	$(BIN)/mypy tools/*.py
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
 

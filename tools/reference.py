@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import typer
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from baton.cluster.cli.eval import eval_app
 from baton.cluster.cli.main import app as baton_app
@@ -55,14 +56,12 @@ def cli_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def leaves(
-    command: typer.core.TyperCommand | typer.core.TyperGroup, path: str
-) -> Iterator[tuple[str, typer.core.TyperCommand]]:
+def leaves(command: object, path: str) -> Iterator[tuple[str, TyperCommand]]:
     """Yield each command that does something, with the words that name it."""
-    if isinstance(command, typer.core.TyperGroup):
+    if isinstance(command, TyperGroup):
         for name, each in command.commands.items():
             yield from leaves(each, f"{path} {name}")
-    else:
+    elif isinstance(command, TyperCommand):
         yield path, command
 
 
@@ -70,17 +69,14 @@ def anchor(heading: str) -> str:
     return heading.replace(" ", "-")
 
 
-def summary(command: typer.core.TyperCommand) -> str:
+def summary(command: TyperCommand) -> str:
     return cell((command.help or "").partition("\n\n")[0])
 
 
-def section(path: str, command: typer.core.TyperCommand) -> str:
+def section(path: str, command: TyperCommand) -> str:
     """Return a command's part of the page: what its help says, and its parameters as a table."""
-    rows = [
-        (f"`{spelling(each)}`", default_of(each), cell(each.help or ""))
-        for each in command.params
-        if each.name != "help"
-    ]
+    params = [each for each in command.params if isinstance(each, TyperArgument | TyperOption) and each.name != "help"]
+    rows = [(f"`{spelling(each)}`", default_of(each), cell(each.help or "")) for each in params]
     said = [paragraph(part) for part in (command.help or "").split("\n\n")]
     return "\n\n".join([f"## {path}", *said, *([table(("", "default", ""), rows)] if rows else [])])
 
@@ -92,13 +88,13 @@ def paragraph(text: str) -> str:
     return "\n".join(textwrap.wrap(plain(text), 120, break_long_words=False, break_on_hyphens=False))
 
 
-def spelling(param: typer.core.TyperArgument | typer.core.TyperOption) -> str:
-    if isinstance(param, typer.core.TyperArgument):
+def spelling(param: TyperArgument | TyperOption) -> str:
+    if isinstance(param, TyperArgument):
         return str(param.name).upper()
     return ", ".join([*param.opts, *param.secondary_opts])
 
 
-def default_of(param: typer.core.TyperArgument | typer.core.TyperOption) -> str:
+def default_of(param: TyperArgument | TyperOption) -> str:
     """Return the default: what the code has, or else what the help says of it in brackets."""
     said = re.search(r"\[default: ([^\]]*)\]", param.help or "")
     if said:
@@ -149,7 +145,7 @@ def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
         for family in collector.collect():
             labels = getattr(family, "_labelnames", None) or getattr(collector, "_labelnames", ())
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            yield name, family.type, tuple(labels), family.documentation
+            yield name, family.type, tuple(labels or ()), family.documentation
 
 
 def row(name: str, kind: str, labels: tuple[str, ...], help_text: str, *, without: list[str]) -> tuple[str, ...]:
@@ -173,7 +169,7 @@ def routes() -> Iterator[tuple[str, str, str]]:
     """Yield path, methods, and whether a request without a key is refused."""
     client = SimpleNamespace(engines=list, listed=lambda: DirectorySnapshot(1, [], []), counters=ClientCounters)
     settings = GatewaySettings(api_keys=["key"])
-    gateway = create_app(client, ServedModel.from_folder(MODEL), settings)  # type: ignore[arg-type]
+    gateway = create_app(client, ServedModel.from_folder(MODEL), settings)
     caller = TestClient(gateway, raise_server_exceptions=False)
     for route in gateway.router.routes:
         assert isinstance(route, Route)

@@ -20,9 +20,8 @@ from baton.cluster.spec.files import load_specs
 from baton.engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    path for path in sorted(ROOT.rglob("*.md")) if not {".venv", "build", "dist"} & set(path.relative_to(ROOT).parts)
-]
+FOLDERS = ("docs", "configs", "helm", "cluster", "engine", "kernels", "kv_transfer")
+PAGES = [ROOT / "README.md", *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 DEMO = str(ROOT / "configs/demo/model")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
