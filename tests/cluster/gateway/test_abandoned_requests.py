@@ -116,7 +116,7 @@ class World:
 
     async def check_nothing_is_left(self) -> None:
         cluster, loads = self.cluster, self.serving.router.loads
-        assert not [engine.streams for engine in cluster.members if engine.streams], "no leg, at once"
+        assert not [engine.streams for engine in cluster.members if engine.streams], "no attempt, at once"
         cluster.wire.hold = False
         for engine in cluster.members:
             engine.running.set()
