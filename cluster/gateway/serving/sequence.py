@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 TOKENS = SequenceEvent.TOKENS  # a name of its own: looked up for each token
 NO_OUTPUT = EngineOutput(request_id="")  # of an event that no output is the cause of
+OUT_OF_TURN = "An engine answered out of turn."
 POLL_S = 0.02  # between looks for an engine that can take a sequence, while there is none
 
 
@@ -122,7 +123,7 @@ class ServedSequence:
         row = SEQUENCE_TABLE.get((self.state, event))
         if row is None:
             logger.error("%s: %r while it is %s", self._request.request_id, event.value, self.state.name)
-            raise internal("An engine answered out of turn.")
+            raise internal(OUT_OF_TURN)
         self.state = row.next_state
         for effect in row.effects:
             await self._perform(effect, output)

@@ -18,7 +18,7 @@ from baton.cluster.gateway.routing.breaker import Breakers, BreakerSettings
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.context import ServingContext
-from baton.cluster.gateway.serving.sequence import ServedSequence
+from baton.cluster.gateway.serving.sequence import OUT_OF_TURN, ServedSequence
 from baton.cluster.gateway.serving.timeline import Timeline
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
@@ -104,9 +104,12 @@ class World:
         )
         outputs = ServedSequence(self.serving, request, Timeline(0.0, 0.0)).outputs()
         async with contextlib.aclosing(outputs):
-            with contextlib.suppress(ApiError):
+            try:
                 async for _ in outputs:
                     pass
+            except ApiError as error:
+                if error.message == OUT_OF_TURN:  # the sequence's table lacks a pair that can occur
+                    raise
 
     async def abandon(self) -> None:
         for client in self.clients:
