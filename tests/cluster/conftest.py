@@ -1,4 +1,4 @@
-"""With this file here, pytest lets the folders below import this folder's helpers; and the other way round."""
+"""Makes pytest put this folder on the path, so that the folders below can import its helpers, and the reverse."""
 
 import sys
 from pathlib import Path

@@ -65,7 +65,7 @@ class Cluster:
         assert self._line() == "deployed"
 
     def scale(self, **replicas: int) -> None:
-        """As an operator does it without an upgrade: Serve's own section of the file."""
+        """Change sizes as an operator does without an upgrade, in Serve's own section of the file."""
         deployments = [{"name": name, "num_replicas": count} for name, count in replicas.items()]
         self.config["applications"][0]["deployments"] = deployments
         self.deploy()
@@ -120,7 +120,7 @@ class Load:
 
 
 async def answer_to(cluster: Cluster, question: Question) -> str:
-    """The whole text of a greedy stream. Raises what `openai` raises."""
+    """Return the whole text of a greedy stream. Raises what `openai` raises."""
     client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120.0)
     async with client:
         stream = await client.completions.create(
@@ -137,7 +137,7 @@ async def answer_to(cluster: Cluster, question: Question) -> str:
 
 
 def ask_undisturbed(cluster: Cluster, *, seed: int, count: int, longest: int) -> list[Question]:
-    """Questions of 60 to `longest` tokens whose answers begin with the right value, with these answers."""
+    """Return questions of 60 to `longest` tokens whose answers begin with the right value, with these answers."""
     rng = random.Random(seed)
     asked = [Question(*make_question(rng, rng.randrange(60, longest))) for _ in range(count)]
 
@@ -180,7 +180,7 @@ async def load_on(cluster: Cluster, questions: list[Question], streams: int = 5)
 
 
 def roles(ranks: list[dict[str, Any]]) -> Counter[str]:
-    """Of engines that stay."""
+    """Count the roles of engines that stay."""
     return Counter(rank["role"] for rank in ranks if not rank["draining"] and rank["reachable"])
 
 

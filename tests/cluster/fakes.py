@@ -82,7 +82,7 @@ class CountingEngine:
         return bool(self.running) and self.hold.is_set()
 
     def store(self, block_hash: bytes) -> None:
-        """As if a request had filled a block. Only while nothing runs."""
+        """Store a block as if a request had filled it. To be called only while nothing runs."""
         self.cached[block_hash] = 0
         self._log.stored(block_hash)
 

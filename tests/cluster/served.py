@@ -23,7 +23,7 @@ READY_S = 120.0  # generous: other tests may share the two cores
 
 
 class Server:
-    """One `baton serve` process, and every process below it that was ever seen."""
+    """A `baton serve` process, and every process below it that was ever seen."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
         self.process = process
@@ -36,7 +36,7 @@ class Server:
         return self._log.read_text()
 
     def look(self) -> list[Process]:
-        """All processes below it now."""
+        """Return all processes below it now."""
         below = descendants(self.process.pid)
         self.seen |= set(below)
         return below
@@ -45,11 +45,11 @@ class Server:
         return dict(httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json())
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Those that the gateway reaches."""
+        """Return the ranks that the gateway reaches."""
         return [rank for rank in self.table()["data"] if rank["reachable"]]
 
     def counted(self, metric: str) -> float:
-        """Summed over its labels."""
+        """Return the sum of a metric over its labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric))
 
@@ -57,17 +57,17 @@ class Server:
         return next(rank for rank in self.ranks() if rank["role"] == role)
 
     def processes_named(self, title: str) -> list[Process]:
-        """Those that Ray calls so, the newest first."""
+        """Return the processes to which Ray gave this name, the newest first."""
         titles = {process: Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in self.look()}
         found = [process for process, name in titles.items() if name.startswith(title)]
         return sorted(found, key=lambda process: -process.started_ticks)
 
     def process_named(self, title: str) -> Process:
-        """The newest process that Ray calls so."""
+        """Return the newest process to which Ray gave this name."""
         return self.processes_named(title)[0]
 
     def gcs_address(self) -> str:
-        """Where its Ray cluster can be joined."""
+        """Return the address of its Ray cluster."""
         for process in self.look():
             words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
             found = [word.partition("=")[2] for word in words if word.startswith("--gcs-address=")]
@@ -76,7 +76,7 @@ class Server:
         raise AssertionError("no Ray process tells where its cluster is")
 
     def logs(self) -> Path:
-        """The folder of its Ray cluster's logs."""
+        """Return the folder of its Ray cluster's logs."""
         for process in self.look():
             words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
             found = [Path(word.partition("=")[2]) for word in words if word.startswith(("--log_dir=", "--logs-dir="))]
@@ -85,7 +85,7 @@ class Server:
         raise AssertionError("no Ray process tells where its logs are")
 
     def log_lines(self, pattern: str) -> list[str]:
-        """The lines of all logs of this name."""
+        """Return the lines of all logs of this name."""
         return [line for file in self.logs().glob(pattern) for line in file.read_text().splitlines()]
 
     def wait_until_whole(self, roles: list[str], timeout_s: float = READY_S) -> None:
@@ -99,7 +99,7 @@ class Server:
 
 
 def is_clean(rank: dict[str, Any]) -> bool:
-    """Whether this engine is idle and nothing of it is stranded."""
+    """Tell whether this engine is idle and holds nothing that is stranded."""
     stats = rank["stats"]
     busy = ("running", "waiting", "waiting_for_kv")
     return (
@@ -111,7 +111,7 @@ def is_clean(rank: dict[str, Any]) -> bool:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float, otherwise: str | Callable[[], str]) -> None:
-    """Waits until the condition holds. What the network says meanwhile counts as no."""
+    """Wait until the condition holds. Errors of the network meanwhile count as no."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(httpx.HTTPError):
@@ -123,7 +123,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float, otherwise: str |
 
 
 def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") -> Path:
-    """A Serve config of ours with another name and port, and leases and hangs that a test can wait for.
+    """Write a Serve config with another name and port, and with short timeouts of leases and hangs.
 
     In float32: what an answer is must not depend on what else was in its batch, and in bfloat16 the last bits do.
     """
@@ -147,7 +147,7 @@ def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") 
 
 @contextlib.contextmanager
 def baton_serve(config: Path, port: int, *options: str) -> Iterator[Server]:
-    """Starts `baton serve --config` and waits until it is ready. Whatever it started is gone afterwards."""
+    """Start `baton serve --config`, and wait until it is ready. All that it started is gone afterwards."""
     log = config.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What engines and gateways make of addresses: those of IPv6, and strangers who have found one. No Ray."""
+"""Addresses of engines and gateways: IPv6, and strangers who have found one. No Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Serve is told of an application: sizes, places, and how long each part gets to leave. Without Ray."""
+"""The options of an application's deployments in Serve: sizes, placement, and time to leave. Without Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEMO = Path(__file__).parents[2] / "configs/demo/model"
 
 @pytest.fixture
 def deployed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Builds an application on a cluster with two GPUs; its deployments by name."""
+    """Build an application on a cluster with two GPUs; return its deployments by name."""
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
 
     def build(**args: Any) -> dict[str, serve.Deployment]:

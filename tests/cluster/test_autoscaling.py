@@ -1,4 +1,4 @@
-"""What the autoscaler measures and decides, and what comes of it in virtual time. Without Ray."""
+"""The autoscaler's measurements and decisions, and their outcome in virtual time. Without Ray."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def samples(
     waiting: int = 0,
     used_blocks: int = 0,
 ) -> list[Sample]:
-    """A steady load: ten requests a second, of these tokens in all, on groups that behave by a formula."""
+    """Make samples of a steady load: ten requests a second, of these tokens in all, on groups that follow a formula."""
     first = [0.0] * (len(FIRST_TOKEN_S) + 1)
     at, taken, gateways, prefill, decode = begin_s, [], GatewayLoad(inflight=1), FleetLoad(), FleetLoad()
     for second in range(seconds):

@@ -18,7 +18,7 @@ BLOCK_BYTES = 16 * 4 * 6 * 2 * 2 * 64  # of the demo model: tokens x float32 x l
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """What makes the decode fleet grow is the room for KV: unlike latencies, it does not depend on the machine."""
+    """Start an application whose decode fleet grows by its KV blocks: unlike latencies, they fit any machine."""
     cluster = Cluster(tmp_path_factory.mktemp("autoscaled"), answer_tokens=100)
     fleets = cluster.args["fleets"]
     for fleet, most in ((fleets["prefill"], 1), (fleets["decode"], 2)):

@@ -15,7 +15,7 @@ ONE = f"model: {MODEL}\nfleets: {{unified: {{}}}}\n"
 
 
 def application(name: str, fleets: str) -> str:
-    """One of a Serve config file's list."""
+    """Make one application of a Serve config file."""
     return f"- name: {name}\n  import_path: baton.cluster.app:build_app\n  args: {{model: {MODEL}, fleets: {fleets}}}\n"
 
 

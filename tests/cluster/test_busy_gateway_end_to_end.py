@@ -26,7 +26,7 @@ START_S = 120.0
 
 
 def main(port: int) -> None:
-    """In a process of its own: a Ray cluster, a directory and one gateway. A line on stdin is an order, one on stdout
+    """Run a Ray cluster, a directory and one gateway in a process. A line on stdin is an order, one on stdout
     what has come of it.
     """
     import ray
@@ -69,7 +69,7 @@ def main(port: int) -> None:
             seen.append((snapshot.num_kept, [gateway.identity for gateway in snapshot.gateways]))
 
     def keep_alive() -> None:
-        """A directory that knows of no engine ends, and the gateway with it."""
+        """Keep the directory alive: one that knows of no engine ends, and the gateway with it."""
         while True:
             directory.application_lives.remote()
             time.sleep(2.0)

@@ -81,7 +81,7 @@ def test_serve_refuses_a_port_in_use(model: Path) -> None:
 
 @pytest.fixture
 def claimed(model: Path, request: pytest.FixtureRequest) -> Iterator[int]:
-    """A port that another `baton serve` has claimed, at the address of the parameter, but where nobody listens yet."""
+    """Claim a port as another `baton serve` does, at the address of the parameter, without listening at it."""
     port = free_port()
     with claimed_ports(on_port(model, port, request.param)):
         yield port

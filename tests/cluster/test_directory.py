@@ -1,4 +1,4 @@
-"""Who is alive, without Ray: the list under the directory actor, and how its members keep it alive."""
+"""The list of members under the directory actor, and the heartbeats that keep it alive. Without Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def members(clock: Clock) -> Membership:
 
 
 def alone(engine_id: str, *, epoch: int = 1, rank: int = -1) -> EngineGroup:
-    """A group of one engine."""
+    """Make a group of one engine."""
     return group_of(engine_id, size=1, epoch=epoch, rank=rank)
 
 
@@ -157,7 +157,7 @@ def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: 
 
 
 def test_a_group_that_leaves_goes_on_leaving_where_the_directory_has_forgotten_it(members: Membership) -> None:
-    """One that restarted, or that was cut off from the group: it was not told to stay."""
+    """A directory that restarted, or was cut off from the group, must not ask it to stay."""
     members.add_group(alone("a").with_draining(True))
     assert members.heard("a", 1) is Standing.LEAVE
     members.ask_to_leave("a", False)
@@ -224,7 +224,7 @@ def test_a_directory_whose_members_have_left_is_soon_alone(clock: Clock) -> None
 
 
 def test_a_directory_that_is_cut_off_from_its_members_waits_until_ray_would_have_ended_them(clock: Clock) -> None:
-    """Its successor has another cluster key: who comes back could not talk to those that start then."""
+    """Its successor has another cluster key: members that come back could not talk to new ones."""
     liveness = AppLiveness(clock)
     liveness.lost()
     clock.now_s = LOST_S

@@ -84,7 +84,7 @@ async def test_a_member_whose_heartbeat_is_lost_registers_again(directory: Handl
 
 
 async def test_a_directory_whose_clock_is_behind_its_predecessors_is_heard() -> None:
-    """It restarted on another machine: its versions begin at that machine's time."""
+    """The directory restarted on another machine: its versions begin at that machine's time."""
 
     class Nobody:
         async def watch(self, version: int) -> DirectorySnapshot:
@@ -98,7 +98,7 @@ async def test_a_directory_whose_clock_is_behind_its_predecessors_is_heard() -> 
 
 
 def test_the_process_that_asks_for_another_waits_no_longer_than_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would stay on the machine for good, one more for each call that was lost."""
+    """The process would stay on the machine for good, one more for each call that was lost."""
     waited: list[float] = []
 
     def get(_: object, *, timeout: float) -> None:

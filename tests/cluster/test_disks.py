@@ -1,4 +1,4 @@
-"""How full disks are named."""
+"""Names of full disks in errors and warnings."""
 
 from __future__ import annotations
 

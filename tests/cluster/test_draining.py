@@ -1,4 +1,4 @@
-"""How engines leave: nobody chooses them, what they have ends, the rest is handed back. Without Ray."""
+"""Draining engines: no gateway chooses them, their requests end, the rest is returned. Without Ray."""
 
 from __future__ import annotations
 

@@ -53,12 +53,12 @@ def client(server: Server) -> openai.AsyncOpenAI:
 
 
 def prompt_of(number: int) -> str:
-    """From 20 to 300 tokens, none a prefix of another's."""
+    """Make a prompt of 20 to 300 tokens, none a prefix of another."""
     return f"# {number}\n" + "def fox(lazy, dog):\n    return lazy + dog\n" * (1 + number % 16)
 
 
 async def answer_to(client: openai.AsyncOpenAI, number: int, max_tokens: int) -> str:
-    """The streamed text of a greedy answer."""
+    """Return the streamed text of a greedy answer."""
     stream = await client.completions.create(
         model="baton-demo",
         prompt=prompt_of(number),
@@ -144,7 +144,7 @@ def test_status_tells_programs_every_field_that_the_page_for_operators_names_and
 
 
 def keys_in(value: Any) -> Iterator[str]:
-    """Of all mappings, at any depth."""
+    """Return the keys of all mappings, at any depth."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
@@ -269,7 +269,7 @@ asyncio.run(ask())
 
 
 def test_a_process_that_missed_where_the_directory_is_reaches_it_all_the_same(server: Server) -> None:
-    """As one is that was cut off while Ray told everybody."""
+    """A process misses the address that was cut off while Ray announced it."""
     command = [sys.executable, "-c", OUT_OF_REACH, server.gcs_address()]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -286,7 +286,7 @@ print(*(application.status.value for application in serve.status().applications.
 
 
 def serve_status(server: Server) -> str:
-    """What Serve's controller says of the application."""
+    """Return the status of the application by Serve's controller."""
     command = [sys.executable, "-c", SERVE_STATUS, server.gcs_address()]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -432,7 +432,7 @@ def num_sockets(pid: int) -> int:
 
 
 async def _keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Event) -> list[str | openai.APIError]:
-    """Asks the same again and again; at least once."""
+    """Ask the same again and again; at least once."""
     results: list[str | openai.APIError] = []
     while not results or not stop.is_set():
         try:
@@ -444,7 +444,7 @@ async def _keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Ev
 
 
 def server_gateways(url: str) -> set[int]:
-    """The processes of an application's gateways."""
+    """Return the processes of an application's gateways."""
     table = httpx.get(f"{url}/v1/cluster/ranks").raise_for_status().json()
     return {gateway["pid"] for gateway in table["gateways"]}
 

@@ -1,4 +1,4 @@
-"""What gateways and replicas know of an engine, whatever falls into one turn of its step loop. No Ray."""
+"""The engine's state as gateways and replicas know it, whatever falls into one turn of its step loop. No Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE_S = 20.0  # of a machine that has much else to do
 
 
 class HeldEngine(CountingEngine):
-    """Once `stop_at_stats` is set, its step loop waits in the next look at its state."""
+    """An engine whose step loop waits at the next look at its state, once `stop_at_stats` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ async def connect(served: tuple[EngineServer, EngineRecord]) -> AsyncIterator[Ca
 
 @pytest.fixture
 async def client(connect: Callable[..., ZmqEngineClient]) -> ZmqEngineClient:
-    """It has heard from the engine."""
+    """Return a client that has heard from the engine."""
     client = await connect("gateway-a")
     await until(lambda: num_running(client) == 0)
     return client
@@ -114,7 +114,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def tokens_until_gone(stream: RequestStream) -> tuple[list[int], bool]:
-    """What came, and whether the engine went rather than that it ended the answer."""
+    """Return the tokens, and whether the stream ended since the engine was gone."""
     tokens: list[int] = []
     try:
         async for output in stream:
@@ -125,7 +125,7 @@ async def tokens_until_gone(stream: RequestStream) -> tuple[list[int], bool]:
 
 
 def num_running(client: ZmqEngineClient) -> int | None:
-    """As that gateway knows."""
+    """Return the number of running requests that the gateway knows."""
     views = client.engines()
     return views[0].stats.num_requests_running if views and views[0].stats else None
 
@@ -133,7 +133,7 @@ def num_running(client: ZmqEngineClient) -> int | None:
 async def test_a_gateway_that_only_the_directory_lost_goes_on_hearing_of_the_engine(
     connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """What it heard last may be that the queue is full: it would refuse its clients, ask nothing, and never know."""
+    """Its last status may tell of a full queue: it would refuse its clients, send nothing, and never learn better."""
     server, record = served
     lost, other = await connect("gateway-a"), await connect("gateway-b")
     await until(lambda: num_running(lost) == num_running(other) == 0)
@@ -152,7 +152,7 @@ async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
     engine: HeldEngine,
     served: tuple[EngineServer, EngineRecord],
 ) -> None:
-    """To a gateway that said hello between the two: the engine's state is what all the others know already."""
+    """A gateway that said hello between the two must hear of it, though the others know the state already."""
     server, record = served
     engine.hold.clear()
     engine.hang.clear()
@@ -187,7 +187,7 @@ async def test_a_request_counts_while_it_goes_from_the_socket_into_the_engine(
 async def test_a_stream_whose_last_holder_is_another_thread_is_aborted(
     client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """The collector of garbage runs wherever it is time for it, as in the thread that tokenizes."""
+    """The garbage collector runs in any thread, as in the one that tokenizes."""
     engine.hold.clear()
     holders = [client.submit(served[1], make_request("a"))]
     await until(lambda: "a" in engine.running)
@@ -233,7 +233,7 @@ async def test_the_last_words_of_an_engine_are_heard_however_late_the_gateway_lo
 async def test_a_connection_that_breaks_is_not_made_anew_behind_the_gateways_back(
     connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """What the engine had sent meanwhile is lost, and what it sends next would be taken for what follows."""
+    """Messages sent meanwhile are lost, and later ones would be taken for their successors."""
     with SilentProxy(served[1].address) as proxy:
         record = msgspec.structs.replace(served[1], address=proxy.address)
         client = await connect("gateway-a", record)
@@ -263,7 +263,7 @@ async def test_a_connection_that_is_refused_is_tried_again(
 async def test_an_engine_that_waits_for_a_requests_blocks_says_nothing_until_they_have_come(
     connect: Callable[..., ZmqEngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To say so would take the moment in which the blocks are asked for."""
+    """Publishing would delay the request for the blocks."""
     monkeypatch.setattr(engine_socket, "IDLE_POLL_S", PATIENCE_S)  # then it may say so
     engine = FetchingEngine()
     server, record = serve_engine(engine, KEY)

@@ -25,7 +25,7 @@ FREE_BYTES = 4 * 2**20  # less than the 5 % that Ray wants
 
 @pytest.fixture(scope="module")
 def ray_disk() -> Iterator[Path]:
-    """A disk of its own for Ray's files. Its path is short: sockets are below it."""
+    """Mount a disk for Ray's files. Its path is short: sockets are below it."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], check=True)
     with pytest.MonkeyPatch.context() as patched:

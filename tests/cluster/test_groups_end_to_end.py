@@ -44,7 +44,7 @@ def ask(url: str, prompt: str, headers: dict[str, str] | None = None, **fields: 
 
 
 def alone(model: Path, **args: Any) -> list[str]:
-    """What one engine answers that never leaves this process."""
+    """Return the answers of one engine in this process."""
     from baton.engine import LLM, SamplingParams
 
     llm = LLM(str(model), num_threads=1, kv_cache_memory_bytes=2**26, **args)
@@ -63,7 +63,7 @@ def changed(file: Path, **args: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One prefill engine on one rank, one decode engine on two."""
+    """Start one prefill engine on one rank and one decode engine on two."""
     port = free_port()
     file = config_file(tmp_path_factory.mktemp("divided"), name="divided", port=port)
     decode = {"replicas": 1, "num_cpus": 0.1, "engine": {"tensor_parallel_size": 2}}
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_while_its_group_starts_ends_the_start_and_the_next_sta
 
 
 def workers_of(server: Server) -> list[Process]:
-    """The processes of all ranks, ready or not."""
+    """Return the processes of all ranks, ready or not."""
     found = []
     for process in server.look():
         with contextlib.suppress(OSError):  # it has just ended
@@ -153,7 +153,7 @@ def ends_in_order(server: Server) -> None:
 
 
 def test_a_group_that_cannot_start_is_an_error_at_once_and_leaves_no_process(tmp_path: Path) -> None:
-    """For want of a resource that no node has."""
+    """The group asks for a resource that no node has."""
     port = free_port()
     file = config_file(tmp_path, name="toolarge", port=port)
     fleets = {"prefill": {"replicas": 1, "resources": {"fast_network": 1}}}
@@ -172,7 +172,7 @@ def test_a_group_that_cannot_start_is_an_error_at_once_and_leaves_no_process(tmp
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny mixture of experts with the demo's tokenizer; its weights are drawn."""
+    """Make a tiny mixture of experts with the demo's tokenizer and random weights."""
     folder = tmp_path_factory.mktemp("mixture")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)

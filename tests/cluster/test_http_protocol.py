@@ -1,4 +1,4 @@
-"""What a client may send before it has sent a request."""
+"""Limits on incomplete, malformed and late requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 async def answer_length(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body, takes a while unless it is asked at once, and says how long the body was."""
+    """Read the body, wait a while unless told not to, and answer with its length."""
     length, more = 0, True
     while more:
         message = await receive()
@@ -38,13 +38,13 @@ async def answer_length(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def refusals() -> list[int]:
-    """The statuses of what the server refused and the application has not seen."""
+    """Collect the statuses of refusals that the application has not seen."""
     return []
 
 
 @pytest.fixture
 async def connect(monkeypatch: pytest.MonkeyPatch, refusals: list[int]) -> AsyncIterator[Connect]:
-    """Opens a connection to a server that waits `ARRIVAL_S` for a request."""
+    """Open a connection to a server that waits `ARRIVAL_S` for a request."""
     monkeypatch.setattr(http_protocol, "ARRIVAL_S", ARRIVAL_S)
     protocol: Any = functools.partial(GuardedHttpProtocol, refused=lambda error, client: refusals.append(error.status))
     config = uvicorn.Config(answer_length, port=0, http=protocol, ws="none", lifespan="off", log_level="error")
@@ -61,7 +61,7 @@ async def connect(monkeypatch: pytest.MonkeyPatch, refusals: list[int]) -> Async
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the server closes, which it must."""
+    """Read until the server closes, which it must."""
     async with asyncio.timeout(20):
         return await reader.read()
 
@@ -203,7 +203,7 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("piece", [1, 7, 10_000])
 async def test_who_offers_another_protocol_is_answered_in_this_one(connect: Connect, body: bytes, piece: int) -> None:
-    """As Java's client does with each request."""
+    """Java's client offers one with each request."""
     reader, writer = await connect()
     asked = b"POST /now HTTP/1.1\r\nhost: x\r\n" + OFFER + body
     last = b"POST /now HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbye"

@@ -91,7 +91,7 @@ def test_a_second_call_replaces_the_first_and_leaves_handlers_of_others(capsys: 
 
 
 def serves_handler(file: Path) -> MemoryHandler:
-    """As Serve gives its replicas one."""
+    """Make a handler as Serve gives one to its replicas."""
     target = logging.FileHandler(file)
     target.setFormatter(logging.Formatter("theirs %(message)s"))
     return MemoryHandler(1, target=target)

@@ -172,7 +172,7 @@ def members(clock: Clock) -> Membership:
 def fall_silent(
     members: Membership, clock: Clock, seconds: float, pulse: Callable[[], ProcessState | None]
 ) -> list[str]:
-    """For so long, with a look and a question each second. Return who was removed."""
+    """Let the member be silent for so long, with a check and a probe each second. Return removed members."""
     removed = []
     for _ in range(round(seconds)):
         clock.now_s += 1.0

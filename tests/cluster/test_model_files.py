@@ -22,7 +22,7 @@ LAST, NORM = "model-00002-of-00002.safetensors", "model.norm.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The demo model in two files, with an index."""
+    """Write the demo model in two files, with an index."""
     copy = tmp_path / "model"
     shutil.copytree(DEMO, copy)
     tensors = load_file(copy / WEIGHTS)

@@ -62,7 +62,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A decode engine on each of two nodes, and a prefill engine that is divided over both."""
+    """Start a decode engine on each of two nodes, and a prefill engine that is divided over both."""
     port = free_port()
     file = config_file(tmp_path_factory.mktemp("nodes"), name="nodes", port=port)
     config = yaml.safe_load(file.read_text())
@@ -168,7 +168,7 @@ def test_gateways_end_with_their_application_though_the_cluster_goes_on(server: 
 
 
 def parent_of(pid: int) -> int:
-    """The raylet that started it."""
+    """Return the raylet that started it."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

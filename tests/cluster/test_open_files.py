@@ -63,7 +63,7 @@ else:
 
 
 async def ask(port: int, path: str) -> tuple[bytes, bytes]:
-    """The head and the body of an answer. Raises `ConnectionError` where the server closes without one."""
+    """Ask, and return the head and body of the answer. Raises `ConnectionError` where there is none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
     answer = await reader.read()

@@ -1,4 +1,4 @@
-"""What a plan says is what an engine would do, as far as that is known without one."""
+"""Plans agree with engines, as far as that can be known without one."""
 
 from __future__ import annotations
 

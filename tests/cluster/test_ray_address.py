@@ -1,4 +1,4 @@
-"""Which Ray cluster `--address auto` is, where several run on a machine or have run there."""
+"""The Ray cluster that `--address auto` finds, where several run on a machine or have run there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.cluster.cli.ray_cluster import NoRayCluster
 
 @contextlib.contextmanager
 def clusters_here(monkeypatch: pytest.MonkeyPatch, *, named: str | None, found: list[str]) -> Iterator[None]:
-    """What Ray finds on this machine: the cluster that `ray start` has made known, and those of its processes."""
+    """Set what Ray finds on this machine: the cluster that `ray start` has recorded, and those of processes."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(services, "find_bootstrap_address", lambda _: named)
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset(found))

@@ -54,7 +54,7 @@ class Workers:
 
 
 class Directory:
-    """What it was told, in order. `register_group` is answered once `may_answer` is set."""
+    """Records the calls, in order. `register_group` is answered once `may_answer` is set."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -73,7 +73,7 @@ class Directory:
 
 
 class Replica(EngineReplica):
-    """One whose group has started."""
+    """A replica whose group has started."""
 
     def __init__(self, *, drain_timeout_s: float) -> None:
         self._directory, self._workers = Directory(), Workers()  # type: ignore[assignment]
@@ -84,7 +84,7 @@ class Replica(EngineReplica):
         self._tasks = [self._heart]
 
     def __del__(self) -> None:  # type: ignore[override]
-        """Nobody awaits it here."""
+        """Do nothing: no test awaits it."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ async def test_a_group_that_still_waits_for_its_requests_stays_when_it_is_asked_
 
 
 async def test_a_group_that_stays_says_so_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would choose it any more, though it is there and has heartbeats."""
+    """Gateways would never choose it again, though it lives and sends heartbeats."""
     monkeypatch.setattr(replicas, "RETRY_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica._follow_standing(Standing.LEAVE)
@@ -129,7 +129,7 @@ async def test_a_group_that_stays_says_so_until_it_is_heard(monkeypatch: pytest.
 async def test_a_group_that_cannot_be_watched_any_more_is_not_healthy(
     monkeypatch: pytest.MonkeyPatch, watch: str
 ) -> None:
-    """What a worker raises is no news of its end: nobody else would ever notice that it stands still."""
+    """An error that a worker raises is no sign of its end: no other check would notice that it stands still."""
     monkeypatch.setattr(replicas, "PULSE_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica._workers.failure = ray.exceptions.RayTaskError("pulse", "somewhere", ValueError("what is this?"))
@@ -154,8 +154,8 @@ async def test_a_pulse_that_is_lost_with_a_link_does_not_end_the_reports(monkeyp
     reports.cancel()
 
 
-async def test_a_group_that_hands_its_requests_over_leaves_though_it_is_asked_to_stay() -> None:
-    """Its engines take nothing any more: it would be listed for good, and refuse everyone."""
+async def test_a_group_that_returns_its_requests_leaves_though_it_is_asked_to_stay() -> None:
+    """Its engines take no requests any more: it would be listed for good, and refuse them all."""
     replica = Replica(drain_timeout_s=0.01)
     replica._follow_standing(Standing.LEAVE)
     await until(lambda: replica._workers.has_returned_requests)
@@ -190,7 +190,7 @@ async def test_a_drain_that_begins_while_the_group_registers_is_not_forgotten() 
 async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directory_took_the_news(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody else would free its devices before Serve ends the replica by force."""
+    """Its devices would be taken until Serve ends the replica by force."""
 
     async def answered(*_: object) -> None:
         pass

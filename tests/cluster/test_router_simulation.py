@@ -215,7 +215,7 @@ def test_a_replay_loads_no_torch() -> None:
 
 @pytest.mark.parametrize("num_gateways", [1, 8])
 def test_one_hot_prefix_makes_no_herd_however_many_gateways_send_it(num_gateways: int) -> None:
-    """One engine has it. It stays the best place until its queue costs more than to read the prefix elsewhere."""
+    """The engine that has the prefix is the best place until its queue costs more than to read it elsewhere."""
     tail, prefix = random.Random(5), list(range(4096))
     arrivals = [RequestArrival(0.0, [*prefix, 1], 2)]  # whoever gets this one
     for index in range(400):

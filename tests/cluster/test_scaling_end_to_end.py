@@ -55,7 +55,7 @@ async def test_a_fleet_that_shrinks_under_load_loses_no_answer(
 
 
 async def upgrade(cluster: Cluster, questions: list[Question], setting: dict[str, Any]) -> tuple[Load, bool]:
-    """What became of the streams during an upgrade, and whether the layout of blocks is the old one."""
+    """Upgrade under load; return the load, and whether the layout of blocks is the old one."""
     old = {rank["engine_id"]: rank["fingerprint"] for rank in cluster.ranks()}
     cluster.args["engine"] |= setting
     seen: list[list[dict[str, Any]]] = []

@@ -44,7 +44,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @contextlib.contextmanager
 def serving(output: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The leader of a session, with this terminal, or file, for its output. Nothing of it is left afterwards."""
+    """Start the leader of a session, with this terminal, or file, for its output, and end all of it afterwards."""
     words = [sys.executable, "-c", AS_BY_A_SHELL, BATON, "serve", str(MODEL), "--port", str(free_port())]
     process = subprocess.Popen(words, stdin=output, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -58,7 +58,7 @@ def serving(output: int) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[tuple[int, int]]:
-    """The side of its window, and the side of its programs."""
+    """Open a terminal: the side of its window, and the side of its programs."""
     window, programs = pty.openpty()
     try:
         yield window, programs
@@ -90,7 +90,7 @@ def read_to_the_end(window: int) -> None:
 
 
 def hears(process: Process, number: signal.Signals) -> bool:
-    """Whether the signal, sent to it now, would do anything."""
+    """Tell whether the signal, sent to it now, would do anything."""
     status = dict(re.findall(r"^(Sig(?:Blk|Ign)):\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.M))
     return not (int(status["SigBlk"], 16) | int(status["SigIgn"], 16)) >> (number - 1) & 1
 
@@ -117,7 +117,7 @@ print([with_ray == python, handler() == python, signal.getsignal(signal.SIGTERM)
 
 
 def test_sigterm_is_ours_while_ray_is_there_and_when_it_has_gone() -> None:
-    """What we take from Ray's inside for it is there: one that names it otherwise would go unnoticed."""
+    """It uses a private name of Ray's, whose absence would otherwise go unnoticed."""
     done = subprocess.run([sys.executable, "-c", RAY_COMES_AND_GOES], capture_output=True, text=True, timeout=110)
     assert done.stdout.strip().splitlines()[-1:] == ["[True, True, True]"], done.stderr
 
@@ -146,7 +146,7 @@ def test_ctrl_c_while_ray_starts_leaves_nothing_behind() -> None:
 
 
 def test_serve_ends_with_its_own_code_when_all_processes_are_told_to_end_at_once(tmp_path: Path) -> None:
-    """As systemd does (`KillMode=control-group`): Ray's may be gone first."""
+    """systemd does so (`KillMode=control-group`), and Ray's processes may be gone first."""
     log = tmp_path / "log"
     with log.open("w") as output, serving(output.fileno()) as process:
         eventually(lambda: "ok Ray Serve" in log.read_text() or _ended(process, log), START_S, log.read_text)

@@ -43,7 +43,7 @@ class Cut:
         self.serving = ServingContext(client, router, settings, self.metrics, admission, breakers)
 
     async def stream_at_the_first_engine(self) -> ServedSequence:
-        """Ids decide between engines that cost the same: tries until it is that one's turn."""
+        """Try ids until one goes to the first engine: they decide between engines of the same cost."""
         for number in range(100):
             sequence = ServedSequence(self.serving, make_request(f"r{number}", max_tokens=LONG), Timeline(0.0, 0.0))
             outputs = sequence.outputs()
@@ -55,7 +55,7 @@ class Cut:
         raise AssertionError("the first engine is never chosen")
 
     async def tokens(self, count: int) -> list[int]:
-        """The next ones of that stream."""
+        """Return the next tokens of that stream."""
         tokens: list[int] = []
         async with asyncio.timeout(NOTICED_S):
             while len(tokens) < count:
@@ -63,7 +63,7 @@ class Cut:
         return tokens
 
     def decisions(self) -> dict[str, float]:
-        """How many there were, and what they took, summed."""
+        """Return the number of decisions, and the sum of their times."""
         lines = self.metrics.render().decode().splitlines()
         name = 'baton_failure_decision_seconds_{}{{failure="engine-gone"}} '
         return {

@@ -1,4 +1,4 @@
-"""What cannot work is refused when it is configured, with the reason."""
+"""Settings that cannot work are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_file_that_holds_no_application_is_refused_with_the_place(tmp_path: Pa
 
 
 def with_deployments(folder: Path, args: dict[str, Any], *deployments: dict[str, Any]) -> Path:
-    """A Serve config file, with what it says beside `args`."""
+    """Make a Serve config file with `deployments` beside `args`."""
     ours = {"name": "a", "import_path": "baton.cluster.app:build_app", "args": args, "deployments": list(deployments)}
     file = folder / "f.yaml"
     file.write_text(yaml.safe_dump({"applications": [ours]}))

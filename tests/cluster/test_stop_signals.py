@@ -1,4 +1,4 @@
-"""What signals and a terminal that closes mean to `baton serve`, without anything that it would start."""
+"""Signals, and a terminal that closes, end `baton serve`; here without the processes that it would start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def after(*numbers: int, hangup: str = "SIG_DFL") -> tuple[str, int]:
-    """What a command says, and the code that it ends with, after these signals."""
+    """Send these signals to a command; return its output and its exit code."""
     words = [sys.executable, "-c", SIGNALLED, hangup, *(str(int(number)) for number in numbers)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50)
     return done.stdout.strip(), done.returncode
@@ -62,7 +62,7 @@ def test_who_is_started_to_outlive_its_terminal_does() -> None:
 
 
 def test_a_hangup_takes_the_terminal_away_and_nothing_else() -> None:
-    """Where the other stream is a file, the last words are in it."""
+    """The last output is in the other stream, where that is a file."""
     window, programs = pty.openpty()
     words = [sys.executable, "-c", SIGNALLED, "SIG_DFL", str(int(HUP))]
     done = subprocess.run(words, stdin=programs, stderr=programs, stdout=subprocess.PIPE, text=True, timeout=50)

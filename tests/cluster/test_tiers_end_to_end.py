@@ -35,7 +35,7 @@ DISK_BYTES = 100 << 20
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small one of its own."""
+    """Mount a small disk for tiers."""
     folder = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], check=True)
     yield folder
@@ -77,7 +77,7 @@ def answers(server: Server) -> list[str]:
 
 
 def measured(server: Server, name: str) -> float:
-    """Of the engines that live now, summed."""
+    """Return the sum of a metric over the engines that live now."""
     text = httpx.get(f"{server.url}/metrics", timeout=10.0).raise_for_status().text
     return sum(
         sample.value
@@ -88,7 +88,7 @@ def measured(server: Server, name: str) -> float:
 
 
 def kill_the_prefill_engine(server: Server) -> None:
-    """Returns when its successor serves."""
+    """Kill the prefill engine, and return when its successor serves."""
     pid = server.rank_of("prefill")["pid"]
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: pid not in {rank["pid"] for rank in server.ranks()}, 30.0, "the engine lives on")

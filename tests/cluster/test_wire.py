@@ -143,7 +143,7 @@ async def test_an_abort_after_the_end_still_reaches_the_engine(client: ZmqEngine
 async def test_an_abort_of_an_older_generation_says_so_to_the_engine(
     client: ZmqEngineClient, engine: CountingEngine
 ) -> None:
-    """It may hold blocks of the older one while the newer one runs, and those of the newer one when it has run."""
+    """The engine may hold blocks of the older one while the newer one runs, and those of the newer one afterwards."""
     record = client.engines()[0].record
     engine.hold.clear()
     stream = client.submit(record, make_request("a", generation=2))
@@ -202,7 +202,7 @@ async def test_a_gateway_that_left_the_directory_has_its_requests_aborted(
 async def test_a_gateway_that_only_the_directory_lost_hears_that_its_requests_are_given_up(
     client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """One that was stopped for a few seconds, or cut off from the directory, would wait for its tokens for ever."""
+    """A gateway that was stopped for a few seconds, or cut off, would wait for its tokens for ever."""
     server, record = served
     server.keep_gateways(["gateway-a"])
     engine.hold.clear()
@@ -291,7 +291,7 @@ async def test_a_gateway_that_says_hello_again_has_forgotten_what_it_asked_for(
 
 @pytest.fixture
 def stranger(served: tuple[EngineServer, EngineRecord]) -> Iterator[zmq.Socket]:
-    """Holds the cluster key, and sends what it likes."""
+    """Open a socket that has the cluster key, and may send any bytes."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     KEY.secure_client(socket)
     socket.connect(served[1].address)
@@ -300,7 +300,7 @@ def stranger(served: tuple[EngineServer, EngineRecord]) -> Iterator[zmq.Socket]:
 
 
 async def answer_to(socket: zmq.Socket) -> Outputs:
-    """The first message that is more than news of the engine, which may come at any time."""
+    """Return the first message that is more than a status, which may come at any time."""
     while True:
         await until(lambda: bool(socket.poll(0)))
         message = Codec().decode_from_engine(socket.recv())
@@ -338,7 +338,7 @@ async def test_who_sends_what_no_engine_can_read_is_told_and_nobody_else_notices
 
 
 def spoilt(message: Submit | Begin) -> bytes:
-    """As of a gateway of another version: one field is of a type that the engine does not know."""
+    """Change a message as if a gateway of another version had sent it: one field has another type."""
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     if isinstance(message, Submit):
         fields["request"]["prompt_token_ids"] = "text"
@@ -503,7 +503,7 @@ async def test_a_gateway_connects_to_the_engines_in_its_reach_and_lists_all() ->
 
 
 def cached_by(client: ZmqEngineClient, hashes: list[bytes]) -> int:
-    """Blocks at the start of a prompt that the engine has, as the gateway knows."""
+    """Count the blocks at the start of a prompt that the engine has, as the gateway knows."""
     views = client.engines()
     return views[0].cached.count_prefix(unpack_names(pack_names(hashes))) if views else 0
 
