@@ -4,6 +4,7 @@ from .chat import ChatTemplate
 from .control_tokens import ChatPrompt
 from .detokenizer import IncrementalDetokenizer
 from .errors import ChatTemplateError, InvalidMessages, TextError, TokenizerError
+from .parsers import ParserConfig
 from .parsers.output_parser import (
     ContentPart,
     OutputParser,
@@ -12,7 +13,6 @@ from .parsers.output_parser import (
     ToolCallArguments,
     ToolCallStart,
 )
-from .parsers.parser_config import ParserConfig
 from .parsers.reasoning import ReasoningStart, after_reasoning
 from .parsers.tool_call_format import FunctionSignature, GrammarSpec, GrammarToolCallFormat, ToolCallFormat
 from .stop import StopResult, StopStrings

@@ -1,7 +1,8 @@
 """Tool-call and reasoning parsers: a model's output text becomes reasoning, content and tool calls.
 
+This module knows all formats, and which parsers the outputs of one request need.
+
 output_parser      the parts of an output, and the protocol of all parsers
-parser_config      which parsers the outputs of one request need
 reasoning          text between <think> and </think>
 tool_call_format   how models write tool calls: json_call_formats, xml_call_formats, pythonic, harmony
 json_call_parser, xml_call_parser   parsers of the first two kinds of formats
@@ -12,10 +13,14 @@ earlier_calls      tool calls of earlier messages, as chat templates expect them
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from .harmony import Harmony
 from .json_call_formats import DeepSeek3, DeepSeek31, Hermes, Llama3, MistralList, MistralNamed
+from .output_parser import OutputParser, OutputPart, PlainTextParser, ReasoningPart
 from .pythonic import Pythonic
-from .tool_call_format import ToolCallFormat
+from .reasoning import BEGIN, END, ReasoningParser, ReasoningStart
+from .tool_call_format import Functions, ToolCallFormat
 from .xml_call_formats import DeepSeek32, Glm45, MiniMaxM2, Qwen3Coder
 
 FORMATS: tuple[ToolCallFormat, ...] = (
@@ -37,3 +42,50 @@ FORMATS: tuple[ToolCallFormat, ...] = (
 def tool_call_format(template: str) -> ToolCallFormat | None:
     """Return the format that a chat template teaches; None where it teaches none that can be parsed."""
     return next((form for form in FORMATS if form.is_taught_by(template)), None)
+
+
+@dataclass(frozen=True)
+class ParserConfig:
+    """The tool-call format and the reasoning of a request's outputs. By default all text is content."""
+
+    form: ToolCallFormat | None = None
+    functions: Functions = field(default_factory=dict)
+    at_most_one: bool = False  # at most one call
+    reasoning: ReasoningStart = ReasoningStart.NONE  # reasoning has marks of its own in any format
+
+    def new_parser(self) -> OutputParser:
+        """Return a parser for one choice."""
+        form = self.form
+        reader = PlainTextParser() if form is None else form.new_parser(self.functions, at_most_one=self.at_most_one)
+        return (
+            reader
+            if self.reasoning is ReasoningStart.NONE
+            else _ReasoningFirstParser(ReasoningParser(self.reasoning), reader)
+        )
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that delimit the parts of an answer, which detokenizing must keep."""
+        marks = () if self.form is None else self.form.marks
+        return marks if self.reasoning is ReasoningStart.NONE else (*marks, BEGIN, END)
+
+
+class _ReasoningFirstParser:
+    """A parser of reasoning, followed by another parser for the rest."""
+
+    def __init__(self, reasoning: ReasoningParser, answer: OutputParser) -> None:
+        self._reasoning = reasoning
+        self._answer = answer
+
+    @property
+    def num_calls(self) -> int:
+        return self._answer.num_calls
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._answer.is_in_call
+
+    def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
+        reasoning, answer = self._reasoning.push(text, finished=finished)
+        before: list[OutputPart] = [ReasoningPart(reasoning)] if reasoning else []
+        return before + self._answer.push(answer, finished=finished)
