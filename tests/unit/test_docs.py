@@ -93,6 +93,20 @@ def test_the_hops_of_the_tour_are_in_the_files_that_it_links() -> None:
     assert [(file, name) for file, name in hops if name not in defined_in(page.parent / file)] == []
 
 
+def test_the_tree_of_folders_is_the_one_on_the_disk() -> None:
+    tree = (ROOT / "docs/architecture.md").read_text().split("```")[1]
+    shown: set[str] = set()
+    above: list[str] = []
+    for indent, name in re.findall(r"^( *)(\w+)/ ", tree, re.MULTILINE):
+        above = [*above[: len(indent) // 2], name]
+        shown.add("/".join(above))
+    assert [folder for folder in shown if not (ROOT / folder).is_dir()] == []
+    packages = (
+        init.parent for part in ("cluster", "engine", "kv_transfer") for init in (ROOT / part).rglob("__init__.py")
+    )
+    assert {str(package.relative_to(ROOT)) for package in packages} - shown == set()
+
+
 def test_contracts_are_in_the_files_that_are_named_for_them() -> None:
     table = (ROOT / "docs/architecture.md").read_text().partition("## Contracts in code")[2].partition("###")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
