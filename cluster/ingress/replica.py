@@ -6,6 +6,8 @@ It listens at a port of its own, which several on one machine share: the kernel 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import ray
@@ -16,6 +18,7 @@ from baton.cluster.contracts import Reach
 from baton.cluster.spec import load_spec
 
 from .gateway_server import GatewayLaunch, GatewayServer
+from .handle_calls import CHAT, COMPLETIONS, RESPONSES, call, stream
 
 _app: FastAPI | None = None  # of this process; Serve asks for it after the constructor
 
@@ -47,6 +50,36 @@ class GatewayReplica:
     async def check_health(self) -> None:
         """Answer Serve. Raises where the gateway's own port is served no more, or its heartbeats have ended."""
         self._server.check()
+
+    async def chat(self, body: Mapping[str, Any], api_key: str = "") -> dict[str, Any]:
+        """Answer as POST /v1/chat/completions does. Raises `CallFailed`. See `handle_calls.py` for all calls."""
+        return await call(_app_of_this_process(), CHAT, body, api_key)
+
+    async def completions(self, body: Mapping[str, Any], api_key: str = "") -> dict[str, Any]:
+        """Answer as POST /v1/completions does. Raises `CallFailed`."""
+        return await call(_app_of_this_process(), COMPLETIONS, body, api_key)
+
+    async def responses(self, body: Mapping[str, Any], api_key: str = "") -> dict[str, Any]:
+        """Answer as POST /v1/responses does. Raises `CallFailed`."""
+        return await call(_app_of_this_process(), RESPONSES, body, api_key)
+
+    async def stream_chat(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a streamed `chat`. Raises `CallFailed`."""
+        async with contextlib.aclosing(stream(_app_of_this_process(), CHAT, body, api_key)) as events:
+            async for event in events:
+                yield event
+
+    async def stream_completions(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of streamed `completions`. Raises `CallFailed`."""
+        async with contextlib.aclosing(stream(_app_of_this_process(), COMPLETIONS, body, api_key)) as events:
+            async for event in events:
+                yield event
+
+    async def stream_responses(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of streamed `responses`. Raises `CallFailed`."""
+        async with contextlib.aclosing(stream(_app_of_this_process(), RESPONSES, body, api_key)) as events:
+            async for event in events:
+                yield event
 
     async def __del__(self) -> None:
         if hasattr(self, "_started"):
