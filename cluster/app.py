@@ -25,6 +25,7 @@ from .membership.draining import LONGEST_S
 from .planning.model_checks import check_model
 from .serve_policy import FollowDirectory
 from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
+from .spec.serve_llm import application_args
 
 ROOT = "gateway"  # the name of the deployment
 
@@ -44,6 +45,14 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     engines = [_engines(spec, role, plain, gpus) for role in spec.fleets.present]
     root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _controller(spec)
     return root.bind(plain, engines)
+
+
+def build_openai_app(serving_args: Any) -> serve.Application:
+    """Build the application from what Ray Serve LLM's function of this name takes: see `spec/serve_llm.py`.
+
+    Raises `InvalidSpec`.
+    """
+    return build_app(application_args(serving_args))
 
 
 def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> serve.Application:
