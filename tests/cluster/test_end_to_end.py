@@ -152,6 +152,36 @@ def keys_in(value: Any) -> Iterator[str]:
         yield from keys_in(part)
 
 
+CALLS = """
+import json, sys
+import ray
+from ray import serve
+
+ray.init(sys.argv[1], log_to_driver=False)
+gateway = serve.get_app_handle("main")
+body = {"model": "baton-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+whole = gateway.chat.remote(body).result(timeout_s=60)["choices"][0]["message"]["content"]
+chunks = list(gateway.options(stream=True).stream_chat.remote(body))
+text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+try:
+    gateway.completions.remote({"model": "baton-demo", "prompt": "x", "temperature": -1}).result(timeout_s=60)
+except Exception as error:
+    refused = [error.status, error.error["param"]]
+print("CALLS", json.dumps([whole, text, refused]))
+"""
+
+
+def test_other_serve_applications_call_the_gateways_through_their_handle(server: Server) -> None:
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    command = [sys.executable, "-c", CALLS, server.gcs_address()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    told = next(line for line in done.stdout.splitlines() if line.startswith("CALLS "))
+    whole, text, refused = json.loads(told.removeprefix("CALLS "))
+    assert whole == text != ""
+    assert refused == [400, "temperature"]
+
+
 async def test_an_unknown_field_is_refused_by_name(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperture"):
         await client.completions.create(model="baton-demo", prompt="Hello", extra_body={"temperture": 1})
