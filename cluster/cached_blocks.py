@@ -44,29 +44,29 @@ class CachedBlocks:
         """Tell whether a block is in the pool."""
         return name in self._pool
 
-    def apply(self, news: BlockNews) -> bool:
+    def apply(self, message: BlockNews) -> bool:
         """Apply a message. False: one before it is missing, or it cannot be true; a snapshot is needed.
 
         Until that comes the mirror stays as it is: most of it is still right.
         """
-        if isinstance(news, BlocksCached):
-            self._pool = set(unpack_names(news.stored)[: self._num_blocks])
-            self._host = set(unpack_names(news.host)[: self._num_tier_blocks])
-            self._disk = set(unpack_names(news.disk)[: self._num_tier_blocks - len(self._host)])
-            self._number = news.number
+        if isinstance(message, BlocksCached):
+            self._pool = set(unpack_names(message.stored)[: self._num_blocks])
+            self._host = set(unpack_names(message.host)[: self._num_tier_blocks])
+            self._disk = set(unpack_names(message.disk)[: self._num_tier_blocks - len(self._host)])
+            self._number = message.number
         elif self._number is None:
             return True  # a snapshot was asked for, and will follow
-        elif news.number != self._number + 1:
+        elif message.number != self._number + 1:
             self._number = None
             return False
         else:
-            self._move(news.stored, self._pool, self._host, self._disk)
-            self._move(news.host, self._host, self._pool, self._disk)
-            self._move(news.disk, self._disk, self._pool, self._host)
-            evicted = unpack_names(news.evicted)
+            self._move(message.stored, self._pool, self._host, self._disk)
+            self._move(message.host, self._host, self._pool, self._disk)
+            self._move(message.disk, self._disk, self._pool, self._host)
+            evicted = unpack_names(message.evicted)
             for place in (self._pool, self._host, self._disk):
                 place.difference_update(evicted)
-            self._number = news.number
+            self._number = message.number
             if not self._can_be_true():
                 self._forget()
                 return False

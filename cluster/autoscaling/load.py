@@ -17,7 +17,7 @@ import msgspec
 
 from baton.cluster.contracts import EngineGroup, EnginePulse, Role
 
-# Upper bounds in seconds, of the gateways' histograms; a last bucket holds what is above.
+# Upper bounds of the gateways' histograms, in seconds; a last bucket holds larger values.
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 

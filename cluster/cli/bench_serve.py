@@ -24,6 +24,8 @@ from rich.progress import Progress
 
 from baton.engine.text import Tokenizer, TokenizerError
 
+from .http_client import ModelList
+
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789"
 PERCENTILES = (50, 90, 95, 99)
 TIMEOUT_S = 600.0
@@ -49,14 +51,6 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
     baton_timeline: list[_Timeline] = []
     error: Any = None
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Tokens(msgspec.Struct):
@@ -132,7 +126,7 @@ async def _measure(load: ServeLoad) -> dict[str, Any]:
 
 async def _only_model(client: aiohttp.ClientSession, load: ServeLoad) -> str:
     async with client.get(load.at("/v1/models"), raise_for_status=True) as response:
-        return msgspec.json.decode(await response.read(), type=_Models).data[0].id
+        return msgspec.json.decode(await response.read(), type=ModelList).data[0].id
 
 
 async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: ServeLoad) -> list[int]:

@@ -25,12 +25,14 @@ ANOTHERS = "is it another program's address?"
 T = TypeVar("T")
 
 
-class _Model(msgspec.Struct):
+class ListedModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+class ModelList(msgspec.Struct):
+    """The answer of /v1/models, with the fields that clients here need."""
+
+    data: Annotated[list[ListedModel], msgspec.Meta(min_length=1)]
 
 
 class _Ranks(msgspec.Struct):
@@ -113,7 +115,7 @@ def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     try:
         with _client(url, api_key, ANSWER_S) as client:
-            model = settings.model or _decoded(client.get("/v1/models"), _Models).data[0].id
+            model = settings.model or _decoded(client.get("/v1/models"), ModelList).data[0].id
             console.print(f"Talking to [bold]{model}[/]. An empty line ends.", highlight=False)
             while question := _read(console):
                 messages.append({"role": "user", "content": question})

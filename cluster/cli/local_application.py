@@ -173,7 +173,7 @@ class LocalApplication:
                 wait_for_ingress_deployment_creation=False,
                 wait_for_applications_running=False,
             )
-        except Exception as error:  # what Ray raises has no common type
+        except Exception as error:  # Ray's errors have no common type
             raise self._failed(str(error)) from error
         self._follow(show)
 
@@ -244,7 +244,7 @@ class LocalApplication:
             try:
                 serve.delete(self.name)
                 self._end_directory()
-            except Exception:  # what Ray raises has no common type
+            except Exception:  # Ray's errors have no common type
                 if self._watch is None:
                     raise
                 self._on_ray_end()

@@ -31,7 +31,7 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
     if any(needs.memory or needs.disk for needs in plan.hosts):
         console.print(_hosts(plan))
     console.print(_gateways(plan), highlight=False)
-    if len(plan.fleets) == len(spec.fleets.present):  # else nobody knows what would be handed over
+    if len(plan.fleets) == len(spec.fleets.present):  # else the size of a hand-off is unknown
         _print_bandwidth(console, plan)
     for note in plan.notes:
         console.print(f"[yellow]note:[/] {note}", highlight=False)

@@ -30,7 +30,7 @@ def claimed_ports(spec: FleetSpec) -> Iterator[None]:
     with contextlib.ExitStack() as claims:
         for port in range(first, first + count):
             claims.enter_context(_claim(host, port))
-            _check_nobody_listens(host, port)
+            _check_port_is_free(host, port)
         yield
 
 
@@ -50,7 +50,7 @@ def _claim(host: str, port: int) -> socket.socket:
     return claim
 
 
-def _check_nobody_listens(host: str, port: int) -> None:
+def _check_port_is_free(host: str, port: int) -> None:
     with socket.socket(socket_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(probe, host, port, "a program listens there")

@@ -55,7 +55,7 @@ def connect(address: str | None, **own: Any) -> None:
     try:
         with _sigterm_kept():
             ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
-    except Exception as error:  # what Ray raises has no common type
+    except Exception as error:  # Ray's errors have no common type
         what = "Ray does not start on this machine" if address is None else f"the Ray cluster at {address} takes nobody"
         raise NoRayCluster(f"{what}: {error}") from error
 

@@ -60,7 +60,7 @@ class Unreadable:
 Event = ClientMessage | GatewayLost | GatewayUnlisted | Leave | Unreadable
 
 
-class Received(NamedTuple):
+class ReceivedEvent(NamedTuple):
     """An event for the step thread."""
 
     gateway: bytes
@@ -77,7 +77,7 @@ class EngineSocket:
     def __init__(self, *, host: str, key: ClusterKey, epoch: int, silence_s: float) -> None:
         self.counters = MessageCounters()
         self._epoch = epoch
-        self._received: deque[Received] = deque()
+        self._received: deque[ReceivedEvent] = deque()
         self._to_send: deque[tuple[bytes, Outputs]] = deque()
         self._work = threading.Event()
         self._context = zmq.Context()
@@ -116,7 +116,7 @@ class EngineSocket:
         self._work.set()
 
     def _put(self, gateway: bytes, event: Event) -> None:
-        self._received.append(Received(gateway, event, time.monotonic()))
+        self._received.append(ReceivedEvent(gateway, event, time.monotonic()))
 
     def wake(self) -> None:
         """Wake the step thread: it has something to do."""
@@ -134,7 +134,7 @@ class EngineSocket:
 
     # ---- step thread ----
 
-    def take(self) -> Iterator[Received]:
+    def take(self) -> Iterator[ReceivedEvent]:
         """Yield events until none is left. One counts in `num_submitted` until the next one is asked for."""
         while self._received:
             yield self._received[0]

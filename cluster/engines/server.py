@@ -203,7 +203,7 @@ class EngineServer:
             case GatewayUnlisted():  # it stays subscribed: one that knows of a full queue only would never ask again
                 self._end_all_of(gateway)
             case Submit(request=request):
-                self._publisher.subscribe(gateway)  # it is connected, whatever could not be sent to it before
+                self._publisher.subscribe(gateway)  # it is connected, even if a message to it was lost before
                 self._add(gateway, request, came_s)
             case Begin(request_id=request_id, generation=generation, token_id=token_id):
                 if self._requests.owner_of(request_id) == RequestOwner(gateway, generation):

@@ -196,7 +196,7 @@ class EngineWorker:
         )
 
     def _wake(self) -> None:
-        if self._server is not None:  # transfers can have news before the engine serves
+        if self._server is not None:  # transfers may wake it before the engine serves
             self._server.wake()
 
     async def _watch(self) -> None:

@@ -90,7 +90,7 @@ class GatewayServer:
         """Serve, and return the HTTP application. Raises `InvalidKeys`."""
         key = await self._directory.call("cluster_key", self._spec.logging)
         await self._register(self._directory)  # before the gateway connects to an engine
-        self._heartbeats.start()  # what follows may take longer than the directory waits for one
+        self._heartbeats.start()  # the start may take longer than the directory waits for a heartbeat
         try:
             app = await self._open(key)
             self.record = msgspec.structs.replace(self.record, is_serving=True)

@@ -48,7 +48,7 @@ class ProcessState(enum.Enum):
 
 
 class ProbeSocket:
-    """A port for probes: libzmq's thread greets each connection, and lets none in, since nobody has the key."""
+    """A port for probes: libzmq's thread greets each connection, and lets none in, since no peer has the key."""
 
     def __init__(self, host: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

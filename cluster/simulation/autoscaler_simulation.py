@@ -83,7 +83,7 @@ class _Group:
 
 
 @dataclass
-class _Served:
+class _ServedRequest:
     arrival: RequestArrival
     request: EngineRequest
     placement: Placement | None = None
@@ -120,7 +120,7 @@ class AutoscalerSimulation:
         self._offers: dict[bytes, VirtualConnector] = {}
         self._config = make_config(world.num_blocks)
         self._groups: dict[str, _Group] = {}
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, _ServedRequest] = {}
         self._outstanding: Counter[str] = Counter()
         self._counts = _Counts()
         self._num_started = 0
@@ -214,14 +214,14 @@ class AutoscalerSimulation:
         self._to_come -= 1
         sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=arrival.prompt, sampling=sampling)
-        served = self._served[request.request_id] = _Served(arrival, request)
+        served = self._served[request.request_id] = _ServedRequest(arrival, request)
         self._counts.requests += 1
         self._counts.prompt_tokens += len(arrival.prompt)
         self._counts.inflight += 1
         self._counts.unplaced += 1
         self._place(served)
 
-    def _place(self, served: _Served) -> None:
+    def _place(self, served: _ServedRequest) -> None:
         route = self._router.route(self._views(), self._router.read(served.request))
         if route is None:
             self._time.after(RETRY_S, functools.partial(self._place, served))
@@ -229,7 +229,7 @@ class AutoscalerSimulation:
         self._counts.unplaced -= 1
         self._send(served, route.placement, msgspec.structs.replace(served.request, keep_kv=route.hands_off))
 
-    def _send(self, served: _Served, placement: Placement, request: EngineRequest) -> None:
+    def _send(self, served: _ServedRequest, placement: Placement, request: EngineRequest) -> None:
         served.placement = placement
         self._router.loads.sent(placement)
         self._outstanding[placement.engine.engine_id] += 1
@@ -262,7 +262,7 @@ class AutoscalerSimulation:
         else:
             counts.inflight -= 1
 
-    def _go_on(self, served: _Served, output: EngineOutput) -> None:
+    def _go_on(self, served: _ServedRequest, output: EngineOutput) -> None:
         assert served.placement is not None, "who hands over was sent something"
         wanted = self._router.read(served.request)
         placement = self._router.decode_placement(self._views(), wanted, served.placement.engine)

@@ -60,7 +60,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Served:
+class _RoutedRequest:
     """A request on its way."""
 
     arrival: RequestArrival
@@ -97,7 +97,7 @@ class RouterSimulation:
             if tiers is not None:
                 tiers.on_event = engine.wake
             self._engines.append(engine)
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, _RoutedRequest] = {}
 
     def _tiers(self, fleets: SimulatedFleets, speed: Speed) -> VirtualTiers | None:
         if not fleets.num_tier_blocks:
@@ -117,7 +117,7 @@ class RouterSimulation:
         placement = self._gateways[number].policy.reader(self._views(number), request)
         hands_off = placement.engine.role is Role.PREFILL
         request = msgspec.structs.replace(request, keep_kv=hands_off)
-        self._served[request.request_id] = _Served(arrival, number, request, placement)
+        self._served[request.request_id] = _RoutedRequest(arrival, number, request, placement)
         self._send(request, number, placement)
 
     def _views(self, number: int) -> list[EngineView]:

@@ -60,7 +60,7 @@ class AutoscalingSpec(StrictModel):
     ttft_s: float = Field(1.0, gt=0)  # from the request to its first token
     inter_token_s: float = Field(0.05, gt=0)  # between the tokens of an answer
     percentile: float = Field(0.9, gt=0, lt=1)  # share of the requests and tokens for which the targets hold
-    target_utilization: float = Field(0.7, gt=0, le=1)  # of what a group can do within the targets
+    target_utilization: float = Field(0.7, gt=0, le=1)  # of a group's capacity within the targets
     look_back_period_s: float = Field(30.0, ge=5)  # over which rates and latencies are measured
     upscale_delay_s: float = Field(5.0, ge=0)  # for which more must be wanted before more come; the first at once
     downscale_delay_s: float = Field(300.0, ge=0)
@@ -82,7 +82,7 @@ class Fleet(StrictModel):
     num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
     resources: Resources = {}  # of one worker
     step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
-    drain_timeout_s: float = Field(30.0, ge=0)  # for what an engine has when it is to end; the rest goes on elsewhere
+    drain_timeout_s: float = Field(30.0, ge=0)  # for an engine's requests when it is to end; the rest goes on elsewhere
     max_surge_percent: int = Field(0, ge=0, le=100)  # groups of a new version that start before old ones end
 
     @property

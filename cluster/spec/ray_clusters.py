@@ -43,7 +43,7 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
     except jsonschema.ValidationError as error:
         place = ".".join(map(str, error.absolute_path))
         raise InvalidSpec(f"{place}: {error.message}" if place else error.message) from None
-    except Exception as error:  # what else Ray raises has no common type
+    except Exception as error:  # Ray's errors have no common type
         raise InvalidSpec(f"`ray up` would refuse it: {type(error).__name__}: {error}") from error
     sys.stderr.write(told.getvalue())
     return RayCluster(config["cluster_name"], config["max_workers"])
