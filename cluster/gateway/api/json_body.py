@@ -41,7 +41,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise bad_request(None, "The body's JSON is nested too deeply.", "invalid_json") from None
     except ValueError as error:  # an integer of thousands of digits
-        raise bad_request(None, f"The body holds a number that cannot be read: {error}.", "invalid_json") from None
+        message = f"The body holds a number of more than {MAX_DIGITS} digits, which cannot be read."
+        raise bad_request(None, message, "invalid_json", detail=str(error)) from None
     if not isinstance(value, dict):
         raise bad_request(None, "The body must be a JSON object.", "invalid_json")
     if (fault := first_json_fault(body, value)) is not None:

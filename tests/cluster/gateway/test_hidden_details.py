@@ -84,6 +84,19 @@ async def test_a_refusal_in_the_templates_own_words_is_shown(
     assert "Say more." in answer.json()["error"]["message"]
 
 
+async def test_a_number_of_thousands_of_digits_names_no_function_of_python(
+    start: Callable[..., Service], logged: dict[str, list[str]]
+) -> None:
+    body = b'{"model": "tiny", "prompt": "hi", "seed": ' + b"9" * 5000 + b"}"
+    headers = {"content-type": "application/json", "x-request-id": "r-5"}
+    answer = await start(Role.UNIFIED).http.post("/v1/completions", content=body, headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_json")
+    assert "digits" in error["message"]
+    assert "sys." not in error["message"]
+    assert "sys." in logged["r-5"][-1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("kind", "status"),
