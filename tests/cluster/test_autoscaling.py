@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from engine_groups import group_of
 from fakes import CountingEngine, make_record
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingContext
-from test_directory import group_of
 from typer.testing import CliRunner
 
 from baton.cluster.autoscaling.load import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes import make_gateway, make_record
+from engine_groups import group_of
+from fakes import make_gateway
 
 from baton.cluster.contracts import DrainCounters, Drained, EngineGroup
 from baton.cluster.membership import directory_client
@@ -35,13 +36,6 @@ def members(clock: Clock) -> Membership:
 def alone(engine_id: str, *, epoch: int = 1, rank: int = -1) -> EngineGroup:
     """Make a group of one engine."""
     return group_of(engine_id, size=1, epoch=epoch, rank=rank)
-
-
-def group_of(group_id: str, *, size: int, epoch: int = 1, rank: int = -1, first_rank: int = 0) -> EngineGroup:
-    names = [group_id] if size == 1 else [f"{group_id}{index}" for index in range(size)]
-    ranks = [rank + index if rank >= 0 else -1 for index in range(size)]
-    engines = [make_record(engine_id=name, epoch=epoch, rank=rank) for name, rank in zip(names, ranks, strict=True)]
-    return EngineGroup(group_id=group_id, first_rank=first_rank, engines=engines)
 
 
 def listed(members: Membership) -> list[tuple[str, int, int]]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from aot import Compiled, compile_for_h200
+from decode_attention_inputs import LAYER, decodes, on_device, queries
 from kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, without_poison
 from torch import Tensor
 
 from baton.kernels import tuned
-from baton.kernels.attention import AttentionBatch, AttentionRule, reference
+from baton.kernels.attention import AttentionRule, reference
 
 pytest.importorskip("triton")
 
@@ -22,8 +22,6 @@ from baton.kernels.attention.gpu import decode, decode_combine, decode_fp8_hoppe
 from baton.kernels.attention.gpu.decode_plan import plan_shares
 from baton.kernels.attention.rule import UNLIMITED
 
-LAYER = 1
-RAGGED = [37, 1, 16, 150, 17, 64]
 SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 1, "apart": 0} | {
     "num_warps": 4,
     "num_stages": 2,
@@ -35,22 +33,6 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Parts are added by the program that comes last, or by a kernel of their own."""
     monkeypatch.setitem(SMALL_UNITS, "apart", request.param)
     monkeypatch.setattr(decode_combine, "PARTS_AT_ONCE", 4)
-
-
-def decodes(device: torch.device, seq_lens: Sequence[int] = RAGGED, **shape: object) -> PagedSequences:
-    sequences = paged_sequences([1] * len(seq_lens), seq_lens, **shape)  # type: ignore[arg-type]
-    return PagedSequences(sequences.kv.to(device), on_device(sequences.batch, device), sequences.query_lens)
-
-
-def on_device(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return dataclasses.replace(batch, **{name: value.to(device) for name, value in tensors.items()})
-
-
-def queries(sequences: PagedSequences, num_heads: int, dtype: torch.dtype | None = None) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(sequences.batch.num_tokens, num_heads, sequences.kv.shape[-1], generator=generator)
-    return q.to(sequences.kv.device, dtype or sequences.kv.dtype)
 
 
 def attend(

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from aot import compile_for_h200
-from kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, without_poison
+from kernel_checks import assert_as_accurate, paged_sequences, without_poison
+from prefill_attention_inputs import LAYER, MIXED, on_device, queries
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch, AttentionRule, reference
-
-LAYER = 1
-MIXED = ([1, 1, 5, 40, 70], [70, 1, 90, 40, 130])  # single tokens, a chunk after a prefix, a prompt, a second chunk
 
 
 @pytest.fixture
@@ -25,16 +23,6 @@ def gpu(triton_device: torch.device) -> ModuleType:
     from baton.kernels.attention import gpu
 
     return gpu
-
-
-def on_device(sequences: PagedSequences, device: torch.device) -> PagedSequences:
-    tensors = {name: value.to(device) for name, value in vars(sequences.batch).items() if isinstance(value, Tensor)}
-    return replace(sequences, kv=sequences.kv.to(device), batch=replace(sequences.batch, **tensors))
-
-
-def queries(batch: AttentionBatch, num_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch.num_tokens, num_heads, dim, generator=generator).to(batch.slots.device, dtype)
 
 
 def plan_of(batch: AttentionBatch, first_seq: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Any:

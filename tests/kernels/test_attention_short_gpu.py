@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from aot import compile_for_h200
+from decode_attention_inputs import LAYER, decodes, on_device, queries
 from kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, without_poison
-from test_attention_decode_gpu import LAYER, decodes, on_device, queries
 from torch import Tensor
 
 from baton.kernels.attention import SHORT_CONTEXTS, AttentionBatch, AttentionRule, reference

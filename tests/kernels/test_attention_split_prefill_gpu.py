@@ -10,7 +10,7 @@ import pytest
 import torch
 from aot import compile_for_h200
 from kernel_checks import assert_as_accurate, paged_sequences, without_poison
-from test_attention_prefill_gpu import LAYER, MIXED, on_device, queries
+from prefill_attention_inputs import LAYER, MIXED, on_device, queries
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch, AttentionRule, reference

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from aot import Compiled, compile_for_h200
+from decode_attention_inputs import LAYER, RAGGED, decodes, queries
 from kernel_checks import PagedSequences, assert_as_accurate, without_poison
-from test_attention_decode_gpu import LAYER, RAGGED, decodes, queries
 from torch import Tensor
 
 from baton.kernels.attention import AttentionRule, reference

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from engine_views import view
 from fake_cluster import FakeEngine
 from gateway_service import Clock, Service, events, until
-from test_router import view
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError

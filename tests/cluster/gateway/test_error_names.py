@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hostile_requests import CALL, REQUESTS, TAG, JsonPath, chat, name_of, places, response, within
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hostile_texts import CALL, REQUESTS, TAG, JsonPath, chat, name_of, places, response, within
 
 from baton.cluster.gateway.api.parsing import parse_request
 from baton.cluster.gateway.api.protocol import (

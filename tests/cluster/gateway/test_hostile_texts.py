@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from gateway_service import Service
+from hostile_requests import (
+    REQUESTS,
+    JsonPath,
+    chat,
+    name_of,
+    places,
+    response,
+    within,
+)
 from thinking_model import TEMPLATE
 
 from baton.cluster.contracts import Role
@@ -16,71 +25,6 @@ from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.api.json_body import MAX_DEPTH, MAX_DIGITS, first_json_fault
 from baton.engine.structured import XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
-
-JsonPath = tuple[str | int, ...]
-
-SCHEMA = {"type": "object", "title": "t", "properties": {"size": {"enum": [1, "two"]}}, "required": ["size"]}
-FORMAT = {"name": "n", "description": "d", "schema": SCHEMA, "strict": True}
-FUNCTION = {"name": "cut", "description": "d", "parameters": SCHEMA, "strict": True}
-SHARED: dict[str, Any] = {
-    "model": "tiny",
-    **{"temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "min_tokens": 0, "priority": 1},
-    **{"repetition_penalty": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 1.0}},
-    **{"stop": ["zz"], "stop_token_ids": [5], "allowed_token_ids": [6, 7], "bad_words": ["fox"]},
-    **{"cache_salt": "s", "user": "u", "metadata": {"k": "v"}, "safety_identifier": "x", "prompt_cache_key": "y"},
-}
-CALL = {"id": "a", "index": 0, "type": "function", "function": {"name": "cut", "arguments": '{"size": 1}'}}
-MESSAGES = [
-    {"role": "system", "content": "s"},
-    {"role": "user", "content": [{"type": "text", "text": "hello"}], "name": "me"},
-    {"role": "assistant", "content": "w", "tool_calls": [CALL], "reasoning_content": "t", "parsed": {"a": "b"}},
-    {"role": "tool", "tool_call_id": "a", "content": "1"},
-]
-ITEMS = [
-    {"role": "user", "content": "hello"},
-    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
-    {"role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "w", "logprobs": ["q"]}]},
-    {"type": "function_call", "id": "f", "call_id": "a", "name": "cut", "arguments": '{"size": 1}'},
-    {"type": "function_call_output", "call_id": "a", "output": "1"},
-]
-TAG = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "a"}})
-STRUCTURED = {"json": SCHEMA, "regex": "a+", "choice": ["a", "b"], "grammar": 'root ::= "a"', "structural_tag": TAG}
-
-
-def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2, **fields}
-
-
-def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, **fields}
-
-
-def response(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/responses", {"model": "tiny", "input": ITEMS, "max_output_tokens": 2, **fields}
-
-
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "completions": completion(**SHARED, n=1, logprobs=1, echo=True),
-    "completions of tokens": completion(prompt=[[5, 6]], stream=True, stream_options={"include_usage": True}),
-    "completions of a format": completion(response_format={"type": "json_schema", "json_schema": FORMAT}),
-    **{f"completions of a {kind}": completion(structured_outputs={kind: what}) for kind, what in STRUCTURED.items()},
-    "chat": chat(**SHARED, logprobs=True, top_logprobs=1, chat_template_kwargs={"k": "v"}),
-    "chat with tools": chat(
-        messages=MESSAGES[:2],
-        tools=[{"type": "function", "function": FUNCTION}],
-        tool_choice={"type": "function", "function": {"name": "cut"}},
-    ),
-    "responses": response(**SHARED, instructions="i", chat_template_kwargs={"k": "v"}),
-    "responses with tools": response(
-        input="x",
-        tools=[{"type": "function", **FUNCTION}],
-        tool_choice={"type": "function", "name": "cut"},
-        text={"format": {"type": "json_schema", **FORMAT}},
-    ),
-    "tokenize": ("/tokenize", {"model": "tiny", "prompt": "x"}),
-    "tokenize a chat": ("/tokenize", {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"k": "v"}}),
-    "detokenize": ("/detokenize", {"model": "tiny", "tokens": [5, 6]}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -97,29 +41,11 @@ async def service(start: Callable[..., Service], told: ServedModel, grammars: XG
     return start(Role.UNIFIED, served=told, grammars=grammars)
 
 
-def places(value: Any, place: JsonPath = ()) -> Iterator[JsonPath]:
-    """Yield the paths of all parts of a value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in items:
-        yield (*place, key)
-        yield from places(part, (*place, key))
-
-
-def within(body: Any, place: JsonPath) -> Any:
-    for key in place:
-        body = body[key]
-    return body
-
-
 def with_text(body: dict[str, Any], place: JsonPath, text: str) -> bytes:
     """The body with this JSON at its place."""
     changed = json.loads(json.dumps(body))
     within(changed, place[:-1])[place[-1]] = "here"
     return json.dumps(changed).replace('"here"', text).encode()
-
-
-def name_of(place: JsonPath) -> str | None:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".") or None
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_router import view
+from engine_views import view
 
 from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, Role
 from baton.cluster.gateway.errors import ApiError

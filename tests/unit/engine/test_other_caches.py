@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from test_transformers_parity import PROMPTS, expected_logprobs
+from transformers_reference import PROMPTS, expected_logprobs
 
 from baton.engine import LLM, SamplingParams
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers_reference import PROMPTS, expected_logprobs
 
 from baton.engine import LLM, Logprob, SamplingParams
 
-PROMPTS = [[random.Random(length).randrange(3, 256) for _ in range(length)] for length in (1, 2, 16, 33, 100)]
 TOLERANCE = 1e-4
 
 
@@ -21,12 +20,6 @@ def yardstick(checkpoint: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def expected_logprobs(yardstick: Any, token_ids: list[int]) -> torch.Tensor:
-    """[len(token_ids), vocab]: after each token, what may come next."""
-    return yardstick(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
 
 def assert_agrees(found: dict[int, Logprob], expected: torch.Tensor, token: int, num_top: int) -> None:

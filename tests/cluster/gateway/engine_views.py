@@ -1,0 +1,60 @@
+"""Engines as a router sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.cluster.cached_blocks import CachedBlocks
+from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.engine.core.block_log import BlocksCached, pack_names
+from baton.engine.core.layout import BLOCK_SIZE
+from baton.engine.core.messages import EngineStats
+from baton.engine.core.prefix import block_hashes
+
+STATS = EngineStats(
+    **{
+        **dict.fromkeys(EngineStats.__struct_fields__, 0),
+        "num_blocks": 1000,
+        "num_blocks_free": 1000,
+        "experts": None,
+        "tiers": None,
+    }
+)
+
+
+def view(
+    rank: int,
+    role: Role = Role.UNIFIED,
+    *,
+    fingerprint: str = "f",
+    node: str = "n",
+    outstanding: int = 0,
+    cached: list[int] | None = None,
+    host: list[int] | None = None,
+    disk: list[int] | None = None,
+    salt: str = "",
+    **stats: Any,
+) -> EngineView:
+    """An engine that has the prompt `cached` in its prefix cache, and others in tiers: all their blocks."""
+    record = EngineRecord(
+        engine_id=f"e{rank}",
+        group_id=f"e{rank}",
+        epoch=rank,
+        role=role,
+        rank=rank,
+        node_id=node,
+        node_ip="",
+        pid=0,
+        address="",
+        kv_address="",
+        fingerprint=fingerprint,
+        model_id="m",
+        max_model_len=4096,
+        num_blocks=1000,
+    )
+    values = {name: getattr(STATS, name) for name in EngineStats.__struct_fields__} | stats
+    blocks = CachedBlocks(1000, 1000)
+    blocks.apply(
+        BlocksCached(0, *(pack_names(block_hashes(each or [], BLOCK_SIZE, salt)) for each in (cached, host, disk)))
+    )
+    return EngineView(record, EngineStats(**values), outstanding, None, blocks)
