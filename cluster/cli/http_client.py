@@ -55,6 +55,8 @@ class ChatSettings:
 def print_ranks(console: Console, answer: dict[str, Any]) -> None:
     """Print the answer of /v1/cluster/ranks as tables."""
     console.print(_engine_table(answer["data"]))
+    if any(rank["reads_from"] for rank in answer["data"]):
+        console.print(_lane_table(answer["data"]))
     console.print(_gateway_table(answer["gateways"]))
 
 
@@ -76,6 +78,19 @@ def _engine_table(ranks: list[dict[str, Any]]) -> Table:
         cells = (rank["rank"], role, rank["engine_id"], rank["pid"], rank["node_ip"])
         blocks = f"{stats.get('num_blocks_free', '?')}/{rank['num_blocks']}"
         table.add_row(*map(str, cells), str(stats.get("num_requests_running", "?")), str(waiting), blocks)
+    return table
+
+
+def _lane_table(ranks: list[dict[str, Any]]) -> Table:
+    """Create the table of ways in which engines read each other's KV blocks."""
+    table = _narrow_table("Hand-offs")
+    for column in ("reader", "reads from", "over", "GB/s"):
+        table.add_column(column, justify="right" if column == "GB/s" else "left", no_wrap=True)
+    for rank in ranks:
+        for lane in rank["reads_from"]:
+            rate = "?" if lane["bytes_per_s"] is None else f"{lane['bytes_per_s'] / 1e9:.1f}"
+            rate = f"[red]{rate}: TCP?[/]" if lane["is_slow"] else rate
+            table.add_row(rank["engine_id"], lane["engine_id"], lane["transport"], rate)
     return table
 
 

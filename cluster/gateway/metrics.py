@@ -125,6 +125,10 @@ HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_receives_active": ("Hand-offs that are being received.", lambda stats: stats.receives_active),
     "kv_buffer_blocks": ("Blocks on their way through the memory of a host.", lambda stats: stats.buffer_blocks),
     "kv_peers_ready": ("Engines whose blocks can be read.", lambda stats: stats.peers_ready),
+    "kv_slow_peers": (
+        "Engines whose GPU memory is read slowly, probably through TCP.",
+        lambda stats: sum(lane.is_slow for lane in stats.lanes),
+    ),
 }
 HANDOFF_COUNTERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_transfer_bytes_total": ("Bytes read from peers.", lambda stats: stats.bytes_read),
@@ -132,6 +136,10 @@ HANDOFF_COUNTERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_blocks_read_early_total": ("Blocks read while prefill still ran.", lambda stats: stats.blocks_read_early),
     "kv_transfer_seconds_total": ("Seconds of received hand-offs, summed.", lambda stats: stats.receive_seconds),
     "kv_buffer_refusals_total": ("Prompts that had no room in the host buffer.", lambda stats: stats.buffer_refusals),
+    "kv_read_fallbacks_total": (
+        "Reads that failed in one way and were begun again in another.",
+        lambda stats: stats.reads_fallen_back,
+    ),
     "kv_messages_stale_total": (
         "Messages about hand-offs of another epoch, or too late: dropped.",
         lambda stats: stats.messages_stale,
@@ -301,6 +309,7 @@ class _EngineCollector(Collector):
         yield from _families(GaugeMetricFamily, HANDOFF_GAUGES, transfers)
         yield from _families(CounterMetricFamily, HANDOFF_COUNTERS, transfers)
         yield from _labelled(CounterMetricFamily, HANDOFF_OUTCOMES, "outcome", transfers)
+        yield _lanes(transfers)
         tiers = [(labels, its_stats.tiers) for labels, its_stats in stats if its_stats.tiers is not None]
         yield from _families(CounterMetricFamily, TIER_COUNTERS, tiers)
         yield from _labelled(GaugeMetricFamily, TIER_BLOCKS, "tier", tiers)
@@ -308,6 +317,18 @@ class _EngineCollector(Collector):
 
     def _labels(self, view: EngineView) -> list[str]:
         return [self._model_id, view.record.engine_id, view.record.role]
+
+
+def _lanes(transfers: Iterable[tuple[list[str], TransferStats]]) -> Metric:
+    labels = ["model_name", "engine", "role", "peer", "transport"]
+    family = GaugeMetricFamily(
+        "baton_kv_peer_bytes_per_second", "Bytes per second from a peer, as measured at pairing.", labels=labels
+    )
+    for own, stats in transfers:
+        for lane in stats.lanes:
+            if lane.bytes_per_s is not None:
+                family.add_metric([*own, lane.engine_id, lane.transport], lane.bytes_per_s)
+    return family
 
 
 def _sum(metric: Counter | Gauge) -> float:

@@ -18,7 +18,7 @@ from ..group.tp_read_group import TpReadGroup
 from ..handoff.coordinator import HandoffCoordinator
 from ..net.channel import Channel, Route
 from ..protocol.messages import Claim, Granted, decode
-from ..transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from ..transports import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState, Transport
 
 
 class HandoffStage(enum.StrEnum):
@@ -109,8 +109,12 @@ class _StampedTransport:
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return self._transport.peer_state(peer)
 
-    def rate(self, peer: PeerHandle) -> float | None:
-        return self._transport.rate(peer)
+    @property
+    def num_fallbacks(self) -> int:
+        return self._transport.num_fallbacks
+
+    def lane(self, peer: PeerHandle) -> Lane | None:
+        return self._transport.lane(peer)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         self._transport.remove_peer(peer)

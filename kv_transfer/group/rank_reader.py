@@ -19,7 +19,7 @@ from .. import codec
 from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
 from ..digests import DIGEST_BYTES, BlockBytes, digests_of, region_bytes
 from ..errors import MalformedMessage, TransportError
-from ..transports import PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState, Transport
 from .rpc import MAX_RANKS
 
 State = TypeVar("State", PeerState, ReadState)
@@ -105,6 +105,10 @@ class RankReader:
         return self._transport.name
 
     @property
+    def num_fallbacks(self) -> int:
+        return self._transport.num_fallbacks
+
+    @property
     def memory(self) -> RankMemory:
         return RankMemory(self.region.first_head, self.region.num_heads, self._transport.metadata())
 
@@ -129,6 +133,11 @@ class RankReader:
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return worst(self._transport.peer_state(source.peer) for source in self._peers[peer])
+
+    def lane(self, peer: PeerHandle) -> Lane | None:
+        """Return the slowest way in which this rank reads the peer's ranks; None where none is connected."""
+        lanes = (self._transport.lane(source.peer) for source in self._peers[peer])
+        return min((lane for lane in lanes if lane is not None), key=lambda lane: lane.bytes_per_s or 0.0, default=None)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         """Forget a peer of which no read is left."""

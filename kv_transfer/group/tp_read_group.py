@@ -19,7 +19,7 @@ from baton.engine.core.layout import UnevenHeads
 from ..errors import TransportError
 from ..net.channel import Channel
 from ..protocol.messages import MAX_METADATA_BYTES
-from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
+from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState
 from .rank_reader import RankMemory, RankReader, group_metadata, worst
 from .read_messages import READS, CheckHandle, CheckReport, ReadDetails
 from .remote_rank import RemoteRank
@@ -73,6 +73,15 @@ class TpReadGroup:
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return worst(rank.peer_state(peer) for rank in self._ranks)
+
+    def lane(self, peer: PeerHandle) -> Lane | None:
+        """Return the way in which rank 0 reads the peer: the others are placed alike."""
+        return self._own.lane(peer)
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Reads of rank 0 that failed in one way and were begun again in another."""
+        return self._own.num_fallbacks
 
     def remove_peer(self, peer: PeerHandle) -> None:
         """Forget a peer of which no read is left."""

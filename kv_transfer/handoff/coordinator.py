@@ -203,6 +203,8 @@ class HandoffCoordinator:
             messages_malformed=self._router.malformed,
             messages_unsent=self._router.unsent,
             peers_ready=self._peers.num_ready,
+            lanes=self._peers.lanes(),
+            reads_fallen_back=self._group.num_fallbacks,
         )
 
     # ------------------------------------------------------------------ events in

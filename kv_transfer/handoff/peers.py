@@ -20,6 +20,7 @@ from ..errors import TransferError, TransportError
 from ..group.tp_read_group import TpReadGroup
 from ..net.channel import Channel, Route
 from ..protocol.messages import EngineKey, HandshakeAccepted, HandshakeRefused, encode
+from ..protocol.stats import PeerLane
 from ..settings import PeerInfo
 from ..transports import PeerHandle, PeerState
 from .handshake import SERVE_AFTER_HANDSHAKE_S, PairingTerms
@@ -73,6 +74,16 @@ class Peers:
     @property
     def num_ready(self) -> int:
         return sum(peer.status is PeerStatus.READY for peer in self._peers.values())
+
+    def lanes(self) -> list[PeerLane]:
+        """Return the ways in which peers that are ready are read."""
+        ready = (peer for peer in self._peers.values() if peer.status is PeerStatus.READY)
+        found = ((peer.key.engine_id, self._group.lane(peer.memory)) for peer in ready if peer.memory is not None)
+        return [
+            PeerLane(engine_id=name, transport=lane.transport, bytes_per_s=lane.bytes_per_s, is_slow=lane.is_slow)
+            for name, lane in found
+            if lane is not None
+        ]
 
     @property
     def warming_since(self) -> float | None:

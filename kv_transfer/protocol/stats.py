@@ -5,6 +5,15 @@ from __future__ import annotations
 import msgspec
 
 
+class PeerLane(msgspec.Struct, frozen=True, kw_only=True):
+    """The way in which an engine reads a peer's memory."""
+
+    engine_id: str  # of the peer
+    transport: str
+    bytes_per_s: float | None  # as measured when the two were paired
+    is_slow: bool  # a GPU's memory travels so slowly that it probably goes through TCP
+
+
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one engine, from its process's start on."""
 
@@ -22,5 +31,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     messages_malformed: int = 0
     messages_unsent: int = 0
     peers_ready: int = 0
+    lanes: list[PeerLane] = []  # to those
+    reads_fallen_back: int = 0  # failed in one way and were begun again in another
     buffer_blocks: int = 0  # staging slots in use, where blocks go by way of the host buffer
     buffer_refusals: int = 0  # prompts for which it had too few slots

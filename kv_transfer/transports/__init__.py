@@ -10,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 PeerHandle = int
 ReadHandle = int
 
@@ -34,6 +36,14 @@ class ReadState(enum.Enum):
     FAILED = enum.auto()
 
 
+class Lane(msgspec.Struct, frozen=True):
+    """The way in which a peer's memory is read."""
+
+    transport: str  # its name
+    bytes_per_s: float | None  # of the few MB that are read when a peer is connected; None before, and if not measured
+    is_slow: bool = False  # a GPU's memory travels so slowly that it probably goes through TCP
+
+
 class Transport(Protocol):
     """Reads byte ranges of peers' registered regions into our own, which was registered when the transport was made.
 
@@ -42,6 +52,7 @@ class Transport(Protocol):
     """
 
     name: str  # must be the same at both ends, such as `nixl/UCX`
+    num_fallbacks: int  # reads that failed in one way and were begun again in another
 
     def metadata(self) -> bytes:
         """Return what a peer's `add_peer` needs to read our region."""
@@ -53,11 +64,8 @@ class Transport(Protocol):
 
     def peer_state(self, peer: PeerHandle) -> PeerState: ...
 
-    def rate(self, peer: PeerHandle) -> float | None:
-        """Return the bytes per second of the few MB that are read when a peer is connected; it is at least as fast.
-
-        None before they have come, and where nothing was measured.
-        """
+    def lane(self, peer: PeerHandle) -> Lane | None:
+        """Return the way in which a read of this peer would go now; None where it is not connected."""
         ...
 
     def remove_peer(self, peer: PeerHandle) -> None:

@@ -32,7 +32,7 @@ from baton.engine.core.layout import KVRegion
 
 from .. import codec
 from ..errors import NotRegistrable, TransportError
-from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
 from .common import check_ranges, use_device
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class CudaIpcTransport:
     """
 
     name = NAME
+    num_fallbacks = 0
 
     def __init__(self, region: KVRegion, agent_name: str) -> None:
         device = use_device(region.device)
@@ -168,9 +169,8 @@ class CudaIpcTransport:
             self._judge_probe(known)
         return known.state
 
-    def rate(self, peer: PeerHandle) -> float | None:
-        """Bytes per second of the probe; None before it has ended."""
-        return self._peers[peer].bytes_per_s
+    def lane(self, peer: PeerHandle) -> Lane:
+        return Lane(self.name, self._peers[peer].bytes_per_s)
 
     def is_same_device(self, peer: PeerHandle) -> bool:
         return self._peers[peer].metadata.device == self._uuid

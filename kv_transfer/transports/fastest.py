@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from .. import codec
 from ..errors import TransportError
-from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,6 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
 _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a peer")
 
 
-class Lane(msgspec.Struct, frozen=True):
-    """The way in which a peer's memory is read."""
-
-    name: str  # the transport's
-    bytes_per_s: float | None  # as measured when the peer was connected
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class _Way:
     """One transport to a peer."""
@@ -60,7 +53,8 @@ class _Way:
 
     @property
     def rate(self) -> float:
-        return self.transport.rate(self.peer) or 0.0
+        lane = self.transport.lane(self.peer)
+        return 0.0 if lane is None else lane.bytes_per_s or 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -125,14 +119,11 @@ class FastestTransport:
             return PeerState.CONNECTED
         return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
 
-    def rate(self, peer: PeerHandle) -> float | None:
-        lane = self.lane(peer)
-        return None if lane is None else lane.bytes_per_s
-
     def lane(self, peer: PeerHandle) -> Lane | None:
-        """Return the way in which a read of this peer would go now; None where it is not connected."""
         way = self._peers[peer].best()
-        return None if way is None else Lane(way.transport.name, way.transport.rate(way.peer))
+        if way is None:
+            return None
+        return Lane(way.transport.name, way.rate or None, self._on_gpu and 0 < way.rate < SLOW_GPU_BYTES_PER_S)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         for way in self._peers.pop(peer).ways:
@@ -222,5 +213,4 @@ class FastestTransport:
 def _shown(way: _Way) -> str:
     if way.state is not PeerState.CONNECTED:
         return "does not work"
-    rate = way.transport.rate(way.peer)
-    return "not measured" if rate is None else f"{rate / 1e9:.1f} GB/s"
+    return f"{way.rate / 1e9:.1f} GB/s" if way.rate else "not measured"

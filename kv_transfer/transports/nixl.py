@@ -32,7 +32,7 @@ from baton.engine.core.layout import KVRegion
 from .. import codec
 from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
-from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 
@@ -82,6 +82,8 @@ class NixlTransport:
 
     Raises `TransportError` where a backend is missing or the region cannot be registered.
     """
+
+    num_fallbacks = 0
 
     def __init__(self, region: KVRegion, agent_name: str, backends: Sequence[str] = ("UCX",)) -> None:
         with _ucx_log.capturing(), environment_defaults(LOST_TCP):
@@ -152,8 +154,8 @@ class NixlTransport:
             self._log_ucx()
         return known.state
 
-    def rate(self, peer: PeerHandle) -> float | None:
-        return self._peers[peer].bytes_per_s
+    def lane(self, peer: PeerHandle) -> Lane:
+        return Lane(self.name, self._peers[peer].bytes_per_s)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)

@@ -29,7 +29,7 @@ from baton.engine.core.layout import KVRegion
 from .. import codec
 from ..codec import Name
 from ..errors import TransportError
-from . import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_process import UcxLog
@@ -97,6 +97,7 @@ class UcxTransport:
     """
 
     name = "ucx"
+    num_fallbacks = 0
 
     def __init__(self, region: KVRegion, agent_name: str) -> None:
         self._address = region.address
@@ -161,8 +162,8 @@ class UcxTransport:
             _ucx_log.drain()
         return known.state
 
-    def rate(self, peer: PeerHandle) -> float | None:
-        return self._peers[peer].bytes_per_s
+    def lane(self, peer: PeerHandle) -> Lane:
+        return Lane(self.name, self._peers[peer].bytes_per_s)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         self._lingering.append(self._peers.pop(peer))

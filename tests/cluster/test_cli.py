@@ -165,10 +165,28 @@ def test_a_rank_takes_one_line_of_a_terminal_with_80_columns() -> None:
     stats = {f"num_requests_{state}": 0 for state in ("running", "waiting", "waiting_for_kv")}
     rank = {"rank": 11, "role": "prefill", "engine_id": "prefill-djfzxwas", "pid": 145350, "node_ip": "192.168.102.2"}
     rank |= {"draining": False, "circuit": "closed", "num_blocks": 16384, "stats": stats | {"num_blocks_free": 16384}}
+    rank["reads_from"] = []
     told = io.StringIO()
     print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
     (line,) = [line for line in told.getvalue().splitlines() if "prefill" in line]
     assert "16384/16384" in line
+
+
+def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() -> None:
+    rank = {"rank": 1, "role": "decode", "engine_id": "decode-a", "pid": 1, "node_ip": "192.0.2.1", "draining": False}
+    rank |= {"circuit": "closed", "num_blocks": 8, "stats": None}
+    lane = {"transport": "cuda_ipc", "bytes_per_s": 3.4e11, "is_slow": False}
+    rank["reads_from"] = [
+        lane | {"engine_id": "prefill-b"},
+        lane | {"engine_id": "prefill-c", "transport": "nixl/UCX", "bytes_per_s": 4e8, "is_slow": True},
+    ]
+    told = io.StringIO()
+    print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
+    lines = [line.split() for line in told.getvalue().splitlines() if "prefill" in line]
+    assert lines == [
+        ["decode-a", "prefill-b", "cuda_ipc", "340.0"],
+        ["decode-a", "prefill-c", "nixl/UCX", "0.4:", "TCP?"],
+    ]
 
 
 def test_unknown_environment_variables_are_an_error() -> None:

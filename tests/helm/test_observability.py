@@ -17,7 +17,7 @@ from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView,
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.protocol.stats import TransferStats
+from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 OBSERVABILITY = Path(__file__).parents[2] / "configs/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana_dashboard.json").read_text())
@@ -44,6 +44,9 @@ ENGINE = EngineRecord(
 )  # fmt: skip
 
 
+LANE = PeerLane(engine_id="p", transport="nixl/UCX", bytes_per_s=1e9, is_slow=False)
+
+
 def gateway_metrics(tiers: TierStats, transfers: TransferStats) -> GatewayMetrics:
     """Of a gateway that reaches one engine."""
     absent = ("num_late_compilations", "experts", "tiers")
@@ -58,7 +61,7 @@ def exported() -> dict[str, set[str]]:
     """Every sample that a gateway's /metrics has, with its labels (`le` and `quantile` apart)."""
     metrics = gateway_metrics(
         TierStats(blocks={"disk": 1}, failures={"corrupt": 1}),
-        TransferStats(offers={"finished": 1}, receives={"received": 1}),
+        TransferStats(offers={"finished": 1}, receives={"received": 1}, lanes=[LANE]),
     )
     metrics.finished.labels("m", "stop").inc()
     metrics.paths.labels("unified", "least-loaded").inc()

@@ -13,7 +13,7 @@ from virtual_clock import VirtualClock
 
 from baton.kv_transfer import codec
 from baton.kv_transfer.errors import TransportError
-from baton.kv_transfer.transports import ByteRange, PeerHandle, PeerState, ReadHandle, ReadState
+from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
 
 
 @dataclasses.dataclass
@@ -101,6 +101,7 @@ class FakeTransport:
     """A `Transport` of a `FakeFabric`."""
 
     name = "fake"
+    num_fallbacks = 0
 
     def __init__(self, fabric: FakeFabric, agent: str, bytes_per_s: float | None = None) -> None:
         """`bytes_per_s`: the rate that is told of every connected peer."""
@@ -127,8 +128,9 @@ class FakeTransport:
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return self._peers[peer][1]
 
-    def rate(self, peer: PeerHandle) -> float | None:
-        return self._bytes_per_s if self.peer_state(peer) is PeerState.CONNECTED else None
+    def lane(self, peer: PeerHandle) -> Lane | None:
+        is_connected = self.peer_state(peer) is PeerState.CONNECTED
+        return Lane(self.name, self._bytes_per_s) if is_connected else None
 
     def remove_peer(self, peer: PeerHandle) -> None:
         del self._peers[peer]

@@ -78,6 +78,10 @@ def meet(start: Start, layout: KVLayout = SMALL, **options: object) -> Pair:
     prefill.fill(1)
     decode.peers_changed([prefill.info])
     wait_until(lambda: decode.stats().peers_ready == 1)
+    (lane,) = decode.stats().lanes
+    assert (lane.engine_id, lane.is_slow) == (prefill.info.engine_id, False)
+    assert lane.bytes_per_s is not None
+    assert lane.bytes_per_s > 0
     return prefill, decode
 
 

@@ -129,7 +129,7 @@ def test_blocks_arrive_and_no_others_change(
 ) -> None:
     peer = connect(reader, holder.metadata)
     assert reader.peer_state(peer) is PeerState.CONNECTED
-    assert (reader.rate(peer) or 0) > 0
+    assert (reader.lane(peer).bytes_per_s or 0) > 0
     assert reader.is_same_device(peer)
     read = reader.read(peer, ranges)
     assert finish(reader, read) is ReadState.DONE

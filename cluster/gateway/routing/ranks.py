@@ -70,6 +70,7 @@ def _rank(record: EngineRecord, view: EngineView | None, breakers: Breakers) -> 
         "circuit": breakers.state(record),
         "outstanding": 0 if view is None else view.outstanding,
         "stats": None if view is None else view.stats,
+        "reads_from": [] if view is None or view.transfers is None else view.transfers.lanes,
     }
 
 

@@ -12,7 +12,7 @@ from gateway_service import Service
 
 from baton.cluster.contracts import ClientCounters, MessageCounters, Role
 from baton.engine.text import Tokenizer
-from baton.kv_transfer.protocol.stats import TransferStats
+from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 
 async def test_models_are_listed_and_looked_up(service: Service) -> None:
@@ -127,6 +127,11 @@ async def test_metrics_show_each_engine_and_its_hand_offs(disaggregated: Service
         descriptors_read=5,
         blocks_read_early=3,
         receive_seconds=0.5,
+        reads_fallen_back=6,
+        lanes=[
+            PeerLane(engine_id="prefill-0", transport="nixl/UCX", bytes_per_s=4e8, is_slow=True),
+            PeerLane(engine_id="prefill-9", transport="cuda_ipc", bytes_per_s=None, is_slow=False),
+        ],
     )
     await service.complete([5] * 20, max_tokens=4, ignore_eos=True)
     samples = await service.metrics()
@@ -141,6 +146,20 @@ async def test_metrics_show_each_engine_and_its_hand_offs(disaggregated: Service
     assert samples[f'baton_kv_transfer_bytes_total{{{decode},role="decode"}}'] == 4096
     assert samples[f'baton_kv_transfer_descriptors_total{{{decode},role="decode"}}'] == 5
     assert samples[f'baton_kv_transfer_seconds_total{{{decode},role="decode"}}'] == 0.5
+    assert samples[f'baton_kv_read_fallbacks_total{{{decode},role="decode"}}'] == 6
+    assert samples[f'baton_kv_slow_peers{{{decode},role="decode"}}'] == 1
+    rates = {name: rate for name, rate in samples.items() if name.startswith("baton_kv_peer_bytes_per_second")}
+    assert rates == {
+        f'baton_kv_peer_bytes_per_second{{{decode},peer="prefill-0",role="decode",transport="nixl/UCX"}}': 4e8
+    }
+    table = (await service.http.get("/v1/cluster/ranks")).json()["data"]
+    assert table[0]["reads_from"] == []
+    assert [
+        (lane["engine_id"], lane["transport"], lane["bytes_per_s"], lane["is_slow"]) for lane in table[1]["reads_from"]
+    ] == [
+        ("prefill-0", "nixl/UCX", 4e8, True),
+        ("prefill-9", "cuda_ipc", None, False),
+    ]
     assert samples[f'baton_engine_prompt_tokens_total{{{prefill},role="prefill"}}'] == 20
     assert samples[f'baton_prefix_cache_queries_total{{{prefill},role="prefill"}}'] > 0
     assert samples['baton_request_queue_time_seconds_count{model_name="tiny"}'] == 1
