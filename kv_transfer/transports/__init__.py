@@ -52,7 +52,11 @@ class Transport(Protocol):
     """
 
     name: str  # must be the same at both ends, such as `nixl/UCX`
-    num_fallbacks: int  # reads that failed in one way and were begun again in another
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Reads that failed in one way and were begun again in another."""
+        ...
 
     def metadata(self) -> bytes:
         """Return what a peer's `add_peer` needs to read our region."""
