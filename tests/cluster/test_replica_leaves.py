@@ -27,7 +27,7 @@ PATIENCE_S = 20.0
 class Workers:
     """A group's processes, which have one request."""
 
-    actors = ()
+    actor_names = ()
 
     def __init__(self) -> None:
         self.num_requests = 1
