@@ -9,6 +9,7 @@ The stamps are of the machine's one monotonic clock, so those of two processes c
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,9 +38,14 @@ class HandoffStage(enum.StrEnum):
 
 
 class Stamps:
-    """The stamps of one engine, written by its transfer thread and by the caller, and read when both are idle."""
+    """The stamps of one engine, written by its transfer thread and by the caller.
+
+    They are taken when the other engine has all that it waited for. The thread that sent the last of it holds `sending`
+    until that is stamped.
+    """
 
     def __init__(self) -> None:
+        self.sending = threading.Lock()
         self._at: dict[HandoffStage, float] = {}
         self._messages: list[tuple[float, dict[type, HandoffStage], bytes]] = []  # decoded later: that takes time, too
 
@@ -52,7 +58,8 @@ class Stamps:
 
     def take(self) -> dict[HandoffStage, float]:
         """Return and forget the stamps, in seconds of `time.perf_counter`."""
-        at, messages, self._at, self._messages = self._at, self._messages, {}, []
+        with self.sending:
+            at, messages, self._at, self._messages = self._at, self._messages, {}, []
         for moment, meanings, data in messages:
             stage = meanings.get(type(decode(data)))
             if stage is not None:
@@ -60,7 +67,7 @@ class Stamps:
         return at
 
 
-class _StampedChannel:
+class StampedChannel:
     """A `Channel` that stamps claims and grants."""
 
     def __init__(self, channel: Channel, stamps: Stamps) -> None:
@@ -75,8 +82,9 @@ class _StampedChannel:
         self._channel.disconnect(route)
 
     def send(self, route: Route, data: bytes) -> bool:
-        sent = self._channel.send(route, data)
-        self._stamps.note_message({Claim: HandoffStage.CLAIM_SENT, Granted: HandoffStage.GRANT_SENT}, data)
+        with self._stamps.sending:
+            sent = self._channel.send(route, data)
+            self._stamps.note_message({Claim: HandoffStage.CLAIM_SENT, Granted: HandoffStage.GRANT_SENT}, data)
         return sent
 
     def receive(self) -> list[tuple[Route, bytes]]:
@@ -151,7 +159,7 @@ class StampedConnector(TransferConnector):
         return _StampedTransport(super()._open_transport(), self.stamps)
 
     def _make_handoff(self, channel: Channel, group: TpReadGroup) -> HandoffCoordinator:
-        return super()._make_handoff(_StampedChannel(channel, self.stamps), group)
+        return super()._make_handoff(StampedChannel(channel, self.stamps), group)
 
     def _commands_given(self) -> Iterator[Callable[[HandoffCoordinator], None]]:
         for command in super()._commands_given():

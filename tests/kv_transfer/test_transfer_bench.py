@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from baton.engine.core.layout import KVLayout, UnevenHeads
 from baton.kv_transfer.bench import measure, table
-from baton.kv_transfer.bench.stages import HandoffStage
+from baton.kv_transfer.bench.stages import HandoffStage, StampedChannel, Stamps
+from baton.kv_transfer.net.channel import Route
+from baton.kv_transfer.protocol.messages import Claim, EngineKey, LeaseKey, ReaderKey, encode
 
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 
@@ -58,3 +62,25 @@ def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
 def test_sizes_over_which_heads_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(UnevenHeads, match="2 KV heads cannot be shared out over 3 ranks"):
         measure(LAYOUT, prefill_tp=3)
+
+
+def test_a_message_that_was_sent_is_stamped_before_stamps_are_taken() -> None:
+    """Its receiver may be done before the sender's thread runs on."""
+    stamps, may_return, has_arrived = Stamps(), threading.Event(), threading.Event()
+
+    class SlowToReturn:
+        address = "tcp://127.0.0.1:1"
+
+        def send(self, route: Route, data: bytes) -> bool:
+            has_arrived.set()
+            return may_return.wait(30)
+
+    channel = StampedChannel(SlowToReturn(), stamps)  # type: ignore[arg-type]
+    engine = EngineKey("e", 1)
+    claim = Claim(LeaseKey(engine, "r", 0, 1), ReaderKey(engine, 1), 1)
+    sender = threading.Thread(target=channel.send, args=(b"route", encode(claim)))
+    sender.start()
+    assert has_arrived.wait(30)
+    threading.Timer(0.05, may_return.set).start()
+    assert HandoffStage.CLAIM_SENT in stamps.take()
+    sender.join()
