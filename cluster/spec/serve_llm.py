@@ -17,11 +17,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .application import SMALLEST_AMOUNT
 from .validation_errors import InvalidSpec, unknown_key
 
 logger = logging.getLogger(__name__)
 
-MARKER = 0.001  # of the resource by which Ray knows a node's accelerator: it says where, and counts nothing
 ONE_MODEL = "an application serves one model: deploy one for each, with ports of their own"
 REFUSED = {
     "lora_config": "adapters are not served: merge them into the weights",
@@ -50,12 +50,9 @@ DECIDED_HERE = (
     "logging_config",
     "request_router_config",
 )
-SCALING = {
-    "upscale_delay_s": "upscale_delay_s",
-    "downscale_delay_s": "downscale_delay_s",
-    "downscale_to_zero_delay_s": "downscale_to_zero_delay_s",
-    "look_back_period_s": "look_back_period_s",
-}
+BOUNDS = ("min_replicas", "max_replicas")
+DELAYS = ("upscale_delay_s", "downscale_delay_s", "downscale_to_zero_delay_s", "look_back_period_s")
+ONE_WAY_IN = "requests come in through Baton's gateways: see `gateway` in docs/reference/settings.md"
 
 
 def application_args(serving_args: Any) -> dict[str, Any]:
@@ -73,9 +70,6 @@ def application_args(serving_args: Any) -> dict[str, Any]:
     if replicas is not None:
         args.setdefault("gateway", {})["replicas"] = replicas
     return args
-
-
-ONE_WAY_IN = "requests come in through Baton's gateways: see `gateway` in docs/reference/settings.md"
 
 
 def _application(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,20 +104,23 @@ def _application(config: dict[str, Any]) -> dict[str, Any]:
 
 def _scale(scaling: dict[str, Any], fleet: dict[str, Any]) -> dict[str, Any]:
     """Write the fleet's bounds into `fleet`; return the delays."""
-    for theirs, ours in (("min_replicas", "min_replicas"), ("max_replicas", "max_replicas")):
-        fleet[ours] = scaling.get(theirs, 1)
+    for bound in BOUNDS:
+        fleet[bound] = scaling.get(bound, 1)
     if scaling.get("initial_replicas") is not None:
         fleet["replicas"] = scaling["initial_replicas"]
-    others = scaling.keys() - SCALING.keys() - {"min_replicas", "max_replicas", "initial_replicas"}
-    _warn("autoscaling_config", others)  # the number of groups follows targets of latency (docs/operate/scaling.md)
-    return {SCALING[name]: value for name, value in scaling.items() if name in SCALING and value is not None}
+    _warn(
+        "autoscaling_config", scaling.keys() - {*DELAYS, *BOUNDS, "initial_replicas"}
+    )  # the number of groups follows targets of latency (docs/operate/scaling.md)
+    return {name: scaling[name] for name in DELAYS if scaling.get(name) is not None}
 
 
 def _workers(config: dict[str, Any], where: str) -> dict[str, Any]:
     """Return what one worker reserves: the accelerator's marker, and what the bundles hold."""
     resources: dict[str, float] = {}
     if config.get("accelerator_type"):
-        resources[f"accelerator_type:{config['accelerator_type']}"] = MARKER
+        resources[f"accelerator_type:{config['accelerator_type']}"] = (
+            SMALLEST_AMOUNT  # a marker: it says where, and counts nothing
+        )
     fleet: dict[str, Any] = {"resources": resources} if resources else {}
     bundles = _mapping(config, "placement_group_config", where).get("bundles", [])
     distinct = {tuple(sorted(bundle.items())) for bundle in bundles}

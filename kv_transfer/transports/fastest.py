@@ -120,10 +120,7 @@ class FastestTransport:
         return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        way = self._peers[peer].best()
-        if way is None:
-            return None
-        return Lane(way.transport.name, way.rate or None, self._on_gpu and 0 < way.rate < SLOW_GPU_BYTES_PER_S)
+        return self._lane_of(self._peers[peer])
 
     def remove_peer(self, peer: PeerHandle) -> None:
         for way in self._peers.pop(peer).ways:
@@ -201,13 +198,22 @@ class FastestTransport:
         self.num_fallbacks += 1
         logger.warning("%s: over %s instead of %s: %s", peer.name, other.transport.name, way.transport.name, reason)
 
+    def _lane_of(self, peer: _Peer) -> Lane | None:
+        way = peer.best()
+        if way is None:
+            return None
+        rate = way.rate
+        return Lane(way.transport.name, rate or None, self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S)
+
     def _tell_lane(self, peer: _Peer) -> None:
         rates = ", ".join(f"{way.transport.name} {_shown(way)}" for way in peer.ways)
-        best = peer.best()
-        if self._on_gpu and best is not None and 0 < best.rate < SLOW_GPU_BYTES_PER_S:
+        lane = self._lane_of(peer)
+        if lane is None:
+            return
+        if lane.is_slow:
             logger.warning("GPU memory of %s travels slowly, probably through TCP: %s", peer.name, rates)
-        elif best is not None:
-            logger.info("memory of %s is read over %s (%s)", peer.name, best.transport.name, rates)
+        else:
+            logger.info("memory of %s is read over %s (%s)", peer.name, lane.transport, rates)
 
 
 def _shown(way: _Way) -> str:

@@ -105,6 +105,7 @@ class Request:
         "mask",
         "message",
         "next_registration",
+        "num_blocks_passed",
         "num_cached_tokens",
         "num_computed",
         "num_prompt",
@@ -140,6 +141,7 @@ class Request:
         self.mask: bytes | None = None  # of what it lets follow; gone with the step that draws
         self.drawn_from = b""  # the mask of the newest step that draws
         self.last_step = NEVER  # the newest step that touches its row and blocks
+        self.num_blocks_passed = 0  # given to requests that overtook it at the head of the queue
 
         self.row = NO_ROW
         self.block_ids: list[int] = []

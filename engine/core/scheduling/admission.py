@@ -7,7 +7,6 @@ waiting ── its KV is at another engine, or in a tier ──> KVLoading ─�
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ..kv.fence import Fence
 from ..kv.request_memory import RequestMemory
@@ -132,13 +131,6 @@ class KVLoading:
         self.ready.add(request)
 
 
-class _Overtaken(NamedTuple):
-    """The head of the queue that lacked blocks last, and how many blocks requests behind it were given meanwhile."""
-
-    head: Request | None
-    num_blocks: int
-
-
 class Admission:
     """Decides which waiting requests may start: ready ones first, then the queue in order.
 
@@ -166,7 +158,6 @@ class Admission:
         self._memory = memory
         self._fence = fence
         self._tier_copies = tier_copies
-        self._overtaken = _Overtaken(None, 0)
 
     def make_way(self) -> None:
         """Preempt running requests of lower priority where the head of the queue lacks only their blocks."""
@@ -187,7 +178,8 @@ class Admission:
         head = self._waiting.peek()
         share, chosen = draft.budget // SHORT_SHARE, list[Request]()
         for request in () if head is None else (head, *self._waiting.behind_head()):
-            if request.num_tokens <= share and not request.awaits_transfer and self._memory.fits(request):
+            loads = request.awaits_transfer or self._loading.is_in_tiers(request)
+            if request.num_tokens <= share and not loads and self._memory.fits(request):
                 share -= request.num_tokens
                 chosen.append(request)
         return chosen
@@ -195,8 +187,7 @@ class Admission:
     def admit_short(self, chosen: Sequence[Request], draft: StepDraft) -> None:
         """Start the prompts that were chosen, as far as rows and blocks go."""
         for request in chosen:
-            if not self._loading.is_in_tiers(request):
-                self._admit(request, draft)
+            self._admit(request, draft)
 
     def admit_waiting(self, draft: StepDraft) -> None:
         """Start waiting requests in order."""
@@ -220,14 +211,13 @@ class Admission:
     def _let_small_ones_pass(self, head: Request, draft: StepDraft) -> None:
         """Let requests overtake a head that lacks blocks, each of which needs few beside it."""
         needed = self._memory.num_blocks(head)
-        passed = self._overtaken.num_blocks if self._overtaken.head is head else 0
-        if passed >= needed or self._memory.fits(head):
+        if head.num_blocks_passed >= needed or self._memory.fits(head):
             return
         for request in self._waiting.behind_head():
             num_blocks = self._memory.num_blocks(request)
-            if num_blocks * SMALL <= needed and passed + num_blocks <= needed and self._admit(request, draft):
-                passed += num_blocks
-        self._overtaken = _Overtaken(head, passed)
+            may_pass = num_blocks * SMALL <= needed and head.num_blocks_passed + num_blocks <= needed
+            if may_pass and self._admit(request, draft):
+                head.num_blocks_passed += num_blocks
 
     def _reserve(self, request: Request, draft: StepDraft) -> bool:
         """Reserve the request's blocks. False where it cannot start in this step.
