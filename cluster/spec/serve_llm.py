@@ -39,6 +39,7 @@ CONFIG_KEYS = (
     "log_engine_metrics",
     "experimental_configs",
 )
+WITHOUT_EFFECT = {"llm_engine", "log_engine_metrics", "experimental_configs"}  # of these
 # What Serve may be told of a deployment, and what Baton decides by itself.
 DECIDED_HERE = (
     "name",
@@ -66,15 +67,17 @@ def application_args(serving_args: Any) -> dict[str, Any]:
     if not isinstance(configs, Sequence) or isinstance(configs, str) or len(configs) != 1:
         raise InvalidSpec(f"llm_configs: must be a list of one configuration; {ONE_MODEL}")
     args = _application(_plain(configs[0], "llm_configs.0"))
-    replicas = _mapping(given, "ingress_deployment_config", "").get("num_replicas")
-    if replicas is not None:
-        args.setdefault("gateway", {})["replicas"] = replicas
+    ingress = _mapping(given, "ingress_deployment_config", "")
+    _warn("ingress_deployment_config", ingress.keys() - {"num_replicas"})
+    if ingress.get("num_replicas") is not None:
+        args.setdefault("gateway", {})["replicas"] = ingress["num_replicas"]
     return args
 
 
 def _application(config: dict[str, Any]) -> dict[str, Any]:
     where = "llm_configs.0"
     _check_keys(where, config, CONFIG_KEYS, REFUSED)
+    _warn(where, config.keys() & WITHOUT_EFFECT)
     loading = _mapping(config, "model_loading_config", where)
     _check_keys(f"{where}.model_loading_config", loading, ("model_id", "model_source"), {})
     source = loading.get("model_source") or loading.get("model_id")
@@ -122,7 +125,9 @@ def _workers(config: dict[str, Any], where: str) -> dict[str, Any]:
             SMALLEST_AMOUNT  # a marker: it says where, and counts nothing
         )
     fleet: dict[str, Any] = {"resources": resources} if resources else {}
-    bundles = _mapping(config, "placement_group_config", where).get("bundles", [])
+    placement = _mapping(config, "placement_group_config", where)
+    _warn(f"{where}.placement_group_config", placement.keys() - {"bundles"})
+    bundles = placement.get("bundles", [])
     distinct = {tuple(sorted(bundle.items())) for bundle in bundles}
     if len(distinct) > 1:
         raise InvalidSpec(f"{where}.placement_group_config.bundles: all must be alike: each is one rank's")

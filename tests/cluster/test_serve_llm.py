@@ -100,7 +100,25 @@ def test_two_models_are_two_applications() -> None:
         application_args({"llm_configs": [llm_config(), llm_config()]})
 
 
-def test_what_baton_decides_itself_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"deployment_config": {"autoscaling_config": {"max_replicas": 2, "target_ongoing_requests": 8}}}, "target_on"),
+        ({"deployment_config": {"health_check_period_s": 3}}, "health_check_period_s"),
+        ({"experimental_configs": {"a": 1}}, "experimental_configs"),
+        ({"llm_engine": "vLLM"}, "llm_engine"),
+        ({"placement_group_config": {"bundles": [{"CPU": 1}], "strategy": "SPREAD"}}, "strategy"),
+    ],
+)
+def test_what_baton_decides_itself_is_left_out_and_named(
+    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], named: str
+) -> None:
     with caplog.at_level(logging.WARNING):
-        args_of(deployment_config={"autoscaling_config": {"max_replicas": 2, "target_ongoing_requests": 8}})
-    assert "target_ongoing_requests" in caplog.text
+        args_of(**changes)
+    assert named in caplog.text
+
+
+def test_what_the_ingress_is_told_beside_its_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        application_args({"llm_configs": [llm_config()], "ingress_deployment_config": {"max_ongoing_requests": 9}})
+    assert "max_ongoing_requests" in caplog.text
