@@ -63,6 +63,8 @@ class GatewayReplica:
         """Answer as POST /v1/responses does. Raises `CallFailed`."""
         return await call(_app_of_this_process(), RESPONSES, body, api_key)
 
+    # Serve streams what an async generator of the class yields; one that a method returns is refused.
+
     async def stream_chat(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a streamed `chat`. Raises `CallFailed`."""
         async with contextlib.aclosing(stream(_app_of_this_process(), CHAT, body, api_key)) as events:
