@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .core.sampling import SamplingParams as SamplingParams
     from .core.sampling import StructuredOutputsParams as StructuredOutputsParams
     from .offline.arguments import InvalidArgument as InvalidArgument
+    from .offline.completion import CompletionOutput as CompletionOutput
+    from .offline.completion import Logprob as Logprob
+    from .offline.completion import RequestOutput as RequestOutput
     from .offline.llm import LLM as LLM
     from .offline.llm import GenerationFailed as GenerationFailed
-    from .offline.outputs import CompletionOutput as CompletionOutput
-    from .offline.outputs import Logprob as Logprob
-    from .offline.outputs import RequestOutput as RequestOutput
     from .offline.prompts import InvalidPrompt as InvalidPrompt
     from .startup.build import Engine as Engine
     from .startup.build import build_engine as build_engine
@@ -30,9 +30,9 @@ _HOME = {
     "SamplingParams": "core.sampling",
     "StructuredOutputsParams": "core.sampling",
     "InvalidSamplingParams": "core.sampling",
-    "RequestOutput": "offline.outputs",
-    "CompletionOutput": "offline.outputs",
-    "Logprob": "offline.outputs",
+    "RequestOutput": "offline.completion",
+    "CompletionOutput": "offline.completion",
+    "Logprob": "offline.completion",
     "GenerationFailed": "offline.llm",
     "InvalidArgument": "offline.arguments",
     "InvalidPrompt": "offline.prompts",

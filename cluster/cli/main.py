@@ -136,7 +136,7 @@ def check(
     from baton.cluster.disks import full_disks
     from baton.cluster.spec import InvalidSpec
 
-    from .check import check_file
+    from .plan import check_file
 
     failed = False
     for file in files:

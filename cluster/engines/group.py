@@ -29,8 +29,7 @@ from baton.cluster.disks import full_disks
 from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.spec import Bundle
 
-from .launch import EngineLaunch, RankConfig, RankEndpoints
-from .rank_assignment import RankAssignment, assign_ranks
+from .launch import EngineLaunch, RankAssignment, RankConfig, RankEndpoints, assign_ranks
 from .worker import EngineWorker
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,9 @@
-"""The data that a replica and the workers of its group exchange before the engine runs."""
+"""The data that a replica and its workers exchange before the engine runs, and the assignment of ranks to nodes."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.cluster.contracts import Role
@@ -69,3 +71,36 @@ class RankConfig:
     rendezvous: str = ""
     group: GroupEndpoints = GroupEndpoints()  # of its leader
     gpus: tuple[str, ...] = ()  # of all ranks of its machine, by local rank: peers reach into each other's memory
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """One rank of a group: its bundle, and its number among the ranks of its node."""
+
+    rank: int
+    bundle: int  # index into the group's placement group
+    local_rank: int
+    num_local: int
+    node: str
+
+
+def assign_ranks(nodes: Sequence[str], tp_size: int) -> list[RankAssignment]:
+    """Assign a rank to each bundle, given the bundles' nodes: consecutive ranks share a node where they can.
+
+    Nodes that hold whole tensor-parallel groups come first, so that few groups span two nodes.
+    """
+    count = Counter(nodes)
+    first_seen = {node: index for index, node in reversed(list(enumerate(nodes)))}
+
+    def sort_key(bundle: int) -> tuple[bool, int, int]:
+        node = nodes[bundle]
+        return count[node] % tp_size != 0, first_seen[node], bundle
+
+    order = sorted(range(len(nodes)), key=sort_key)
+    on_node: Counter[str] = Counter()
+    assignments = []
+    for rank, bundle in enumerate(order):
+        node = nodes[bundle]
+        assignments.append(RankAssignment(rank, bundle, local_rank=on_node[node], num_local=count[node], node=node))
+        on_node[node] += 1
+    return assignments

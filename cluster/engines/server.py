@@ -14,8 +14,10 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.cluster.contracts import EnginePulse
@@ -29,7 +31,6 @@ from baton.engine.net.sockets import SILENCE_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .engine_socket import EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
-from .request_registry import RequestOwner, RequestRegistry
 from .status_publisher import StatusPublisher, StatusSource
 
 logger = logging.getLogger(__name__)
@@ -303,3 +304,50 @@ def _full(stats: EngineStats, limits: QueueLimits) -> EngineError:
         f"gateway.queue_limits are {limits.requests} and {limits.tokens}."
     )
     return EngineError(ErrorKind.OVERLOADED, message)
+
+
+@dataclass(frozen=True)
+class RequestOwner:
+    gateway: bytes
+    generation: int
+
+
+class RequestRegistry:
+    """Owners by request id. The step thread uses it; any thread may ask how many requests there are."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, RequestOwner] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def owner_of(self, request_id: str) -> RequestOwner | None:
+        return self._owners.get(request_id)
+
+    def add(self, request: EngineRequest, gateway: bytes) -> None:
+        self._owners[request.request_id] = RequestOwner(gateway, request.generation)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request. An id that is not registered is ignored."""
+        self._owners.pop(request_id, None)
+
+    def all(self) -> list[tuple[str, RequestOwner]]:
+        return list(self._owners.items())
+
+    def all_of(self, gateway: bytes) -> list[tuple[str, RequestOwner]]:
+        return [(request_id, owner) for request_id, owner in self._owners.items() if owner.gateway == gateway]
+
+    def by_gateway(self, outputs: Sequence[EngineOutput]) -> dict[bytes, list[EngineOutput]]:
+        """Group outputs by the gateway that waits for them; those of aborted requests are dropped.
+
+        A request's last output removes it.
+        """
+        grouped: dict[bytes, list[EngineOutput]] = defaultdict(list)
+        for output in outputs:
+            owner = self._owners.get(output.request_id)
+            if owner is None or owner.generation != output.generation:
+                continue
+            grouped[owner.gateway].append(output)
+            if output.finish_reason is not None:
+                del self._owners[output.request_id]
+        return grouped

@@ -21,8 +21,7 @@ from baton.engine.core.engine import EngineCore
 from baton.engine.parallel.member import Member
 
 from .kv_resources import KVResources, follow_leader
-from .launch import EngineLaunch, GroupEndpoints, RankConfig, RankEndpoints
-from .rank_assignment import RankAssignment
+from .launch import EngineLaunch, GroupEndpoints, RankAssignment, RankConfig, RankEndpoints
 from .server import EngineServer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@
 A group leaves the snapshot the moment one of its processes dies; a lost machine or a dead gateway when its heartbeats
 stop and it does not answer probes (`member_probe.py`); a member that is only busy stays. A group that drains stays
 listed, as draining, until it has ended. The directory keeps nothing on disk: after a restart its members are told that
-they are unknown, and register again. It ends when its application has been gone for a while (`app_liveness.py`), and
+they are unknown, and register again. It ends when its application has been gone for a while (`AppLiveness`), and
 ends gateways that are no Serve replicas with it; members that are still starting keep it alive. Where the application
 is autoscaled, it decides how many groups there should be.
 """
@@ -30,7 +30,6 @@ from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, Eng
 from baton.cluster.logs import LogSettings, configure
 from baton.engine.net.curve import ClusterKey
 
-from .app_liveness import AppLiveness
 from .member_probe import BUSY_S, MISSED_AFTER_S, ProcessState, probe_all
 from .members import Membership, Standing
 
@@ -270,7 +269,7 @@ def directory_name(app: str) -> str:
 def get_directory(app: str) -> ActorHandle:
     """Return the directory of the application `app`, started if there is none. Ray restarts it where it dies.
 
-    It is detached, because each of its members may be replaced at any time; `app_liveness.py` says when it ends.
+    It is detached, because each of its members may be replaced at any time; `AppLiveness` says when it ends.
     """
     actor: Any = ray.remote(Directory)
     return actor.options(
@@ -284,3 +283,34 @@ def get_directory(app: str) -> ActorHandle:
         max_restarts=-1,
         max_concurrency=10_000,
     ).remote(ClusterKey.generate())
+
+
+NO_MEMBER_S = 30.0
+# A link that is down ends no process, and members that come back could not talk to members of another directory, which
+# has another cluster key. Ray gives a silent machine up, and ends its processes, after about a minute.
+LOST_S = 150.0
+
+
+class AppLiveness:
+    """The signs of life that one directory has seen. Plain data: no Ray, no clock of its own."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._heard_s = clock()
+        self._some_are_lost = False
+
+    def heard(self) -> None:
+        """Note a sign of life of a member."""
+        self._heard_s, self._some_are_lost = self._clock(), False
+
+    def lost(self) -> None:
+        """Note that a member is out of reach, and may be alive."""
+        self._some_are_lost = True
+
+    def excuse(self, stalled_s: float) -> None:
+        """Leave out a time in which nothing could be heard, since this process stood still."""
+        self._heard_s += stalled_s
+
+    @property
+    def is_gone(self) -> bool:
+        return self._clock() - self._heard_s > (LOST_S if self._some_are_lost else NO_MEMBER_S)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.cluster.contracts import Role
-from baton.cluster.engines.rank_assignment import assign_ranks
+from baton.cluster.engines.launch import assign_ranks
 from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import FleetSpec
 from baton.engine.config import EngineConfig, InvalidEngineConfig

@@ -25,8 +25,7 @@ from .errors import (
     WeightsError,
 )
 from .experts import ExpertsConfig, checked_experts
-from .folder import ModelFolder
-from .generation import GenerationDefaults, read_eos_token_ids, read_generation
+from .folder import GenerationDefaults, ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
 from .latent import LatentShape
 from .quantization import Quantization, read_quantization

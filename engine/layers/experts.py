@@ -11,11 +11,10 @@ from torch import Tensor
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.kernels.moe import GatedActivation, RoutingRule, route, router_logits
 
-from .base import Layer, Parameter, Share, Slot, join
+from .base import Held, Layer, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsMethod, ExpertsShape, PackedExperts
 from .mxfp4 import Mxfp4Experts
 from .plain_experts import PlainExperts
-from .stack import Held, StackSlot
 
 
 class Router(Layer):

@@ -24,8 +24,7 @@ from torch import Tensor
 from baton.kernels.linear import PackedWeight, RowNorm, gated_linear, linear, pack
 from baton.kernels.moe import GatedActivation
 
-from .base import Parameter, Share, Slot
-from .stack import Held
+from .base import Held, Parameter, Share, Slot
 
 
 class Activation(enum.Enum):

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .base import Parameter, Share, Slot, join
+from .base import Held, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsShape
 from .plain_experts import FusedMethod
-from .stack import Held, StackSlot
 
 GROUP = 32  # values of a row that share a scale
 SCALE_BIAS = 127

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from baton.kernels.moe import ExpertWeights, GatedActivation, fused_experts
 
-from .base import Parameter, Share, Slot, join
+from .base import Held, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsMethod, ExpertsShape, PackedExperts
-from .stack import Held, StackSlot
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,14 @@ import importlib
 import itertools
 import os
 import random
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -20,15 +23,13 @@ from ..config import EngineConfig
 from ..core.engine import EngineFailed
 from ..core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind
 from ..core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
-from ..parallel.errors import GroupFailed
+from ..parallel.groups import GroupFailed
 from ..parallel.member import ALONE_MEMBER
 from ..startup.build import Engine, build_engine
 from ..text import ChatPrompt, Tokenizer, bad_word_token_ids
 from .arguments import one_for_each, refuse_unsupported, require_flag, require_tools, template_variables
-from .completion import Continuation, logprob_dict
-from .interrupts import SignalsAfter
+from .completion import Continuation, RequestOutput, logprob_dict
 from .local_members import LocalMembers
-from .outputs import RequestOutput
 from .prompts import InvalidPrompt, Messages, Prompt, PromptReader, ReadPrompt, as_conversations, as_list
 from .prompts_bar import PromptsBar, prompts_bar
 from .spread import OfflineCore
@@ -284,3 +285,39 @@ class _Request:
         if len(self.output.outputs) == len(self.continuations):
             self.output.outputs.sort(key=lambda output: output.index)
             self.output.finished = True
+
+
+_HELD = (signal.SIGINT, signal.SIGTERM)
+
+
+class SignalsAfter:
+    """Ctrl-C and SIGTERM, where Python handles them, wait for the end of this context: a handler that raises in the
+    middle of a step would lose a plan whose results the scheduler then expects for ever. A second one comes through at
+    once, for whoever would not wait.
+
+    It does nothing in threads other than the main one, which Python never interrupts.
+    """
+
+    def __init__(self) -> None:
+        self._came: dict[int, FrameType | None] = {}
+        self._handlers: dict[int, Any] = {}  # those that wait
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            found = {number: signal.getsignal(number) for number in _HELD}
+            self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+            for number in self._handlers:
+                signal.signal(number, self._note)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for number, frame in self._came.items():
+            self._handlers[number](number, frame)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number in self._came:
+            self._handlers[number](number, frame)
+        self._came[number] = frame

@@ -21,7 +21,7 @@ import msgspec
 
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.engine import EngineCore
-from ..parallel.errors import GroupFailed
+from ..parallel.groups import GroupFailed
 from ..parallel.member import Member
 from .spread import OfflineCore, RequestDesk, SpreadCore, serve_requests
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from .outputs import RequestOutput
+from .completion import RequestOutput
 
 if TYPE_CHECKING:
     from rich.progress import Progress

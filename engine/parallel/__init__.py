@@ -21,8 +21,7 @@ measure_plans measures what a plan takes from rank to rank: a command
 `groups`, `member` and `division` load no torch.
 """
 
-from .errors import GroupFailed
-from .groups import ALONE, Group, ParallelGroups
+from .groups import ALONE, Group, GroupFailed, ParallelGroups
 from .member import ALONE_MEMBER, Member
 
 __all__ = ["ALONE", "ALONE_MEMBER", "Group", "GroupFailed", "Member", "ParallelGroups"]

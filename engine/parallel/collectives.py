@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions  # `torch.distributed` forgets to name it
 
-from .errors import CollectiveFailed, GroupFailed
-from .groups import ALL_ALONE, ALONE, ExpertSpread, Group, ParallelGroups
+from .groups import ALL_ALONE, ALONE, CollectiveFailed, ExpertSpread, Group, GroupFailed, ParallelGroups
 from .member import Member
 from .rendezvous import RendezvousClient
 from .symmetric import with_peer_memory

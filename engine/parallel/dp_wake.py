@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable
 
 from ..core.step import PendingStep, Runner, StepPlan, StepResult
-from .errors import GroupFailed
-from .groups import ParallelGroups
+from .groups import GroupFailed, ParallelGroups
 from .member import Member
 from .mesh import Mesh
 from .rendezvous import RendezvousClient

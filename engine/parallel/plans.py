@@ -16,8 +16,7 @@ from collections import deque
 import msgspec
 
 from ..core.step import PendingStep, Runner, StepPlan, StepResult
-from .errors import GroupFailed
-from .groups import ParallelGroups
+from .groups import GroupFailed, ParallelGroups
 from .member import Member
 from .mesh import Mesh
 from .rendezvous import RendezvousClient

@@ -12,8 +12,7 @@ from ..core.lockstep import Lockstep
 from ..core.step import Runner
 from .collectives import connect_groups
 from .dp_wake import DPWake, WatchedRunner
-from .errors import CollectiveFailed, GroupFailed
-from .groups import ALL_ALONE, ExpertSpread, ParallelGroups
+from .groups import ALL_ALONE, CollectiveFailed, ExpertSpread, GroupFailed, ParallelGroups
 from .member import Member
 from .plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from .rendezvous import RendezvousClient

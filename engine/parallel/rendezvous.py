@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..net.endpoints import endpoint, split_endpoint
-from .errors import GroupFailed
+from .groups import GroupFailed
 
 ANSWER_S = 10.0
 _POLL_S = 0.02

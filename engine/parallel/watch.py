@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .errors import CollectiveFailed, GroupFailed
+from .groups import CollectiveFailed, GroupFailed
 
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
 _LOOK_MS = 50

@@ -2,8 +2,7 @@
 
 docs/reference/structured_outputs.md says which parts of each are supported.
 
-xgrammar_backend.py    grammars and their masks, as the scheduler asks for them
-grammar_cache.py       compiled grammars, refused ones, and those that compile slowly
+xgrammar_backend.py    grammars and their masks, as the scheduler asks for them; the cache of compiled and refused ones
 compiler.py            the client of a compiler process, with a FIFO lock for its threads
 compiler_process.py    the compiler process: its limits, and xgrammar's compiler
 schema_checks.py       keywords of JSON Schema that xgrammar ignores, and Baton refuses

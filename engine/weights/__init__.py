@@ -1,9 +1,8 @@
 """Checkpoints to parameters: streamed tensor by tensor, with an exact account. Importing this package loads no torch.
 
 checkpoint   what lies in a folder's safetensors files, from their headers
-dummy        random weights instead, the same for the same seed
 quantized    the weight method of each layer of a quantized checkpoint
-loader       the account, then the stream
+loader       the account, then the stream; or random weights instead, the same for the same seed
 progress     a bar for loads that take long
 """
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,12 +26,12 @@ from baton.engine.layers.fp8 import plain_weight
 from baton.kernels import fp8
 
 from .checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
-from .dummy import DummyWeights
 from .progress import Progress
 from .quantized import use_quantized_methods
 
 if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
+
 
 logger = logging.getLogger(__name__)
 
@@ -203,3 +205,29 @@ def _read(
                         yield slot, tensors.get_slice(entry.name)[index]
                     else:
                         yield slot, tensors.get_tensor(entry.name)
+
+
+SPREAD = 0.02  # standard deviation, as models are initialized
+_BANK_SIZE = 1_048_573  # prime, so that no matrix has equal rows
+
+
+class DummyWeights:
+    """Every tensor is a stretch of one bank of normal numbers, from a place that its name gives, round and round.
+
+    So a share of a tensor is the same whatever the others are: a model is the same over any number of ranks.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._bank = (torch.randn(_BANK_SIZE, generator=generator) * SPREAD).to(device, dtype)
+
+    def tensor(self, slot: Slot) -> Tensor:
+        """Return the slot's share of a tensor of its shape, around the typical value of its parameter."""
+        rows, *others = slot.shares
+        width = math.prod(share.whole for share in others)
+        size = rows.size * width
+        start = (zlib.crc32(slot.name.encode()) + rows.start * width) % _BANK_SIZE
+        rounds = -(-(start + size) // _BANK_SIZE)
+        values = self._bank.repeat(rounds)[start : start + size].view(rows.size, *(share.whole for share in others))
+        values = values[(slice(None), *(share.slice for share in others))]
+        return values + slot.parameter.typical if slot.parameter.typical else values

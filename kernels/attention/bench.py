@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from baton.kernels.native.huge_pages import empty_on_huge_pages
+from baton.kernels.native import empty_on_huge_pages
 from baton.kernels.roofline import BenchCase, cycling
 
 from . import AttentionBatch, AttentionRule, paged_attention, prepare

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.native.huge_pages import empty_on_huge_pages
+from baton.kernels.native import empty_on_huge_pages
 
 PANEL_ROWS = 32  # rows of the weight in one panel, as in native/linear.cpp
 

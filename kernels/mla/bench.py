@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from baton.kernels.native.huge_pages import empty_on_huge_pages
+from baton.kernels.native import empty_on_huge_pages
 from baton.kernels.roofline import BenchCase, cycling
 
 from . import AttentionBatch, UpProjection, latent_and_cache, mla_attention, prepare

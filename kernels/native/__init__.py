@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from .build import NativeBuildError, library_path
 from .calls import F32, I64, INT, POINTER, ROWS, NativeFunction
@@ -28,6 +30,7 @@ __all__ = [
     "ROWS",
     "NativeBuildError",
     "NativeFunction",
+    "empty_on_huge_pages",
     "function",
     "prepare",
 ]
@@ -89,3 +92,27 @@ def _mapped_libraries() -> list[Path]:
         return []
     paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in lines)
     return [Path(path) for path in paths if path.startswith("/")]
+
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocate an uninitialized CPU tensor whose whole 2 MiB pages are huge ones where the system has them.
+
+    It starts at a page's border. Address space for one page more is taken, but memory only for what is written to.
+    """
+    numel = math.prod(shape)
+    num_bytes = numel * dtype.itemsize
+    advise = _advise()
+    if advise is None or num_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    advise(memory.data_ptr() + start, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+@functools.cache
+def _advise() -> NativeFunction | None:
+    return function("baton_advise_huge_pages", POINTER, I64)

@@ -6,18 +6,20 @@ and several lists of byte ranges. The caller chooses the handles, so that all ra
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
 
 from .. import codec
+from ..block_copies import device_blocks
 from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
-from ..digests import DIGEST_BYTES, BlockBytes, digests_of, region_bytes
 from ..errors import MalformedMessage, TransportError
 from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState, Transport
 from .rpc import MAX_RANKS
@@ -214,3 +216,28 @@ class RankReader:
     def _release_part(self, part: ReadHandle) -> bool:
         """Release a part that has ended; it may still run where another part has failed."""
         return self._transport.poll(part) is not ReadState.RUNNING and self._transport.release(part)
+
+
+DIGEST_BYTES = 8
+
+BlockBytes = Callable[[int], bytes | bytearray | memoryview]  # returns a rank's part of a block
+
+
+def region_bytes(region: KVRegion) -> BlockBytes:
+    """Return a function that reads blocks of a region. A GPU's memory is copied to the host block by block."""
+    size = region.block_bytes
+    if region.device == "cpu":
+        return lambda block: (ctypes.c_char * size).from_address(region.address + block * size).raw
+    blocks = device_blocks(region)
+    return lambda block: blocks[block].cpu().numpy().tobytes()
+
+
+def digests_of(read: BlockBytes, blocks: Sequence[int], num_heads: int) -> bytes:
+    """Return the digests of a rank's parts of some blocks, in order."""
+    return b"".join(_digests_of_block(bytes(read(block)), num_heads) for block in blocks)
+
+
+def _digests_of_block(content: bytes, num_heads: int) -> bytes:
+    size = len(content) // num_heads
+    shares = (content[at : at + size] for at in range(0, len(content), size))
+    return b"".join(xxhash.xxh3_64_digest(share) for share in shares)

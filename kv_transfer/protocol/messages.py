@@ -148,7 +148,7 @@ class AskDigests(LeaseMessage, frozen=True, tag=11):
 
 
 class Digests(LeaseMessage, frozen=True, tag=12):
-    """Digests of `count` of the offer's blocks from number `first` on, by rank of the holder; see `digests.py`."""
+    """Digests of `count` of the offer's blocks from number `first` on, by rank of the holder; see `rank_reader.py`."""
 
     first: Id
     count: Count

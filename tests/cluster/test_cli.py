@@ -20,7 +20,7 @@ from served import BATON
 
 from baton.cluster.cli.http_client import print_ranks
 from baton.cluster.cli.local_application import gist
-from baton.cluster.cli.ports import PortTaken, claimed_ports
+from baton.cluster.cli.serve import PortTaken, claimed_ports
 from baton.cluster.spec import FleetSpec, load_spec
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ from fakes import make_gateway
 
 from baton.cluster.contracts import DrainCounters, Drained, EngineGroup
 from baton.cluster.membership import directory_client
-from baton.cluster.membership.app_liveness import LOST_S, NO_MEMBER_S, AppLiveness
+from baton.cluster.membership.directory import LOST_S, NO_MEMBER_S, AppLiveness
 from baton.cluster.membership.directory_client import keep_app_alive
 from baton.cluster.membership.members import Membership, NoSuchRank, Standing
 

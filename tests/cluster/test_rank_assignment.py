@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.engines.group import rank_configs
-from baton.cluster.engines.launch import GroupEndpoints, RankConfig, RankEndpoints
-from baton.cluster.engines.rank_assignment import assign_ranks
+from baton.cluster.engines.launch import GroupEndpoints, RankConfig, RankEndpoints, assign_ranks
 
 
 def nodes_of(nodes: list[str], tp_size: int) -> str:

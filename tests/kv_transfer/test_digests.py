@@ -12,7 +12,7 @@ from engine_process import EngineProcess
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.net.curve import ClusterKey
-from baton.kv_transfer.digests import DIGEST_BYTES, digests_of, region_bytes
+from baton.kv_transfer.group.rank_reader import DIGEST_BYTES, digests_of, region_bytes
 from baton.kv_transfer.protocol.messages import DigestMode
 from baton.kv_transfer.settings import TransferSettings
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import OfferEnded, OfferOutcome
-from baton.kv_transfer.digests import DIGEST_BYTES
+from baton.kv_transfer.group.rank_reader import DIGEST_BYTES
 from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.protocol.actions import Emit, SendToReader
 from baton.kv_transfer.protocol.leases import LeaseTable

@@ -16,8 +16,8 @@ from ..errors import bad_request, context_length_exceeded, model_not_found, prom
 from ..model import ServedModel
 from ..routing.prefix_index import prefix_names
 from ..settings import GatewaySettings
-from .field_names import client_names
 from .job import ParserOptions, PreparedRequest, UsageOptions
+from .parsing import client_names
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt, StreamOptions
 from .reasoning import effort_variables
 from .structured_output import answer_constraint, reasoning_before, requested_constraint

@@ -1,8 +1,11 @@
-"""Outputs for a request: its tokens as they become known, and its end."""
+"""Outputs for a request: its tokens as they become known, its end, and why a row drew no token."""
 
 from __future__ import annotations
 
-from ..messages import EngineError, EngineOutput, EngineRequest, FinishReason, KVSource
+from collections.abc import Iterable, Sequence
+
+from ..messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
+from ..sampling import SamplingParams
 from ..stages import Ages
 from ..step import ChunkResult
 from .request import Request
@@ -54,3 +57,49 @@ def last_words(
         error=error,
         ages=ages,
     )
+
+
+def nothing_drawn(request: Request) -> EngineError:
+    """The answer where the newest row of the request drew no token.
+
+    Where the request leaves none, that is its own doing, and no engine could draw one. Else the logits were no numbers,
+    as after weights or KV that were damaged: another engine may do better.
+    """
+    if not _excludes_all(request, _candidates(request)):
+        reason = "the model gave no logit that is a number: its weights or the KV of the request may be damaged"
+        return EngineError(ErrorKind.INTERNAL, f"no token could be drawn: {reason}")
+    if request.is_constrained:
+        field = "bad_words_token_ids" if request.message.sampling.allowed_token_ids is None else "allowed_token_ids"
+        reason = "excludes every token that may follow in an answer that must fit a grammar: leave it out"
+        return EngineError(ErrorKind.INVALID, reason, field)
+    reason = "leaves no token to draw: 'bad_words', or 'min_tokens' with its stop tokens, excludes those that it allows"
+    return EngineError(ErrorKind.INVALID, reason, "allowed_token_ids")
+
+
+def _candidates(request: Request) -> Iterable[int] | None:
+    """Return the tokens that a list in the request limits the draw to; None where there is no list."""
+    if request.is_constrained:
+        mask = request.drawn_from
+        return (token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> token_id % 8 & 1)
+    return request.message.sampling.allowed_token_ids
+
+
+def _excludes_all(request: Request, candidates: Iterable[int] | None) -> bool:
+    """Words alone never exclude a whole vocabulary."""
+    if candidates is None:
+        return False
+    sampling, output = request.message.sampling, request.token_ids[request.num_prompt :]
+    stop_token_ids = request.finish_rule.stop_token_ids
+    too_soon = stop_token_ids if len(output) < sampling.min_tokens else frozenset()
+    return all(token_id in too_soon or _excludes(sampling, output, token_id) for token_id in candidates)
+
+
+def _excludes(sampling: SamplingParams, output: Sequence[int], token_id: int) -> bool:
+    if sampling.allowed_token_ids is not None and token_id not in sampling.allowed_token_ids:
+        return True
+    return any(_completes(word, output, token_id) for word in sampling.bad_words_token_ids)
+
+
+def _completes(word: Sequence[int], output: Sequence[int], token_id: int) -> bool:
+    before = len(word) - 1
+    return word[-1] == token_id and before <= len(output) and list(output[len(output) - before :]) == list(word[:-1])

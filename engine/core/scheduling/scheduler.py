@@ -37,10 +37,9 @@ from ..kv.request_memory import RequestMemory
 from ..kv.tier_copies import TierCopies
 from ..kv.transfers import Transfers
 from ..messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
-from ..requests.answers import first_or_last_token, last_words, next_token, on_offer
+from ..requests.answers import first_or_last_token, last_words, next_token, nothing_drawn, on_offer
 from ..requests.constraints import Constraints
 from ..requests.request import Request, RequestStatus
-from ..requests.sampling_errors import nothing_drawn
 from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 from ..tiers import KVTiers
 from .admission import Admission, KVLoading

@@ -10,8 +10,14 @@ from baton.engine.core.config import EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.kv.request_memory import RequestMemory
 from baton.engine.core.messages import ErrorKind, FinishReason, KVSource
-from baton.engine.core.requests.finish import FinishRule
-from baton.engine.core.requests.request import TRANSITIONS, IllegalTransition, PromptLogprobs, Request, RequestStatus
+from baton.engine.core.requests.request import (
+    TRANSITIONS,
+    FinishRule,
+    IllegalTransition,
+    PromptLogprobs,
+    Request,
+    RequestStatus,
+)
 from baton.engine.core.requests.validate import refusal
 from baton.engine.core.scheduling.waiting import PromptBacklog, WaitingQueue
 from baton.engine.core.stages import Stages

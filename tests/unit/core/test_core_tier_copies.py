@@ -7,8 +7,7 @@ import pytest
 from core_fakes import expected_answer, kv_of, ticket_for
 from core_harness import BLOCK_SIZE, Harness, config, request
 
-from baton.engine.core.kv.restore_cost import FORGOTTEN_S
-from baton.engine.core.kv.tier_copies import PATIENCE_S
+from baton.engine.core.kv.tier_copies import FORGOTTEN_S, PATIENCE_S
 from baton.engine.core.messages import KVSource
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus

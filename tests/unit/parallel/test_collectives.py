@@ -13,8 +13,7 @@ from member_pool import MemberPool, device_of, groups_of
 
 from baton.engine.parallel import ALONE, Group, Member, ParallelGroups
 from baton.engine.parallel.collectives import TorchGroup, connect_groups
-from baton.engine.parallel.errors import CollectiveFailed
-from baton.engine.parallel.groups import ExpertSpread
+from baton.engine.parallel.groups import CollectiveFailed, ExpertSpread
 from baton.engine.parallel.rendezvous import RendezvousClient
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -21,8 +21,7 @@ from thread_groups import Closing, run_threads
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.endpoints import split_endpoint
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups, mesh
-from baton.engine.parallel.addresses import connect
-from baton.engine.parallel.mesh import Mesh
+from baton.engine.parallel.mesh import Mesh, connect
 from baton.engine.parallel.rank_group import RankGroup
 from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
@@ -150,7 +149,7 @@ def test_a_rank_whose_greeting_is_never_answered_says_so(
     monkeypatch: pytest.MonkeyPatch, member: dict[str, Any]
 ) -> None:
     """The link is lost behind its hello: who was greeted may count it as there."""
-    monkeypatch.setattr("baton.engine.parallel.addresses._CONNECT_MS", 1_000)
+    monkeypatch.setattr("baton.engine.parallel.mesh._CONNECT_MS", 1_000)
     with ExitStack() as proxies:
 
         def connect_by_way(end: zmq.Socket[bytes], address: str, own: Member) -> None:
@@ -177,7 +176,7 @@ class OneWay(SilentProxy):
 @needs_ipv6
 @SECURITY
 def test_ranks_at_ipv6_addresses_are_linked(monkeypatch: pytest.MonkeyPatch, member: dict[str, Any]) -> None:
-    monkeypatch.setattr("baton.engine.parallel.addresses._MAX_UNIX_PATH", 0)  # one machine has only one loopback
+    monkeypatch.setattr("baton.engine.parallel.mesh._MAX_UNIX_PATH", 0)  # one machine has only one loopback
     with ends(hosts=["::1", "::1"], **member) as found:
         assert [host for host, _ in found.ports()] == ["::1", "::1"]
         found.talk()

@@ -20,7 +20,7 @@ from baton.engine import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups, mesh
-from baton.engine.parallel.addresses import connect
+from baton.engine.parallel.mesh import connect
 from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 

@@ -122,7 +122,7 @@ class Pair:
 def test_no_port_of_a_group_minds_what_strangers_say_between_steps_or_in_one(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    monkeypatch.setattr("baton.engine.parallel.addresses._MAX_UNIX_PATH", 0)  # as between machines
+    monkeypatch.setattr("baton.engine.parallel.mesh._MAX_UNIX_PATH", 0)  # as between machines
     pair = Pair(host)
     pair.step()
     assert len(pair.ports) == 5  # the rendezvous, and of each rank one of gloo's and one for links

@@ -23,7 +23,6 @@ from baton.engine.structured import (
     GrammarVocabulary,
     XGrammarBackend,
     compiler,
-    grammar_cache,
     xgrammar_backend,
 )
 from baton.engine.structured.xgrammar_backend import STARTING_THREAD
@@ -172,7 +171,7 @@ def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
 
     monkeypatch.setattr(source._quick, "compile", too_slow("quick"))
     monkeypatch.setattr(source._slow, "compile", too_slow("slow"))
-    monkeypatch.setattr(grammar_cache, "REFUSAL_S", 0.0)
+    monkeypatch.setattr(xgrammar_backend, "REFUSAL_S", 0.0)
     for _ in range(2):
         with pytest.raises(GrammarRefused, match="takes longer"):
             source.open(StructuredOutputsParams(regex=SLOW))
@@ -218,7 +217,7 @@ def test_what_is_known_is_not_compiled_again(
             source.open(bad)
     assert str(first.value) == str(second.value)
     assert source.stats()[:3] == (1, 1, 5)
-    monkeypatch.setattr(grammar_cache, "REFUSAL_S", 0.0)
+    monkeypatch.setattr(xgrammar_backend, "REFUSAL_S", 0.0)
     source._cache.put_refusal(msgspec.msgpack.encode(good), "too slow on a busy machine")
     assert source.open(good).advance([]) == mask, "not for ever"
 
@@ -229,8 +228,8 @@ def test_the_cache_is_bounded(
     source = XGrammarBackend(vocabulary)
     source._quick = grammars._quick
     source.open(StructuredOutputsParams(choice=["a"]))
-    monkeypatch.setattr(grammar_cache, "CACHE_BYTES", source._cache._num_bytes * 3)
-    monkeypatch.setattr(grammar_cache, "MOST_REFUSALS", 3)
+    monkeypatch.setattr(xgrammar_backend, "CACHE_BYTES", source._cache._num_bytes * 3)
+    monkeypatch.setattr(xgrammar_backend, "MOST_REFUSALS", 3)
     for number in range(10):
         source.open(StructuredOutputsParams(choice=[f"a{number}"]))
         with pytest.raises(GrammarRefused):
