@@ -51,6 +51,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of its KV layout; a prefill and a decode engine pair only where equal
     model_id: str
     max_model_len: int
+    max_num_seqs: int  # requests of one step
+    max_num_batched_tokens: int  # tokens of one step
     num_blocks: int
     num_tier_blocks: int = 0  # capacity of its KV tiers
     draining: bool = False  # it ends its requests, and is to get no other where another engine can take it

@@ -65,8 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = (
         None  # tokens, prompt and output together; by default what the checkpoint was trained for
     )
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None  # None, and where the next one is: see `startup/step_sizes.py`
+    max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = _DEFAULT_GPU_MEMORY_UTILIZATION  # of the whole device, all processes together
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
@@ -75,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None  # plan the next step before the results of this one are in; None: on a GPU
     enforce_eager: bool = False  # capture no steps; a CPU engine is eager in any case
-    max_cudagraph_capture_size: int = 1024  # tokens of the largest mix of chunks that is captured; decodes always are
+    max_cudagraph_capture_size: int | None = None  # tokens of the largest captured mix of chunks; None: as above
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -135,13 +135,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._require(
             "max_model_len", self.max_model_len != 1, "must be at least 2: one token of prompt and one of output"
         )
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         self._require(
             "max_num_batched_tokens",
-            self.max_num_batched_tokens >= self.max_num_seqs,
-            f"must be at least max_num_seqs ({self.max_num_seqs}): every running request needs a token a step",
+            tokens is None or seqs is None or tokens >= seqs,
+            f"must be at least max_num_seqs ({seqs}): every running request needs a token a step",
         )
         self._require("distributed_timeout_seconds", self.distributed_timeout_seconds > 0, "must be above 0")
-        self._require("max_cudagraph_capture_size", self.max_cudagraph_capture_size >= 0, "must not be negative")
+        self._require("max_cudagraph_capture_size", (self.max_cudagraph_capture_size or 0) >= 0, "must not be negative")
         self._require(
             "gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "must be above 0 and at most 1"
         )

@@ -63,12 +63,13 @@ def _placement(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     table = Table(title="Memory of each worker, GB", title_justify="left")
     sizes = ("weights", "step (estimated)", "KV")
-    counts = ("KV blocks", "max_model_len", "requests of an engine")
+    counts = ("KV blocks", "max_model_len", "requests of an engine", "of a step", "tokens of a step")
     for column in ("role", "device", *sizes, *counts):
         table.add_column(column, justify="left" if column in ("role", "device") else "right")
     for fleet in plan.fleets:
         gigabytes = (f"{size / GB:.2f}" for size in (fleet.weights, fleet.step, fleet.kv))
-        numbers = map(str, (fleet.num_blocks, fleet.max_model_len, fleet.num_requests(plan.traffic)))
+        counted = (fleet.num_blocks, fleet.max_model_len, fleet.num_requests(plan.traffic))
+        numbers = map(str, (*counted, fleet.steps.max_num_seqs, fleet.steps.max_num_batched_tokens))
         table.add_row(fleet.role, fleet.device, *gigabytes, *numbers)
     return table
 

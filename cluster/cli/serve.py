@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -223,12 +223,21 @@ class Display:
 
 
 def _print_ready(console: Console, application: LocalApplication, spec: FleetSpec) -> None:
-    print_ranks(console, application.ranks())
+    ranks = application.ranks()
+    print_ranks(console, ranks)
+    for line in _steps(ranks["data"]):
+        console.print(line, highlight=False)
     console.print(f"Ready at [bold]{application.url}/v1[/]. Ctrl-C stops it. Try:\n", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys or spec.gateway.api_keys_file else ""
     body = f'{{"model": "{spec.served_model_id}", "prompt": "def main():", "max_tokens": 32}}'
     line = f"curl {application.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _steps(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each size of steps: the sizes may have been chosen by the device and the model."""
+    sizes = {(rank["role"], rank["max_num_seqs"], rank["max_num_batched_tokens"]): None for rank in ranks}
+    return [f"A step of a {role} engine has up to {seqs} requests, {tokens} tokens" for role, seqs, tokens in sizes]
 
 
 def _print_addresses(console: Console, application: LocalApplication) -> None:

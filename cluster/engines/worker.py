@@ -190,6 +190,8 @@ class EngineWorker:
             fingerprint=engine.layout.fingerprint,
             model_id=launch.spec.served_model_id,
             max_model_len=engine.max_model_len,
+            max_num_seqs=engine.steps.max_num_seqs,
+            max_num_batched_tokens=engine.steps.max_num_batched_tokens,
             num_blocks=engine.num_blocks,
             num_tier_blocks=0 if self._kv.tiers is None else self._kv.tiers.num_slots,
         )

@@ -17,6 +17,8 @@ from baton.cluster.spec import FleetSpec
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
 from baton.engine.hf_config.model_config import ModelConfig, ModelError
+from baton.engine.startup.step_sizes import StepSizes, step_sizes
+from baton.engine.startup.weight_counts import weights_of_rank
 
 from .model_checks import read_model
 from .sizing import (
@@ -26,7 +28,6 @@ from .sizing import (
     find_overcommitted,
     needs_of_nodes,
     needs_of_worker,
-    weights_of_rank,
 )
 
 CPU_KV_BYTES = 4 << 30  # at most, where no setting gives it
@@ -75,6 +76,7 @@ class FleetPlan:
 
     role: Role
     config: EngineConfig
+    steps: StepSizes
     device: str
     weights: int
     step: int  # estimated
@@ -94,7 +96,7 @@ class FleetPlan:
     def num_requests(self, traffic: Traffic) -> int:
         """Return how many requests one engine can have at once, by its blocks and by its rows."""
         blocks = -(-(traffic.prompt_tokens + traffic.output_tokens) // BLOCK_SIZE)
-        return min(self.config.max_num_seqs, self.num_blocks // blocks)
+        return min(self.steps.max_num_seqs, self.num_blocks // blocks)
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,15 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     config, model = spec.engine_config(role), read_model(spec, role)
     device = machines.device if config.device == "auto" else config.device
     weights = weights_of_rank(model, config).num_bytes(model, device)
-    step = _step_bytes(model, config)
+    steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
+    step = _step_bytes(model, config, steps)
     block = max(block_bytes(model, config.tensor_parallel_size))
     per_sequence = -(-model.max_model_len // BLOCK_SIZE)
     budget, setting = _kv_budget(spec, role, machines, device, weights + step)
     if config.num_gpu_blocks_override is not None:
         num_blocks, setting = config.num_gpu_blocks_override, "num_gpu_blocks_override"
     else:
-        num_blocks = max(0, min(budget // block, config.max_num_seqs * per_sequence))
+        num_blocks = max(0, min(budget // block, steps.max_num_seqs * per_sequence))
     max_model_len = min(model.max_model_len, num_blocks * BLOCK_SIZE)
     if num_blocks == 0:
         raise InvalidEngineConfig(
@@ -172,7 +175,7 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
         if config.max_model_len is not None:
             raise InvalidEngineConfig(setting, f"{pluralize(num_blocks, 'block')} {what}")
         notes.append(f"{role}: {pluralize(num_blocks, 'block')} {what}: max_model_len becomes {max_model_len}")
-    return FleetPlan(role, config, device, weights, step, block, num_blocks, max_model_len)
+    return FleetPlan(role, config, steps, device, weights, step, block, num_blocks, max_model_len)
 
 
 def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, taken: int) -> tuple[int, str]:
@@ -186,14 +189,14 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
     return total - DRIVER_BYTES - taken, "gpu_memory_utilization"
 
 
-def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def _step_bytes(model: ModelConfig, config: EngineConfig, steps: StepSizes) -> int:
     """Estimate the bytes that the largest step allocates: the widest activations, and logits in float32."""
     ranks = config.tensor_parallel_size
     width = 4 * model.hidden_size + 3 * max(model.intermediate_size, model.num_heads * model.head_dim) // ranks
     if model.moe is not None:
         width += model.moe.top_k * (model.hidden_size + 3 * model.moe.intermediate_size)
-    tokens = config.max_num_batched_tokens * (config.data_parallel_size if config.enable_expert_parallel else 1)
-    logits = config.max_num_seqs * model.vocab_size * (DTYPE_BYTES[model.dtype] + 4)
+    tokens = steps.max_num_batched_tokens * (config.data_parallel_size if config.enable_expert_parallel else 1)
+    logits = steps.max_num_seqs * model.vocab_size * (DTYPE_BYTES[model.dtype] + 4)
     return tokens * width * DTYPE_BYTES[model.dtype] + logits
 
 

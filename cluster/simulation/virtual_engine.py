@@ -245,6 +245,8 @@ def make_record(rank: int, role: Role, num_blocks: int, num_tier_blocks: int = 0
         fingerprint="virtual",
         model_id="virtual",
         max_model_len=num_blocks * BLOCK_SIZE,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
         num_blocks=num_blocks,
         num_tier_blocks=num_tier_blocks,
     )

@@ -49,7 +49,7 @@ def soak(
     load = _Load(engine, config, seed)
     start = told = clock()
     while (now := clock()) - start < seconds:
-        load.keep_open(int(OPEN_PER_ROW * config.max_num_seqs))
+        load.keep_open(int(OPEN_PER_ROW * engine.steps.max_num_seqs))
         load.step()
         if progress and now - told > PROGRESS_S:
             told = now

@@ -6,6 +6,7 @@ load.py       kernels, weights, KV blocks, runner: the same order on every devic
 cpu.py        these four steps on a CPU
 cuda.py       these four steps on a GPU: profile runs, compilation ahead, captured graphs
 device.py     the device of this process, and what a kind of device has to implement
+step_sizes.py how many requests and tokens a step has where the arguments do not say
 kv_cache.py   how many KV blocks fit, and where they lie
 phases.py     how long each phase took
 

@@ -16,6 +16,7 @@ from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
 from .member import loaded_member
 from .phases import Phases
+from .step_sizes import StepSizes
 
 if TYPE_CHECKING:
     from ..structured import XGrammarBackend
@@ -33,6 +34,7 @@ class Engine:
     layout: KVLayout
     region: KVRegion  # this rank's KV blocks; valid as long as `core` lives
     max_model_len: int  # tokens, prompt and output together
+    steps: StepSizes
     num_blocks: int
     startup_s: dict[str, float]  # seconds by phase, in order
     grammars: XGrammarBackend | None  # None: the engine has no tokenizer
@@ -82,6 +84,7 @@ def build_engine(
         layout=loaded.model_config.layout,
         region=loaded.region,
         max_model_len=loaded.core_config.max_model_len,
+        steps=loaded.steps,
         num_blocks=loaded.core_config.num_blocks,
         startup_s=phases.seconds,
         grammars=grammars,
@@ -121,12 +124,14 @@ def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> XGrammarBa
 def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
     num_blocks = loaded.core_config.num_blocks
     logger.info(
-        "%s is ready in %.2f s (%s) with %d KV blocks for %d tokens",
+        "%s is ready in %.2f s (%s) with %d KV blocks for %d tokens, and steps of up to %d requests and %d tokens",
         loaded.model_config.architecture,
         phases.total,
         phases,
         num_blocks,
         num_blocks * BLOCK_SIZE,
+        loaded.steps.max_num_seqs,
+        loaded.steps.max_num_batched_tokens,
         extra={"startup_s": phases.seconds},
     )
 

@@ -25,6 +25,7 @@ from ..worker.shapes import CpuShapes, StepLimits
 from ..worker.warmup import warm_up
 from .device import DeviceContext
 from .kv_cache import allocate_kv, cpu_budget, size_kv_cache
+from .step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,9 @@ logger = logging.getLogger(__name__)
 class CpuStartup:
     device_type = "cpu"
 
-    def __init__(self, config: EngineConfig, context: DeviceContext) -> None:
+    def __init__(self, config: EngineConfig, steps: StepSizes, context: DeviceContext) -> None:
         self._config = config
+        self._steps = steps
         self._context = context
 
     def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
@@ -53,7 +55,7 @@ class CpuStartup:
 
     def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
         budget = functools.partial(cpu_budget, self._context.member.num_local)
-        return size_kv_cache(self._config, model_config.max_model_len, layout, budget)
+        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, layout, budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         return allocate_kv(layout, num_blocks)

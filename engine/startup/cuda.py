@@ -32,6 +32,7 @@ from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collecti
 from .device import DeviceContext
 from .kv_cache import gpu_budget, size_kv_cache
 from .phases import Phases
+from .step_sizes import StepSizes
 
 _HOST_THREADS = 4  # of a CPU op: these ops are small, and more threads would only wait for each other
 
@@ -39,9 +40,17 @@ _HOST_THREADS = 4  # of a CPU op: these ops are small, and more threads would on
 class CudaStartup:
     device_type = "cuda"
 
-    def __init__(self, config: EngineConfig, context: DeviceContext, phases: Phases, compiler: Compiler | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        steps: StepSizes,
+        context: DeviceContext,
+        phases: Phases,
+        compiler: Compiler | None,
+    ) -> None:
         """`compiler` compiles kernels ahead of their first launch; it is closed when it has."""
         self._config = config
+        self._steps = steps
         self._context = context
         self._groups = context.groups
         self._phases = phases
@@ -80,7 +89,7 @@ class CudaStartup:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._stream.device)
         budget = gpu_budget(memory.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
-        return size_kv_cache(self._config, model_config.max_model_len, layout, lambda: budget)
+        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, layout, lambda: budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, and must not hold NaN."""
@@ -129,7 +138,7 @@ class CudaStartup:
         return ModelRunner(model, kv, backend, limits, model_config.vocab_size)
 
     def _limits(self, max_model_len: int) -> StepLimits:
-        return StepLimits(self._config.max_num_seqs, self._config.max_num_batched_tokens, max_model_len)
+        return StepLimits(self._steps.max_num_seqs, self._steps.max_num_batched_tokens, max_model_len)
 
     def _shapes(self, limits: StepLimits) -> CudaShapes:
-        return CudaShapes(limits, max_tokens=self._config.max_cudagraph_capture_size)
+        return CudaShapes(limits, max_tokens=self._steps.max_cudagraph_capture_size)

@@ -38,7 +38,11 @@ class KVBudget:
 
 
 def size_kv_cache(
-    config: EngineConfig, context_len: int, layout: KVLayout, default_budget: Callable[[], KVBudget]
+    config: EngineConfig,
+    max_num_seqs: int,
+    context_len: int,
+    layout: KVLayout,
+    default_budget: Callable[[], KVBudget],
 ) -> tuple[int, int]:
     """Return the longest sequence in tokens (at most `context_len`) and the number of blocks.
 
@@ -55,7 +59,7 @@ def size_kv_cache(
     else:
         asked = config.kv_cache_memory_bytes
         budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")
-        num_blocks = min(config.max_num_seqs * blocks_per_seq, budget.num_bytes // layout.block_bytes)
+        num_blocks = min(max_num_seqs * blocks_per_seq, budget.num_bytes // layout.block_bytes)
         setting, given = budget.setting, f"{budget.num_bytes} bytes"
         enough = f"{blocks_per_seq * layout.block_bytes} bytes"
     if num_blocks >= blocks_per_seq:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+import torch
 
 from baton.kernels.compiler import Compiler
 
@@ -20,6 +21,7 @@ from ..parallel.rank_group import RankGroup
 from .device import DeviceContext, DeviceStartup
 from .kv_cache import region_of
 from .phases import Phases
+from .step_sizes import StepSizes, step_sizes
 
 _CLOSE_S = 5.0
 
@@ -31,6 +33,7 @@ class LoadedMember:
     membership: RankGroup
     model_config: ModelConfig
     core_config: EngineCoreConfig
+    steps: StepSizes
     region: KVRegion
     make_runner: Callable[[], Runner]
     late_compilations: Callable[[], int]
@@ -60,8 +63,9 @@ def load_member(
     layout, member, widest = model_config.layout, context.member, context.groups.widest
     heads = layout.heads_of(member.tp_rank, member.tensor_parallel_size)
     own_layout = msgspec.structs.replace(layout, num_kv_heads=len(heads))  # this rank's part of a block
+    steps = _step_sizes(config, model_config, context)
     with phases("kernels"):
-        startup = _startup_on(config, context, phases, compiler)
+        startup = _startup_on(config, steps, context, phases, compiler)
         startup.prepare_kernels(model_config, own_layout)
     with phases("weights"):
         model = startup.load_weights(model_config)
@@ -69,7 +73,8 @@ def load_member(
         sizes = startup.size_kv_cache(model, model_config, own_layout)
         max_model_len, num_blocks = (-size for size in widest.agree([-size for size in sizes]))
         kv = startup.allocate_kv(own_layout, num_blocks)
-    core_config = _core_config(config, model_config, max_model_len, num_blocks, config.depth_on(startup.device_type))
+    depth = config.depth_on(startup.device_type)
+    core_config = _core_config(config, steps, model_config, max_model_len, num_blocks, depth)
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
     def make_runner() -> Runner:
@@ -81,6 +86,7 @@ def load_member(
         membership=membership,
         model_config=model_config,
         core_config=core_config,
+        steps=steps,
         region=region_of(kv, layout, heads.start),
         make_runner=make_runner,
         late_compilations=startup.late_compilations,
@@ -89,27 +95,39 @@ def load_member(
     )
 
 
+def _step_sizes(config: EngineConfig, model_config: ModelConfig, context: DeviceContext) -> StepSizes:
+    """Return the sizes of steps on which all ranks of the group agree: the smallest of any of them."""
+    memory = None if context.device.type == "cpu" else torch.cuda.get_device_properties(context.device).total_memory
+    sizes = step_sizes(config, model_config, memory)
+    return StepSizes(*(-size for size in context.groups.widest.agree([-size for size in sizes])))
+
+
 def _startup_on(
-    config: EngineConfig, context: DeviceContext, phases: Phases, compiler: Compiler | None
+    config: EngineConfig, steps: StepSizes, context: DeviceContext, phases: Phases, compiler: Compiler | None
 ) -> DeviceStartup:
     """The start-up of the context's kind of device. `compiler` compiles a GPU's kernels."""
     if context.device.type == "cpu":
         from .cpu import CpuStartup
 
-        return CpuStartup(config, context)
+        return CpuStartup(config, steps, context)
     from .cuda import CudaStartup
 
-    return CudaStartup(config, context, phases, compiler)
+    return CudaStartup(config, steps, context, phases, compiler)
 
 
 def _core_config(
-    config: EngineConfig, model_config: ModelConfig, max_model_len: int, num_blocks: int, depth: int
+    config: EngineConfig,
+    steps: StepSizes,
+    model_config: ModelConfig,
+    max_model_len: int,
+    num_blocks: int,
+    depth: int,
 ) -> EngineCoreConfig:
     return EngineCoreConfig(
         num_blocks=num_blocks,
         block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=steps.max_num_seqs,
+        max_num_batched_tokens=steps.max_num_batched_tokens,
         max_model_len=max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
         eos_token_ids=list(model_config.eos_token_ids),

@@ -17,7 +17,7 @@ from ..core.step import StepSize
 # Numbers of decodes at which torch's matrix products take longer than at the next larger size.
 _SLOW_DECODES = frozenset({192, 224, 240})
 # Between 128 and 256 tokens, the size that suits matrix products best.
-_CHUNK_TOKENS = (16, 32, 64, 128, 208, 256, 384, 512, 768, 1024, 1536, 2048)
+_CHUNK_TOKENS = (16, 32, 64, 128, 208, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is the most frequent mix of a lightly loaded engine
 _CPU_CHUNK_TOKENS = (64, 128, 256, 512)
 

@@ -162,6 +162,8 @@ def make_record(
         fingerprint="",
         model_id="m",
         max_model_len=100,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
         num_blocks=10,
     )
 

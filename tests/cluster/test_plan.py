@@ -16,13 +16,14 @@ from served import BATON
 
 from baton.cluster.contracts import Role
 from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
-from baton.cluster.planning.sizing import block_bytes, weights_of_rank
+from baton.cluster.planning.sizing import block_bytes
 from baton.cluster.spec import load_spec, specs_in_file
 from baton.engine.config import EngineConfig
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
 from baton.engine.models import make_model
 from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
+from baton.engine.startup.weight_counts import weights_of_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLASSES = {

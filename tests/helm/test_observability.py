@@ -40,7 +40,7 @@ QUERIES = dashboard_queries() | ALERTS
 ENGINE = EngineRecord(
     engine_id="decode-1", group_id="decode-1", epoch=1, role=Role.DECODE, rank=0, node_id="n", node_ip="10.0.0.1",
     pid=1, address="tcp://10.0.0.1:1", kv_address="tcp://10.0.0.1:2", fingerprint="f", model_id="m",
-    max_model_len=1, num_blocks=1,
+    max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, num_blocks=1,
 )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ def view(
         fingerprint=fingerprint,
         model_id="m",
         max_model_len=4096,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
         num_blocks=1000,
     )
     values = {name: getattr(STATS, name) for name in EngineStats.__struct_fields__} | stats

@@ -389,6 +389,8 @@ class FakeCluster:
             fingerprint=fingerprint,
             model_id="tiny",
             max_model_len=core.max_model_len,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
             num_blocks=core.num_blocks,
         )
         self.members.append(FakeEngine(record, core, self.scripts, self.wire, self.grammars))

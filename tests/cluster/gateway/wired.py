@@ -69,6 +69,8 @@ class WiredEngine:
             fingerprint="f",
             model_id="tiny",
             max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
             num_blocks=CONFIG.num_blocks,
         )
         self.server.start()
