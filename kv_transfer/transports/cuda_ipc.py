@@ -20,12 +20,12 @@ import dataclasses
 import itertools
 import logging
 import secrets
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from baton.engine.core.layout import KVRegion
@@ -33,7 +33,7 @@ from baton.engine.core.layout import KVRegion
 from .. import codec
 from ..errors import NotRegistrable, TransportError
 from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
-from .common import check_ranges, use_device
+from .common import RangeTable, check_ranges, use_device
 
 if TYPE_CHECKING:
     import torch
@@ -183,9 +183,9 @@ class CudaIpcTransport:
 
     def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
         known = self._peers[peer]
-        check_ranges(ranges, self._num_bytes, known.metadata.blocks.num_bytes, known.metadata.name)
+        table = check_ranges(ranges, self._num_bytes, known.metadata.blocks.num_bytes, known.metadata.name)
         try:
-            entry = self._copy(known.blocks.address, ranges)
+            entry = self._copy(table + np.array((known.blocks.address, self._address, 0)))
         except RuntimeError as error:  # torch's and Triton's errors of the driver
             known.state = PeerState.BROKEN
             raise TransportError(f"the GPU refuses to copy from {known.metadata.name}: {error}") from error
@@ -222,7 +222,7 @@ class CudaIpcTransport:
     def _compile(self) -> None:
         """Run the kernel once, that no hand-off waits for its compilation."""
         source, target = self._probe.data_ptr(), self._scratch.data_ptr()
-        self._launch([(source, target, NONCE_BYTES)] * 2).ended.synchronize()
+        self._launch(_rows((source, target, NONCE_BYTES), (source, target, NONCE_BYTES))).ended.synchronize()
 
     def _begin_probe(self, known: _Metadata, blocks: _Mapping, probe: _Mapping) -> _Peer:
         """Copy the nonce, then the probe twice: the first copy meets cold mappings."""
@@ -230,8 +230,8 @@ class CudaIpcTransport:
 
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         nonce = torch.empty(NONCE_BYTES, dtype=torch.uint8, device=self._scratch.device)
-        ranges = [(probe.address, self._scratch.data_ptr(), min(PROBE_BYTES, known.probe.num_bytes))]
-        parts = [self._launch([(probe.address, nonce.data_ptr(), NONCE_BYTES)]), self._launch(ranges)]
+        ranges = _rows((probe.address, self._scratch.data_ptr(), min(PROBE_BYTES, known.probe.num_bytes)))
+        parts = [self._launch(_rows((probe.address, nonce.data_ptr(), NONCE_BYTES))), self._launch(ranges)]
         began.record(self._stream)
         parts.append(self._launch(ranges))
         ended.record(self._stream)
@@ -247,23 +247,25 @@ class CudaIpcTransport:
         peer.bytes_per_s = min(PROBE_BYTES, peer.metadata.probe.num_bytes) / max(milliseconds, 1e-3) * 1e3
         peer.state = PeerState.CONNECTED
 
-    def _copy(self, remote: int, ranges: Sequence[ByteRange]) -> _Read:
-        pieces = [(remote + piece.remote, self._address + piece.local, piece.num_bytes) for piece in ranges]
-        if sum(num_bytes for _, _, num_bytes in pieces) >= LONG_RANGE_BYTES * len(pieces) or _unaligned(pieces):
+    def _copy(self, pieces: RangeTable) -> _Read:
+        """Begin to copy `pieces`: rows of source address, target address, bytes."""
+        from baton.kernels.block_copy.gpu import ALIGNMENT
+
+        if pieces[:, 2].sum() >= LONG_RANGE_BYTES * len(pieces) or (pieces % ALIGNMENT).any():
             return self._copy_one_by_one(pieces)
         return self._launch(pieces)
 
-    def _copy_one_by_one(self, pieces: Sequence[tuple[int, int, int]]) -> _Read:
+    def _copy_one_by_one(self, pieces: RangeTable) -> _Read:
         from baton.kernels.p2p.cuda_ipc import DriverError, copy_async
 
         try:
-            for source, target, num_bytes in pieces:
+            for source, target, num_bytes in pieces.tolist():
                 copy_async(target, source, num_bytes, int(self._stream.cuda_stream))
         except DriverError as error:
             raise RuntimeError(str(error)) from error
         return _Read(self._mark(), None)
 
-    def _launch(self, pieces: Sequence[tuple[int, int, int]]) -> _Read:
+    def _launch(self, pieces: RangeTable) -> _Read:
         import torch
 
         from baton.kernels.block_copy.gpu import copy_ranges
@@ -280,15 +282,14 @@ class CudaIpcTransport:
         event.record(self._stream)
         return event
 
-    def _table(self, pieces: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    def _table(self, pieces: RangeTable) -> torch.Tensor:
         """Return the ranges in pinned memory, of a power of two in length."""
         import torch
 
         length = 1 << (len(pieces) - 1).bit_length()
         spare = self._tables.get(length)
         table = spare.pop() if spare else torch.empty((length, 3), dtype=torch.int64, pin_memory=True)
-        numbers = array("q", itertools.chain.from_iterable(pieces))
-        table.view(-1)[: len(numbers)] = torch.frombuffer(numbers, dtype=torch.int64)
+        table[: len(pieces)] = torch.from_numpy(pieces)
         return table
 
 
@@ -303,7 +304,5 @@ def _shared(address: int, num_bytes: int) -> _Shared:
     return _Shared(handle, offset, num_bytes)
 
 
-def _unaligned(pieces: Sequence[tuple[int, int, int]]) -> bool:
-    from baton.kernels.block_copy.gpu import ALIGNMENT
-
-    return any((source | target | num_bytes) % ALIGNMENT for source, target, num_bytes in pieces)
+def _rows(*pieces: tuple[int, int, int]) -> RangeTable:
+    return np.array(pieces, dtype=np.int64)

@@ -13,6 +13,7 @@ from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff import reads
 from baton.kv_transfer.handoff.reads import BlockReads, ReadEvent, ReadOutcome
+from baton.kv_transfer.transports import Lane
 
 LAYOUT = KVLayout(model="pulls", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 NUM_BLOCKS = 8
@@ -78,6 +79,16 @@ def test_an_order_names_no_more_blocks_than_a_message_takes(reader: Reader, monk
     monkeypatch.setattr(reader.group, "read", lambda *blocks: asked.append(blocks[1:]) or read(*blocks))
     reader.look()
     assert [len(blocks) for _, blocks in asked] == [3, 3, 2]
+
+
+def test_batches_grow_with_the_rate_of_the_lane(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To begin one takes the CPU as long as a fast lane needs for many blocks."""
+    blocks_in_time = 3
+    lane = Lane("fast", bytes_per_s=blocks_in_time * LAYOUT.block_bytes / reads.BATCH_S)
+    monkeypatch.setattr(reader.group, "lane", lambda peer: lane)
+    reader.start(4)
+    assert reader.look() == []
+    assert reader.look(after_s=READ_S) == [ReadEvent(1, ReadOutcome.FINISHED)]  # two batches: of three blocks, and one
 
 
 def test_it_is_finished_with_the_last_batch(reader: Reader) -> None:
