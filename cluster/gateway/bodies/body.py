@@ -28,7 +28,8 @@ from .json_structure import (
 
 JSON = "application/json"
 INLINE_BYTES = 32 << 10  # larger bodies are read in another process
-INLINE_VALUES = 1024  # and so are those with more lists, objects and values: each costs up to 10 us
+INLINE_CONTAINERS = 1024  # and so are those with more lists and objects: each costs up to 10 us,
+VALUES_OF_CONTAINER = 8  # as much as so many values, of which each costs up to 1 us
 
 
 class Body:
@@ -69,10 +70,10 @@ class Body:
         if self._file is not None:
             return None
         text = b"".join(self._chunks)
-        if most_containers(text) + most_commas(text) > INLINE_VALUES:
+        if _is_costly(most_containers(text), most_commas(text)):
             scan = StructureScan()
             scan.feed(text)
-            if scan.containers + scan.commas > INLINE_VALUES:
+            if _is_costly(scan.containers, scan.commas):
                 return None
         return text
 
@@ -113,6 +114,10 @@ async def read_body(request: Request, limit_bytes: int, held: Reservation) -> Bo
         body.close()
         raise
     return body
+
+
+def _is_costly(containers: int, commas: int) -> bool:
+    return containers + commas / VALUES_OF_CONTAINER > INLINE_CONTAINERS
 
 
 def _pieces(chunk: bytes) -> Iterator[bytes]:

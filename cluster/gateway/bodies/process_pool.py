@@ -1,7 +1,9 @@
 """Pool of body processes: started ahead, restarted after a failure, given bodies by size.
 
 IDLE ──order──> BUSY ──reply──> IDLE
-                  └── too slow, too large, broken: the process has ended ──next order──> another one starts
+                  └── too slow, too large, broken: the process has ended, and another one starts ──> IDLE
+
+No body waits for a process that starts while another one is idle: to start takes it 1 to 2 s.
 
 The smallest waiting body is read next, so that nobody waits for all large bodies of one client. Bodies above
 `HEAVY_BYTES` leave one process to the others, if there are several.
@@ -10,6 +12,7 @@ The smallest waiting body is read next, so that nobody waits for all large bodie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
@@ -18,8 +21,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from ..errors import internal, readers_full, too_expensive
 from ..model import ServedModel
@@ -37,6 +40,8 @@ from .messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MODULE = "baton.cluster.gateway.bodies.process"
 TIMEOUT_S = 10  # CPU time for one body: the largest that can be served take 1 to 2 s
@@ -61,14 +66,20 @@ class BodyProcessPool:
         self._processes = [_BodyProcess(self._setup, self._tokenizer) for _ in range(num_processes)]
         self._queue = SmallestFirstQueue(num_processes)
         self._tokenizer_file: int | None = None
-        self._exchanges: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     async def start(self) -> None:
-        """Start one process, and return when it is ready for the first large body. Others start when needed.
+        """Start all processes, and return when one is ready for the first large body.
 
         Raises `ProcessCannotStart`.
         """
+        others = range(1, len(self._processes))
+        for number in others:
+            self._queue.hold_back(number)
         await self._processes[0].started()
+        for number in others:
+            self._run(self._give_back(number, size=0))
 
     async def read(self, order: ReadOrder, body: int) -> tuple[AnswerReply | PreparedReply, int]:
         """Return the reply to an order, and its file, which the caller closes.
@@ -80,9 +91,7 @@ class BodyProcessPool:
         size = os.fstat(body).st_size
         number = await self._queue.take(size)
         # A client that disconnects ends its own wait, but the process finishes this body.
-        exchange = asyncio.create_task(self._exchange(number, order, os.dup(body), size))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._exchanges.discard)
+        exchange = self._run(self._exchange(number, order, os.dup(body), size))
         try:
             return await asyncio.shield(exchange)
         except asyncio.CancelledError:
@@ -91,6 +100,7 @@ class BodyProcessPool:
 
     def close(self) -> None:
         """Kill the processes, also while they read."""
+        self._closed = True
         for process in self._processes:
             process.end()
         if self._tokenizer_file is not None:
@@ -120,7 +130,23 @@ class BodyProcessPool:
         finally:
             os.close(body)
             self._counters.count_body(outcome)
-            self._queue.put_back(number, size)
+            if self._processes[number].has_ended:
+                self._run(self._give_back(number, size))
+            else:
+                self._queue.put_back(number, size)
+
+    async def _give_back(self, number: int, size: int) -> None:
+        """Start a process and return it to the queue; one that cannot start, too, so that its next order says so."""
+        if not self._closed:
+            with contextlib.suppress(ProcessCannotStart):
+                await self._processes[number].started()
+        self._queue.put_back(number, size)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _setup(self) -> ReaderSetup:
         model = self._model
@@ -165,9 +191,13 @@ class _BodyProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
     async def started(self) -> None:
         """Wait until the process is ready for orders. Raises `ProcessCannotStart`."""
-        if self._process is not None and self._process.poll() is None and self._starting is None:
+        if not self.has_ended and self._starting is None:
             return
         if self._starting is None:
             self.end()
@@ -281,6 +311,10 @@ class SmallestFirstQueue:
             if given.done() and not given.cancelled():  # assigned and cancelled in the same moment
                 self.put_back(given.result(), size)
             raise
+
+    def hold_back(self, number: int) -> None:
+        """Give an idle process to nobody until `put_back`."""
+        self._idle.remove(number)
 
     def put_back(self, number: int, size: int) -> None:
         """Return a process that has read a body of `size` bytes."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from baton.cluster.gateway.bodies.body import INLINE_BYTES, INLINE_VALUES, Body, read_body
+from baton.cluster.gateway.bodies.body import INLINE_BYTES, INLINE_CONTAINERS, VALUES_OF_CONTAINER, Body, read_body
 from baton.cluster.gateway.bodies.budget import LARGE_SHARE, SMALL_BYTES, TOKEN_BYTES, MemoryBudget
 from baton.cluster.gateway.bodies.json_structure import MAX_COMMAS, MAX_CONTAINERS, StructureScan
 from baton.cluster.gateway.errors import ApiError
@@ -97,9 +97,10 @@ async def test_a_million_token_ids_are_no_more_values_than_may_be() -> None:
         ({"prompt": "x" * (INLINE_BYTES - 100)}, True),
         ({"prompt": "x" * INLINE_BYTES}, False),
         ({"prompt": "[,{" * 5_000}, True),
-        ({"prompt": [1] * (INLINE_VALUES - 2)}, True),
-        ({"prompt": [1] * (INLINE_VALUES + 2)}, False),
-        ({"x": [[]] * (INLINE_VALUES // 2 + 1)}, False),
+        ({"prompt": [1] * VALUES_OF_CONTAINER * (INLINE_CONTAINERS - 2)}, True),
+        ({"prompt": [1] * VALUES_OF_CONTAINER * (INLINE_CONTAINERS + 2)}, False),
+        ({"x": [[]] * (INLINE_CONTAINERS - 200)}, True),
+        ({"x": [[]] * (INLINE_CONTAINERS + 1)}, False),
     ],
     ids=lambda value: str(value)[:30],
 )
