@@ -12,11 +12,13 @@ in it. Where fewer heads are read than either side keeps, there are gaps between
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from .errors import TransportError
-from .transports import ByteRange
+from .transports import RangeTable
 
 
 class AssignedHeads(NamedTuple):
@@ -71,26 +73,20 @@ def slice_heads(heads: range, remote: range, local: range, head_bytes: int) -> H
     )
 
 
-def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piece: HeadSlice) -> list[ByteRange]:
-    """Return as few ranges as possible, in order: neighbouring whole blocks share one."""
-    blocks = zip(source_blocks, local_blocks, strict=True)
-    stretches = _stretches(blocks) if piece.whole else ((source, local, 1) for source, local in blocks)
-    num_bytes, remote_offset, remote_block, local_offset, local_block = piece
-    return [
-        ByteRange(source * remote_block + remote_offset, local * local_block + local_offset, count * num_bytes)
-        for source, local, count in stretches
-    ]
+def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piece: HeadSlice) -> RangeTable:
+    """Return as few ranges as possible, in order: neighbouring whole blocks share one.
 
-
-def _stretches(blocks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of neighbours: their first blocks and their number. It is on the path of every hand-off: one pass."""
-    first_source = first_local = count = 0
-    for source, local in blocks:
-        if source - count == first_source and local - count == first_local:
-            count += 1
-            continue
-        if count:
-            yield first_source, first_local, count
-        first_source, first_local, count = source, local, 1
-    if count:
-        yield first_source, first_local, count
+    Raises `ValueError` for lists of different lengths.
+    """
+    sources, locals_ = (np.asarray(blocks, dtype=np.int64) for blocks in (source_blocks, local_blocks))
+    if len(sources) != len(locals_):
+        raise ValueError(f"{len(sources)} blocks of the holder, {len(locals_)} of ours")
+    counts = np.ones_like(sources)
+    if piece.whole and len(sources) > 1:
+        goes_on = (np.diff(sources) == 1) & (np.diff(locals_) == 1)  # behind the block before it, on both sides
+        first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+        counts = np.diff(np.append(first, len(sources)))
+        sources, locals_ = sources[first], locals_[first]
+    remote = sources * piece.remote_block + piece.remote_offset
+    local = locals_ * piece.local_block + piece.local_offset
+    return np.column_stack((remote, local, counts * piece.num_bytes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..connector import TransferConnector
@@ -19,7 +19,7 @@ from ..group.tp_read_group import TpReadGroup
 from ..handoff.coordinator import HandoffCoordinator
 from ..net.channel import Channel, Route
 from ..protocol.messages import Claim, Granted, decode
-from ..transports import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from ..transports import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
 
 
 class HandoffStage(enum.StrEnum):
@@ -127,7 +127,7 @@ class _StampedTransport:
     def remove_peer(self, peer: PeerHandle) -> None:
         self._transport.remove_peer(peer)
 
-    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         read = self._transport.read(peer, ranges)
         self._stamps.note(HandoffStage.READ_POSTED)
         return read

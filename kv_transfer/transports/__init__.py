@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 PeerHandle = int
 ReadHandle = int
@@ -22,6 +24,10 @@ class ByteRange(NamedTuple):
     remote: int
     local: int
     num_bytes: int
+
+
+RangeTable = NDArray[np.int64]  # [n, 3]: a `ByteRange` a row
+Ranges = Sequence[ByteRange] | RangeTable
 
 
 class PeerState(enum.Enum):
@@ -76,7 +82,7 @@ class Transport(Protocol):
         """Forget a peer of which no read is left."""
         ...
 
-    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         """Begin to read. Raises `TransportError` for ranges outside the regions; nothing was started then."""
         ...
 
@@ -100,11 +106,11 @@ class FileTransport(Protocol):
     the transport was made.
     """
 
-    def read(self, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, ranges: Ranges) -> ReadHandle:
         """Begin. Raises `TransportError` if nothing was started."""
         ...
 
-    def write(self, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def write(self, ranges: Ranges) -> ReadHandle:
         """Begin. Raises `TransportError` if nothing was started."""
         ...
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import TransportError
-from . import ByteRange
+from . import Ranges, RangeTable
 
 logger = logging.getLogger(__name__)
 
 WARM_BYTES = 64  # size of the small read that connects to a peer
 PROBE_BYTES = 4 << 20  # size of the read behind it, whose time gives the rate
-
-RangeTable = NDArray[np.int64]  # [n, 3]: remote, local, num_bytes of each `ByteRange`
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,12 +54,11 @@ def make_scratch(device: str) -> Scratch:
     return Scratch(tensor.data_ptr(), tensor)
 
 
-def check_ranges(ranges: Sequence[ByteRange], our_bytes: int, their_bytes: int, peer_name: str) -> RangeTable:
+def check_ranges(ranges: Ranges, our_bytes: int, their_bytes: int, peer_name: str) -> RangeTable:
     """Return the ranges as an array. Raises `TransportError` for one outside a registered region, whatever UCX would
     make of it.
     """
-    flat = itertools.chain.from_iterable(ranges)
-    table = np.fromiter(flat, dtype=np.int64, count=3 * len(ranges)).reshape(-1, 3)
+    table = np.asarray(ranges, dtype=np.int64).reshape(-1, 3)
     remote, local, num_bytes = table[:, 0], table[:, 1], table[:, 2]
     for starts, limit, region in ((remote, their_bytes, peer_name), (local, our_bytes, "our region")):
         outside = (num_bytes < 1) | (starts < 0) | (starts > limit - num_bytes)

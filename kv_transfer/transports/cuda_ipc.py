@@ -1,7 +1,7 @@
 """A transport between GPUs of one machine: the peer's blocks are mapped here, and copied by our own GPU.
 
     holder    allocates its blocks ── handle of the allocation ──> metadata
-    reader    add_peer: opens the handle, copies the probe: nonce right? rate?  ──> CONNECTED
+    reader    add_peer: opens the handle: nonce right? copies some blocks: rate?  ──> CONNECTED
               read: one kernel or a few copies in a stream of their own         ──> event reached: DONE
 
 UCX moves bytes between two processes of one GPU over TCP (0.4 GB/s on an H200). A mapping of the same memory is read at
@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +32,7 @@ from baton.engine.core.layout import KVRegion
 
 from .. import codec
 from ..errors import NotRegistrable, TransportError
-from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
+from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from .common import RangeTable, check_ranges, use_device
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 NAME = "cuda_ipc"
 PROBE_BYTES = 8 << 20
+PROBE_COPIES = 64  # of `PROBE_BYTES` each: 0.3 ms of a GPU's memory, 20 ms over PCIe
 NONCE_BYTES = 16
+ALIGNMENT = 16  # bytes, of addresses and lengths that `kernels.block_copy.gpu` copies
 LONG_RANGE_BYTES = 16 << 20  # ranges of this length on average are copied one by one, shorter ones by one kernel
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -77,8 +79,8 @@ class _Peer:
     metadata: _Metadata
     blocks: _Mapping
     probe: _Mapping
-    began: torch.cuda.Event
-    ended: torch.cuda.Event
+    probe_events: list[torch.cuda.Event]  # before, between and behind the copies that are timed
+    probe_bytes: int  # by which the second copy is longer
     nonce: torch.Tensor  # as the peer's memory has it, once the probe has ended
     tables: list[torch.Tensor | None]  # which the probe's kernels read
     state: PeerState = PeerState.CONNECTING
@@ -165,7 +167,7 @@ class CudaIpcTransport:
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         known = self._peers[peer]
-        if known.state is PeerState.CONNECTING and known.ended.query():
+        if known.state is PeerState.CONNECTING and known.probe_events[-1].query():
             self._judge_probe(known)
         return known.state
 
@@ -177,11 +179,11 @@ class CudaIpcTransport:
 
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)
-        known.ended.synchronize()  # a few MB; nothing may be unmapped under a copy
+        known.probe_events[-1].synchronize()  # a few MB; nothing may be unmapped under a copy
         known.blocks.close()
         known.probe.close()
 
-    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
         table = check_ranges(ranges, self._num_bytes, known.metadata.blocks.num_bytes, known.metadata.name)
         try:
@@ -225,17 +227,24 @@ class CudaIpcTransport:
         self._launch(_rows((source, target, NONCE_BYTES), (source, target, NONCE_BYTES))).ended.synchronize()
 
     def _begin_probe(self, known: _Metadata, blocks: _Mapping, probe: _Mapping) -> _Peer:
-        """Copy the nonce, then the probe twice: the first copy meets cold mappings."""
+        """Copy the nonce, then blocks twice: a few, and many. What a launch takes is the same for both.
+
+        The blocks are different ones, since caches would make a second copy of the same ones faster.
+        """
         import torch
 
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         nonce = torch.empty(NONCE_BYTES, dtype=torch.uint8, device=self._scratch.device)
-        ranges = _rows((probe.address, self._scratch.data_ptr(), min(PROBE_BYTES, known.probe.num_bytes)))
-        parts = [self._launch(_rows((probe.address, nonce.data_ptr(), NONCE_BYTES))), self._launch(ranges)]
-        began.record(self._stream)
-        parts.append(self._launch(ranges))
-        ended.record(self._stream)
-        return _Peer(known, blocks, probe, began, ended, nonce, [part.table for part in parts])
+        size = min(PROBE_BYTES, known.blocks.num_bytes) // ALIGNMENT * ALIGNMENT
+        starts = [start * size for start in range(min(PROBE_COPIES, known.blocks.num_bytes // size))]
+        pieces = _rows(*((blocks.address + start, self._scratch.data_ptr(), size) for start in starts))
+        parts = [self._launch(_rows((probe.address, nonce.data_ptr(), NONCE_BYTES))), self._launch(pieces)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events[0].record(self._stream)
+        parts.append(self._launch(pieces[:1]))
+        events[1].record(self._stream)
+        parts.append(self._launch(pieces))
+        events[2].record(self._stream)
+        return _Peer(known, blocks, probe, events, size * (len(starts) - 1), nonce, [part.table for part in parts])
 
     def _judge_probe(self, peer: _Peer) -> None:
         peer.tables.clear()
@@ -243,14 +252,14 @@ class CudaIpcTransport:
             logger.warning("the memory mapped for %s is not its own: it is read another way", peer.metadata.name)
             peer.state = PeerState.BROKEN
             return
-        milliseconds = peer.began.elapsed_time(peer.ended)
-        peer.bytes_per_s = min(PROBE_BYTES, peer.metadata.probe.num_bytes) / max(milliseconds, 1e-3) * 1e3
+        before, between, behind = peer.probe_events
+        milliseconds = between.elapsed_time(behind) - before.elapsed_time(between)
+        if peer.probe_bytes and milliseconds > 0:
+            peer.bytes_per_s = peer.probe_bytes / milliseconds * 1e3
         peer.state = PeerState.CONNECTED
 
     def _copy(self, pieces: RangeTable) -> _Read:
         """Begin to copy `pieces`: rows of source address, target address, bytes."""
-        from baton.kernels.block_copy.gpu import ALIGNMENT
-
         if pieces[:, 2].sum() >= LONG_RANGE_BYTES * len(pieces) or (pieces % ALIGNMENT).any():
             return self._copy_one_by_one(pieces)
         return self._launch(pieces)
@@ -289,7 +298,7 @@ class CudaIpcTransport:
         length = 1 << (len(pieces) - 1).bit_length()
         spare = self._tables.get(length)
         table = spare.pop() if spare else torch.empty((length, 3), dtype=torch.int64, pin_memory=True)
-        table[: len(pieces)] = torch.from_numpy(pieces)
+        table.numpy()[: len(pieces)] = pieces
         return table
 
 

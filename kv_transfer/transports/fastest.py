@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from .. import codec
 from ..errors import TransportError
-from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _Peer:
 @dataclasses.dataclass(slots=True)
 class _Read:
     peer: _Peer
-    ranges: Sequence[ByteRange]
+    ranges: Ranges
     way: _Way
     handle: ReadHandle
     is_second: bool = False
@@ -126,7 +126,7 @@ class FastestTransport:
         for way in self._peers.pop(peer).ways:
             way.transport.remove_peer(way.peer)
 
-    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
         way = known.best()
         if way is None:
@@ -164,7 +164,7 @@ class FastestTransport:
             self._direct.close()
         self._network.close()
 
-    def _begin(self, peer: _Peer, ranges: Sequence[ByteRange], way: _Way) -> _Read:
+    def _begin(self, peer: _Peer, ranges: Ranges, way: _Way) -> _Read:
         """Begin a read; where its way refuses it, over the other. Raises `TransportError`."""
         try:
             return _Read(peer, ranges, way, way.transport.read(way.peer, ranges))

@@ -25,14 +25,16 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from baton.engine.core.layout import KVRegion
 
 from .. import codec
 from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
-from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
+from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 
@@ -42,7 +44,7 @@ SETTLE_S = 0.1
 
 T = TypeVar("T")
 _Memory = Literal["DRAM", "VRAM"]  # NIXL's names
-_Descriptors = list[tuple[int, int, int]]  # address, bytes, device
+_Descriptors = list[tuple[int, int, int]] | NDArray[np.uint64]  # address, bytes, device of each
 _ucx_log = UcxLog()  # one UCX library, one log in a process
 
 
@@ -166,17 +168,13 @@ class NixlTransport:
         self._forget(known.name)
         self._log_ucx()
 
-    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
-        check_ranges(ranges, self._num_bytes, known.metadata.num_bytes, known.name)
-        ours, our_device, theirs, their_device = (
-            self._address,
-            self._device,
-            known.metadata.address,
-            known.metadata.device,
-        )
-        local = [(ours + piece.local, piece.num_bytes, our_device) for piece in ranges]
-        remote = [(theirs + piece.remote, piece.num_bytes, their_device) for piece in ranges]
+        table = check_ranges(ranges, self._num_bytes, known.metadata.num_bytes, known.name)
+        starts, lengths = table[:, :2].astype(np.uint64), table[:, 2].astype(np.uint64)
+        starts += np.array((known.metadata.address, self._address), dtype=np.uint64)
+        remote = _descriptors(starts[:, 0], lengths, known.metadata.device)
+        local = _descriptors(starts[:, 1], lengths, self._device)
         try:
             handle = self._initialize(known, local, remote)
         except TransportError:
@@ -325,3 +323,7 @@ def import_nixl() -> tuple[Any, Any]:
     except ImportError as error:
         raise TransportError(f"NIXL cannot be imported ({error}); install `nixl`") from error
     return _bindings, _api
+
+
+def _descriptors(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], device: int) -> _Descriptors:
+    return np.column_stack((addresses, lengths, np.full_like(lengths, device)))

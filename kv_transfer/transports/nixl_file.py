@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import TransportError
-from . import ByteRange, ReadHandle, ReadState
+from . import Ranges, ReadHandle, ReadState
 from .common import check_ranges
 from .nixl import errors_of, import_nixl
 
@@ -55,10 +55,10 @@ class NixlFile:
         self._ids = itertools.count(1)
         self._transfers: dict[ReadHandle, _Transfer] = {}
 
-    def read(self, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, ranges: Ranges) -> ReadHandle:
         return self._start("READ", ranges)
 
-    def write(self, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def write(self, ranges: Ranges) -> ReadHandle:
         return self._start("WRITE", ranges)
 
     def poll(self, handle: ReadHandle) -> ReadState:
@@ -83,10 +83,10 @@ class NixlFile:
             self._agent.deregister_memory(registered)
         del self._agent
 
-    def _start(self, operation: str, ranges: Sequence[ByteRange]) -> ReadHandle:
-        check_ranges(ranges, self._num_bytes, self._file_bytes, "the file")
-        local = self._agent.get_xfer_descs([(self._address + r.local, r.num_bytes, 0) for r in ranges], "DRAM")
-        remote = self._agent.get_xfer_descs([(r.remote, r.num_bytes, self._fd) for r in ranges], "FILE")
+    def _start(self, operation: str, ranges: Ranges) -> ReadHandle:
+        table = check_ranges(ranges, self._num_bytes, self._file_bytes, "the file").tolist()
+        local = self._agent.get_xfer_descs([(self._address + to, size, 0) for _, to, size in table], "DRAM")
+        remote = self._agent.get_xfer_descs([(at, size, self._fd) for at, _, size in table], "FILE")
         what = f"cannot prepare a {operation} of a file"
         arguments = (operation, local, remote, self._name, b"", [BACKEND])
         transfer = self._asking(what, self._agent.initialize_xfer, *arguments)

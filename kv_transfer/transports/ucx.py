@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -29,7 +29,7 @@ from baton.engine.core.layout import KVRegion
 from .. import codec
 from ..codec import Name
 from ..errors import TransportError
-from . import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
+from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_process import UcxLog
@@ -169,14 +169,14 @@ class UcxTransport:
         self._lingering.append(self._peers.pop(peer))
         self._advance()
 
-    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
-        check_ranges(ranges, self._num_bytes, known.metadata.num_bytes, known.metadata.name)
+        table = check_ranges(ranges, self._num_bytes, known.metadata.num_bytes, known.metadata.name)
         if not known.endpoint.alive:
             known.state = PeerState.BROKEN
             raise TransportError(f"the connection to {known.metadata.name} is broken")
         entry = _Read(known, _Transfer())
-        for remote, local, num_bytes in ranges:
+        for remote, local, num_bytes in table.tolist():
             self._get(
                 known,
                 entry.transfer,

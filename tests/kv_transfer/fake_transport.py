@@ -9,11 +9,12 @@ import random
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 from virtual_clock import VirtualClock
 
 from baton.kv_transfer import codec
 from baton.kv_transfer.errors import TransportError
-from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, ReadHandle, ReadState
+from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 
 
 @dataclasses.dataclass
@@ -135,14 +136,15 @@ class FakeTransport:
     def remove_peer(self, peer: PeerHandle) -> None:
         del self._peers[peer]
 
-    def read(self, peer: PeerHandle, ranges: Sequence[ByteRange]) -> ReadHandle:
+    def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         source = self._peers[peer][0]
+        pieces = [ByteRange(*row) for row in np.asarray(ranges).tolist()]
         faults, rng = self._fabric.faults, self._fabric.rng
-        self._check(source, ranges)
+        self._check(source, pieces)
         if rng.random() < faults.refuse:
             raise TransportError("this read is refused, as the fault dial says")
         handle = next(self._ids)
-        read = self._reads[handle] = _Read(peer, source, list(ranges), corrupt=rng.random() < faults.corrupt)
+        read = self._reads[handle] = _Read(peer, source, pieces, corrupt=rng.random() < faults.corrupt)
         seconds = faults.slow_s if rng.random() < faults.slow else faults.read_s
         if rng.random() < faults.fail:
             self._after(seconds, lambda: self._fail_half_way(read))

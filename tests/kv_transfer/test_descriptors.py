@@ -24,8 +24,12 @@ def kept_by(size: int, num_heads: int) -> list[range]:
     return [a_layout(num_heads).heads_of(rank, size) for rank in range(size)]
 
 
+def ranges_of(source: list[int], local: list[int], piece: HeadSlice) -> list[ByteRange]:
+    return [ByteRange(*row) for row in block_ranges(source, local, piece).tolist()]
+
+
 def test_neighbours_on_both_sides_are_one_range() -> None:
-    assert block_ranges([7, 8, 9, 3], [2, 3, 4, 5], WHOLE) == [ByteRange(700, 200, 300), ByteRange(300, 500, 100)]
+    assert ranges_of([7, 8, 9, 3], [2, 3, 4, 5], WHOLE) == [ByteRange(700, 200, 300), ByteRange(300, 500, 100)]
 
 
 def test_neighbours_on_one_side_only_are_two() -> None:
@@ -37,14 +41,19 @@ def test_descending_blocks_are_not_a_run() -> None:
 
 
 def test_no_blocks_are_no_ranges() -> None:
-    assert block_ranges([], [], WHOLE) == []
+    assert ranges_of([], [], WHOLE) == []
+
+
+def test_lists_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 blocks of the holder, 1 of ours"):
+        block_ranges([1, 2], [3], WHOLE)
 
 
 @pytest.mark.parametrize(("remote", "local"), [(range(4), range(2, 4)), (range(2, 4), range(4)), (range(4), range(4))])
 def test_a_part_of_either_sides_share_is_one_range_a_block(remote: range, local: range) -> None:
     part = slice_heads(range(2, 4), remote, local, 10)
     assert part.num_bytes == 20
-    ranges = block_ranges([0, 1, 2], [0, 1, 2], part)
+    ranges = ranges_of([0, 1, 2], [0, 1, 2], part)
     assert [piece.num_bytes for piece in ranges] == [20, 20, 20]
     assert [piece.remote for piece in ranges] == [(2 - remote.start) * 10 + len(remote) * 10 * b for b in range(3)]
     assert [piece.local for piece in ranges] == [(2 - local.start) * 10 + len(local) * 10 * b for b in range(3)]
@@ -108,7 +117,7 @@ def test_every_byte_of_every_rank_is_written_once_and_from_the_right_place(
         written: dict[int, tuple[int, int, int]] = {}  # offset at the reader: block, head and byte at the holder
         for share in assign_heads(rank, heads, holders):
             remote = holders[share.holder_rank]
-            for piece in block_ranges(source, target, slice_heads(share.heads, remote, heads, head_bytes)):
+            for piece in ranges_of(source, target, slice_heads(share.heads, remote, heads, head_bytes)):
                 assert piece.num_bytes > 0
                 for at in range(piece.num_bytes):
                     block, inside = divmod(piece.remote + at, len(remote) * head_bytes)
