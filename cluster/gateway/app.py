@@ -15,12 +15,12 @@ from starlette.types import ASGIApp
 from baton.cluster.contracts import EngineClient
 
 from .api.body_reader import RequestKind
+from .api.body_service import BodyService
 from .api.chat import ChatRenderer
 from .api.completions import CompletionRenderer
 from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
 from .api_keys import ApiKeys
-from .bodies.service import BodyService
 from .errors import ApiError, draining, excerpt, model_not_found, no_capacity
 from .metrics import GatewayMetrics
 from .middleware import FAILURE, Drain, RequestMiddleware

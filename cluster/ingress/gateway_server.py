@@ -24,8 +24,8 @@ from ray.actor import ActorHandle
 
 from baton.cluster.contracts import GatewayRecord, Reach
 from baton.cluster.engine_client import ZmqEngineClient
+from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.gateway.app import create_app
-from baton.cluster.gateway.bodies.service import BodyService
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.model import ServedModel

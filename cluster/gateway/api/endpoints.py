@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from ..api_keys import cache_salt_of_key
 from ..bodies.body import Body, read_body
 from ..bodies.budget import Reservation
-from ..bodies.service import BodyService
 from ..errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, draining, internal, priority_not_allowed
 from ..metrics import GatewayMetrics
 from ..middleware import FAILURE, REFUSED, caller_of, request_id_of
@@ -35,6 +34,7 @@ from ..serving.timeline import Stamp, Timeline
 from ..settings import GatewaySettings
 from ..tracing import RequestSpans
 from .body_reader import RequestKind
+from .body_service import BodyService
 from .deadlines import RequestDeadlines
 from .detokenize import ChoiceDelta, SequenceDetokenizer
 from .job import GenerationJob, PreparedRequest

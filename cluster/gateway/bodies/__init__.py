@@ -1,4 +1,4 @@
-"""Request bodies: their arrival, their memory budget, and the processes that read large ones.
+"""Request bodies: arrival, memory budget, and a pool of processes that read large ones (`api/body_process.py`).
 
 body ──up to 32 KiB, few values──> read in the event loop
      ──larger──> a file in memory ──> a process of its own: parse, validate, render, tokenize ──> the same result

@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MODULE = "baton.cluster.gateway.bodies.process"
 TIMEOUT_S = 10  # CPU time for one body: the largest that can be served take 1 to 2 s
 MEMORY_BYTES = 1 << 30  # beyond what a process takes before its first body
 MAX_WAITING = 256  # orders, for each process
@@ -60,10 +59,13 @@ class OutcomeCounter(Protocol):
 class BodyProcessPool:
     """Reads bodies in other processes. Start it on the loop that uses it; `close` ends the processes."""
 
-    def __init__(self, model: ServedModel, max_choices: int, num_processes: int, counters: OutcomeCounter) -> None:
+    def __init__(
+        self, module: str, model: ServedModel, max_choices: int, num_processes: int, counters: OutcomeCounter
+    ) -> None:
+        """Take the main module of the processes, by its full name."""
         self._model, self._max_choices, self._counters = model, max_choices, counters
         self._most_waiting = MAX_WAITING * num_processes
-        self._processes = [_BodyProcess(self._setup, self._tokenizer) for _ in range(num_processes)]
+        self._processes = [_BodyProcess(module, self._setup, self._tokenizer) for _ in range(num_processes)]
         self._queue = SmallestFirstQueue(num_processes)
         self._tokenizer_file: int | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -185,8 +187,8 @@ class ProcessCannotStart(Exception):
 class _BodyProcess:
     """A body process, and its replacement after a failure."""
 
-    def __init__(self, setup: Callable[[], ReaderSetup], tokenizer: Callable[[], int]) -> None:
-        self._make_setup, self._tokenizer = setup, tokenizer
+    def __init__(self, module: str, setup: Callable[[], ReaderSetup], tokenizer: Callable[[], int]) -> None:
+        self._module, self._make_setup, self._tokenizer = module, setup, tokenizer
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -237,7 +239,7 @@ class _BodyProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # In a session of its own, since the gateway handles interrupts from the keyboard.
-            command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
+            command = [sys.executable, "-m", self._module, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

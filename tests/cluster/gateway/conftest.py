@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
-from baton.cluster.gateway.bodies.service import BodyService
+from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.tracing import RequestSpans
 from baton.engine import StructuredOutputsParams

@@ -15,7 +15,7 @@ import uvicorn
 from fake_cluster import FakeCluster
 from fastapi import FastAPI
 
-from baton.cluster.gateway.bodies.service import BodyService
+from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.ingress.http_protocol import GuardedHttpProtocol
 from baton.engine.text import Tokenizer
 

@@ -18,17 +18,17 @@ from tiny_model import tiny_model, tiny_tokenizer
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.api import body_service
 from baton.cluster.gateway.api.body_reader import BodyReader, RequestKind
+from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.gateway.api.job import PreparedRequest
 from baton.cluster.gateway.api.logprobs import CompletionLogprobs
 from baton.cluster.gateway.api.prepare import INLINE_MESSAGES
 from baton.cluster.gateway.api.streams import merge_streams
 from baton.cluster.gateway.bodies import process_pool
-from baton.cluster.gateway.bodies import service as body_service
 from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
 from baton.cluster.gateway.bodies.json_structure import PIECE_BYTES
 from baton.cluster.gateway.bodies.process_pool import HEAVY_BYTES, SmallestFirstQueue
-from baton.cluster.gateway.bodies.service import BodyService
 from baton.cluster.gateway.routing import prefix_index
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.text import ChatTemplate, Tokenizer

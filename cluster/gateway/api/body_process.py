@@ -19,10 +19,7 @@ import msgspec
 from baton.engine.structured.compiler_process import limit_memory
 from baton.engine.text import Tokenizer
 
-from ..api.body_reader import BodyReader, RequestKind
-from ..errors import ApiError, too_expensive
-from ..model import ServedModel
-from .messages import (
+from ..bodies.messages import (
     AnswerReply,
     PeerClosed,
     PreparedReply,
@@ -36,6 +33,9 @@ from .messages import (
     receive,
     send,
 )
+from ..errors import ApiError, too_expensive
+from ..model import ServedModel
+from .body_reader import BodyReader, RequestKind
 
 WAITING = 6  # limit of elapsed time, as a multiple of the CPU time
 NICENESS = 5  # the gateway on the same cores comes first

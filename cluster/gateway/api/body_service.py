@@ -11,19 +11,20 @@ from typing import Self
 
 import msgspec
 
-from ..api.body_reader import BodyReader, RequestKind
-from ..api.job import PreparedRequest
-from ..api.prepare import TooLargeForEventLoop
+from ..bodies.body import Body
+from ..bodies.budget import MemoryBudget, Reservation
+from ..bodies.json_structure import PIECE_BYTES
+from ..bodies.messages import TOKEN_BYTES, AnswerReply, PreparedReply, ReadOrder, read_file, unpack_tokens
+from ..bodies.process_pool import BodyProcessPool
 from ..errors import ApiError
 from ..metrics import GatewayMetrics
 from ..model import ServedModel
 from ..settings import GatewaySettings
-from .body import Body
-from .budget import MemoryBudget, Reservation
-from .json_structure import PIECE_BYTES
-from .messages import TOKEN_BYTES, AnswerReply, PreparedReply, ReadOrder, read_file, unpack_tokens
-from .process_pool import BodyProcessPool
+from .body_reader import BodyReader, RequestKind
+from .job import PreparedRequest
+from .prepare import TooLargeForEventLoop
 
+PROCESS_MODULE = "baton.cluster.gateway.api.body_process"
 TOKENS_AT_ONCE = 64 << 10  # unpacked before other tasks run
 _decode = msgspec.msgpack.Decoder(PreparedRequest).decode
 
@@ -33,7 +34,7 @@ class BodyService:
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self.budget = MemoryBudget(settings.request_memory_bytes)
-        self.processes = BodyProcessPool(model, settings.max_choices, settings.body_processes, metrics)
+        self.processes = BodyProcessPool(PROCESS_MODULE, model, settings.max_choices, settings.body_processes, metrics)
         self._reader = BodyReader(model, settings)
         metrics.watch_memory(lambda: self.budget.held_bytes)
 
