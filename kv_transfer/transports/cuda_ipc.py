@@ -229,13 +229,13 @@ class CudaIpcTransport:
     def _begin_probe(self, known: _Metadata, blocks: _Mapping, probe: _Mapping) -> _Peer:
         """Copy the nonce, then blocks twice: a few, and many. What a launch takes is the same for both.
 
-        The blocks are different ones, since caches would make a second copy of the same ones faster.
+        The blocks are different ones, if there are so many: caches make a second copy of the same ones faster.
         """
         import torch
 
         nonce = torch.empty(NONCE_BYTES, dtype=torch.uint8, device=self._scratch.device)
         size = min(PROBE_BYTES, known.blocks.num_bytes) // ALIGNMENT * ALIGNMENT
-        starts = [start * size for start in range(min(PROBE_COPIES, known.blocks.num_bytes // size))]
+        starts = (copy % (known.blocks.num_bytes // size) * size for copy in range(PROBE_COPIES))
         pieces = _rows(*((blocks.address + start, self._scratch.data_ptr(), size) for start in starts))
         parts = [self._launch(_rows((probe.address, nonce.data_ptr(), NONCE_BYTES))), self._launch(pieces)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -244,7 +244,7 @@ class CudaIpcTransport:
         events[1].record(self._stream)
         parts.append(self._launch(pieces))
         events[2].record(self._stream)
-        return _Peer(known, blocks, probe, events, size * (len(starts) - 1), nonce, [part.table for part in parts])
+        return _Peer(known, blocks, probe, events, size * (PROBE_COPIES - 1), nonce, [part.table for part in parts])
 
     def _judge_probe(self, peer: _Peer) -> None:
         peer.tables.clear()
@@ -253,9 +253,9 @@ class CudaIpcTransport:
             peer.state = PeerState.BROKEN
             return
         before, between, behind = peer.probe_events
-        milliseconds = between.elapsed_time(behind) - before.elapsed_time(between)
-        if peer.probe_bytes and milliseconds > 0:
-            peer.bytes_per_s = peer.probe_bytes / milliseconds * 1e3
+        few_ms, many_ms = before.elapsed_time(between), between.elapsed_time(behind)
+        milliseconds = many_ms - few_ms if many_ms > 2 * few_ms else many_ms  # a launch that was held up says nothing
+        peer.bytes_per_s = peer.probe_bytes / max(milliseconds, 1e-3) * 1e3
         peer.state = PeerState.CONNECTED
 
     def _copy(self, pieces: RangeTable) -> _Read:
