@@ -202,7 +202,7 @@ def test_of_both_ways_the_one_over_cuda_ipc_is_chosen_on_one_gpu(holder: Holder,
     assert isinstance(reader, FastestTransport)
     lane = reader.lane(peer)
     assert lane is not None
-    assert lane.name == "cuda_ipc"
+    assert lane.transport == "cuda_ipc"
     read = reader.read(peer, [block(3, 4)])
     assert finish(reader, read) is ReadState.DONE
     assert numbers(memory)[3:6] == [-1, 3, -1]
