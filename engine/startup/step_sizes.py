@@ -3,7 +3,7 @@
 They are the arguments', where these give them. Else a GPU's follow from its memory, by which it is known how fast it
 is, and from the model. A step with prompts holds up the next token of every running answer, so it has as many tokens as
 take some `PROMPT_STEP_S`; and a mix is captured where the CPU would take longer to launch it than the GPU to run it.
-Measured in docs/benchmarks/log.md ("Sizes of steps").
+Figures: docs/benchmarks/log.md, "Sizes of steps".
 """
 
 from __future__ import annotations
