@@ -116,6 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if isinstance(cause, InvalidEngineConfig):
                 raise cause from None
             message, _, path = str(error).partition(" - at `$.")
+            message = message.replace(" | null`", "`")  # null is as if left out
             raise InvalidEngineConfig(path.rstrip("`") or "arguments", message) from None
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ def test_defaults_need_no_more_than_a_model() -> None:
     [
         ({"max_modellen": 5}, "max_modellen", "did you mean 'max_model_len'"),
         ({"zzzz": 5}, "zzzz", "known are model, tokenizer"),
-        ({"max_num_seqs": "many"}, "max_num_seqs", r"Expected `int \| null`, got `str`"),
+        ({"max_num_seqs": "many"}, "max_num_seqs", "Expected `int`, got `str`"),
         ({"dtype": "int3"}, "dtype", "must be one of auto, bfloat16"),
         ({"load_format": "gguf"}, "load_format", "must be one of auto, safetensors, dummy"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype", "must be one of auto, fp8, fp8_e4m3"),
