@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from torch import Tensor
-
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.parallel.groups import Group, ParallelGroups
 

@@ -473,17 +473,12 @@ async def _keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Ev
     return results
 
 
-def server_gateways(url: str) -> set[int]:
-    """Return the processes of an application's gateways."""
-    table = httpx.get(f"{url}/v1/cluster/ranks").raise_for_status().json()
-    return {gateway["pid"] for gateway in table["gateways"]}
-
-
 @pytest.mark.parametrize(
-    ("file", "roles", "path"), [("demo.yaml", ROLES, "disaggregated"), ("unified.yaml", ["unified"] * 2, "unified")]
+    ("file", "roles", "gateways", "path"),
+    [("demo.yaml", ROLES, 1, "disaggregated"), ("unified.yaml", ["unified"] * 2, 2, "unified")],
 )
 def test_a_serve_config_file_deploys_an_application(
-    server: Server, tmp_path: Path, file: str, roles: list[str], path: str
+    server: Server, tmp_path: Path, file: str, roles: list[str], gateways: int, path: str
 ) -> None:
     port = free_port()
     config = config_file(tmp_path, name=path, port=port, like=file)
@@ -499,8 +494,9 @@ def test_a_serve_config_file_deploys_an_application(
     url = f"http://127.0.0.1:{port}"
 
     def whole() -> bool:
-        ranks = httpx.get(f"{url}/v1/cluster/ranks").raise_for_status().json()["data"]
-        return sorted(rank["role"] for rank in ranks if rank["reachable"]) == roles
+        table = httpx.get(f"{url}/v1/cluster/ranks").raise_for_status().json()
+        roles_reached = sorted(rank["role"] for rank in table["data"] if rank["reachable"])
+        return roles_reached == roles and len(table["gateways"]) == gateways
 
     eventually(whole, 90.0, "the application is not whole")
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
@@ -513,7 +509,7 @@ def test_a_serve_config_file_deploys_an_application(
     assert told["message"].startswith("GET '/nowhere' failed with 404")
     heard = [line for line in server.log_lines("worker-*.err") if f'"name":"baton-directory:{path}"' in line]
     listed = {message for line in heard if "is listed" in (message := json.loads(line)["message"])}
-    assert len(listed) == len(roles) + len(server_gateways(url)), listed
+    assert len(listed) == len(roles) + gateways, listed
     server.look()
 
 
