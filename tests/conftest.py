@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from member_pool import MemberPool
+    from .helpers.member_pool import MemberPool
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -29,9 +29,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 
 
 # Files that start clusters, or hosts: what is one of a machine is not for several at once.
-STARTING_CLUSTERS = re.compile(
-    r"tests/(chaos/test_chaos_on_hosts|cluster/test_(\w+_)?end_to_end|helm/test_on_ray|multihost/test_(hosts|ray_up))\.py"
-)
+STARTING_CLUSTERS = re.compile(r"tests/(chaos/test_chaos_on_hosts|cluster/test_\w+|hosts/test_(hosts|ray_up))\.py")
 
 
 class Files(LoadFileScheduling):
@@ -80,7 +78,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[MemberPool]:
     """Processes that are members of groups; see `member_pool`."""
-    from member_pool import MemberPool
+    from .helpers.member_pool import MemberPool
 
     pool = MemberPool()
     yield pool
@@ -89,8 +87,8 @@ def pool() -> Iterator[MemberPool]:
 
 @pytest.fixture(scope="module")
 def machine_with_hosts() -> None:
-    """Skips where this machine cannot make hosts (`multihost/hosts.py`); continuous integration must not."""
-    from hosts import missing_here
+    """Skips where this machine cannot make hosts (`hosts/hosts.py`); continuous integration must not."""
+    from .hosts.hosts import missing_here
 
     if why := missing_here():
         if os.environ.get("CI"):

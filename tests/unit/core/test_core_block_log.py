@@ -6,9 +6,6 @@ from collections.abc import Collection
 
 import msgspec
 import pytest
-from core_fakes import KVMemory
-from core_harness import BLOCK_SIZE, Harness, config, request
-from core_tiers import FakeTiers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +14,10 @@ from baton.engine.core.block_log import BlockLog, BlockNews, BlocksCached, Block
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import Tier
+
+from .core_fakes import KVMemory
+from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_tiers import FakeTiers
 
 HASHES = [bytes([index]) * 16 for index in range(8)]
 

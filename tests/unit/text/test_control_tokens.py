@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_templates import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_tokenizers import BACKENDS, NAMED, byte_level_backend
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from baton.engine.text import ChatTemplate, InvalidMessages, ReasoningStart, Tokenizer
+
+from ...helpers.family_templates import FAMILIES
+from .small_tokenizers import BACKENDS, NAMED, byte_level_backend
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 CHATML = (
