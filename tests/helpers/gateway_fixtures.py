@@ -78,7 +78,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
 def grammars(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[XGrammarBackend]:
     """A started grammar backend for engines; starting it takes seconds."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    backend: Backend = tokenizer._backend
+    backend: Backend = tokenizer.backend
     backend.save(str(folder / "tokenizer.json"))
     assert tokenizer.eos_token_id is not None
     source = XGrammarBackend(GrammarVocabulary(str(folder), tokenizer.vocab_size, [tokenizer.eos_token_id]))

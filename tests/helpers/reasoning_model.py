@@ -22,5 +22,5 @@ FOLD = '<tool_call>\n{"name": "fold", "arguments": {"size": 2}}\n</tool_call>'
 
 
 def thinking_model(model: ServedModel, tokenizer: Tokenizer, template: str = TEMPLATE) -> ServedModel:
-    taught = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": template}))
+    taught = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": template}))
     return replace(model, tokenizer=taught)

@@ -162,10 +162,9 @@ async def test_a_body_that_takes_too_much_memory_is_refused(
 async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
-    process = service.bodies.processes._processes[0]
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
+    (pid,) = service.bodies.processes.pids
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
 
 
@@ -186,14 +185,13 @@ async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(sta
 async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
     await service.bodies.processes.start()
-    process = service.bodies.processes._processes[0]
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGSTOP)
+    (pid,) = service.bodies.processes.pids
+    os.kill(pid, signal.SIGSTOP)
     request = asyncio.create_task(service.complete("hello", **PAD))
     await until(lambda: service.bodies.budget.held_bytes > INLINE_BYTES)
     request.cancel()
     await until(lambda: service.bodies.budget.held_bytes == 0)
-    os.kill(process._process.pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
 
 
@@ -203,13 +201,12 @@ async def test_no_more_large_bodies_wait_than_may(
     monkeypatch.setattr(process_pool, "MAX_WAITING", 2)
     service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
     await service.bodies.processes.start()
-    process = service.bodies.processes._processes[0]
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGSTOP)
+    (pid,) = service.bodies.processes.pids
+    os.kill(pid, signal.SIGSTOP)
     waiting = [asyncio.create_task(service.complete("hello", max_tokens=1, **PAD)) for _ in range(3)]  # one is there
-    await until(lambda: service.bodies.processes._queue.num_waiting == 2)
+    await until(lambda: service.bodies.processes.num_waiting == 2)
     refused = await service.complete("hello", max_tokens=1, **PAD)
-    os.kill(process._process.pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "readers_full"
     assert int(refused.headers["retry-after"]) >= 1
@@ -361,4 +358,4 @@ class _NoMetrics:
 
 def _tokenizer_of(template: str) -> Tokenizer:
     tokenizer = tiny_tokenizer()
-    return Tokenizer(tokenizer._backend, tokenizer.special_tokens, ChatTemplate({"default": template}))
+    return Tokenizer(tokenizer.backend, tokenizer.special_tokens, ChatTemplate({"default": template}))

@@ -43,7 +43,7 @@ TWO_CALLS = "\n".join(["Well.", call("cut", '{"size": 1}'), call("fold", '{"size
 def caller(model: ServedModel, tokenizer: Tokenizer) -> ServedModel:
     """A model whose template teaches calls."""
     template = ChatTemplate({"default": TAUGHT + TEMPLATE + "{# <tool_call> with name and arguments #}"})
-    return replace(model, tokenizer=Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template))
+    return replace(model, tokenizer=Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template))
 
 
 @pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
@@ -236,7 +236,7 @@ async def test_a_model_that_writes_json_alone_makes_one_call(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
 ) -> None:
     words = '{% if tools %}{% endif %}{# {"name": function name, "parameters": dictionary} #}'
-    alone = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": TEMPLATE + words}))
+    alone = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": TEMPLATE + words}))
     service = start(Role.UNIFIED, served=replace(model, tokenizer=alone), grammars=grammars)
     for seed in range(3):
         asked = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "max_tokens": 100}
@@ -399,7 +399,7 @@ async def test_a_template_must_tell_of_tools(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:
     template = ChatTemplate({"default": TEMPLATE + "{# <tool_call> with arguments #}"})
-    untold = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template)
+    untold = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
     response = await start(Role.UNIFIED, served=replace(model, tokenizer=untold)).chat("hello", tools=TOOLS)
     assert response.status_code == 400
     assert "chat_template.jinja" in response.json()["error"]["message"]
@@ -410,7 +410,7 @@ async def test_where_no_grammar_says_how_calls_are_written_none_is_promised(
 ) -> None:
     words = "{% if tools %}{% endif %}{# [func_name1(params_name1=params_value1)] #}"
     template = ChatTemplate({"default": TEMPLATE + words})
-    pythonic = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template)
+    pythonic = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
     service = start(Role.UNIFIED, served=replace(model, tokenizer=pythonic))
     script(service, "[cut(size=2)]", told="")
     (choice,) = (await service.chat("hello", tools=TOOLS)).json()["choices"]

@@ -74,18 +74,48 @@ class Directory:
 
 
 class Replica(EngineReplica):
-    """A replica whose group has started."""
+    """A replica whose group has started, and the tasks that it would run, one by one."""
 
     def __init__(self, *, drain_timeout_s: float) -> None:
-        self._directory, self._workers = Directory(), Workers()  # type: ignore[assignment]
+        self.directory, self.workers = Directory(), Workers()
+        self._directory, self._workers = self.directory, self.workers  # type: ignore[assignment]
         self._fleet = SimpleNamespace(drain_timeout_s=drain_timeout_s)  # type: ignore[assignment]
         self._group = EngineGroup(group_id="g", first_rank=0, engines=[make_record(engine_id="g")])
         self._end, self._is_ended_by_serve, self._leaving = "", False, None
-        self._heart = asyncio.create_task(asyncio.sleep(PATIENCE_S))
+        self.heart = self._heart = asyncio.create_task(asyncio.sleep(PATIENCE_S))
         self._tasks = [self._heart]
 
     def __del__(self) -> None:  # type: ignore[override]
         """Do nothing: no test awaits it."""
+
+    @property
+    def end(self) -> str:
+        return self._end
+
+    @property
+    def is_draining(self) -> bool:
+        assert self._group is not None
+        return self._group.draining
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving is not None
+
+    def asked_to(self, standing: Standing) -> None:
+        """Follow what the directory says of the group."""
+        self._follow_standing(standing)
+
+    async def stands_still(self) -> None:
+        await self._end_group("has stood still")
+
+    async def registers(self) -> None:
+        await self._register()
+
+    def starts(self, task: str) -> asyncio.Task[None]:
+        """Run one of its tasks, and no other."""
+        running = asyncio.create_task(self._watch_steps(PATIENCE_S) if task == "watch" else self._report())
+        self._tasks = [running]
+        return running
 
 
 @pytest.fixture(autouse=True)
@@ -104,39 +134,37 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_group_that_still_waits_for_its_requests_stays_when_it_is_asked_to() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._follow_standing(Standing.LEAVE)
-    await until(lambda: ("drain", True) in replica._directory.told)
-    replica._follow_standing(Standing.LISTED)
-    await until(lambda: replica._leaving is None)
-    assert replica._directory.told == [("drain", True), ("drain", False)]
-    assert not replica._workers.has_returned_requests
-    assert not replica._group.draining
-    assert not replica._end
+    replica.asked_to(Standing.LEAVE)
+    await until(lambda: ("drain", True) in replica.directory.told)
+    replica.asked_to(Standing.LISTED)
+    await until(lambda: not replica.is_leaving)
+    assert replica.directory.told == [("drain", True), ("drain", False)]
+    assert not replica.workers.has_returned_requests
+    assert not replica.is_draining
+    assert not replica.end
 
 
 async def test_a_group_that_stays_says_so_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways would never choose it again, though it lives and sends heartbeats."""
     monkeypatch.setattr(replicas, "RETRY_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._follow_standing(Standing.LEAVE)
-    await until(lambda: ("drain", True) in replica._directory.told)
-    replica._directory.num_lost = 2
-    replica._follow_standing(Standing.LISTED)
-    await until(lambda: replica._leaving is None)
-    assert replica._directory.told == [("drain", True), ("drain", False)]
+    replica.asked_to(Standing.LEAVE)
+    await until(lambda: ("drain", True) in replica.directory.told)
+    replica.directory.num_lost = 2
+    replica.asked_to(Standing.LISTED)
+    await until(lambda: not replica.is_leaving)
+    assert replica.directory.told == [("drain", True), ("drain", False)]
 
 
-@pytest.mark.parametrize("watch", ["_watch_steps", "_report"])
+@pytest.mark.parametrize("task", ["watch", "report"])
 async def test_a_group_that_cannot_be_watched_any_more_is_not_healthy(
-    monkeypatch: pytest.MonkeyPatch, watch: str
+    monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
     """An error that a worker raises is no sign of its end: no other check would notice that it stands still."""
     monkeypatch.setattr(replicas, "PULSE_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._workers.failure = ray.exceptions.RayTaskError("pulse", "somewhere", ValueError("what is this?"))
-    watching = replica._watch_steps(PATIENCE_S) if watch == "_watch_steps" else replica._report()
-    replica._tasks = [asyncio.create_task(watching)]
-    await until(replica._tasks[0].done)
+    replica.workers.failure = ray.exceptions.RayTaskError("pulse", "somewhere", ValueError("what is this?"))
+    await until(replica.starts(task).done)
     with pytest.raises(ray.exceptions.RayTaskError):
         await replica.check_health()
 
@@ -145,12 +173,12 @@ async def test_a_pulse_that_is_lost_with_a_link_does_not_end_the_reports(monkeyp
     monkeypatch.setattr(replicas, "PULSE_S", 0.01)
     monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._workers.answers.clear()
-    reports = asyncio.create_task(replica._report())
+    replica.workers.answers.clear()
+    reports = replica.starts("report")
     await asyncio.sleep(0.02)
-    lost, replica._workers.answers = replica._workers.answers, asyncio.Event()
-    replica._workers.answers.set()
-    await until(lambda: ("report_group", None) in replica._directory.told)
+    lost, replica.workers.answers = replica.workers.answers, asyncio.Event()
+    replica.workers.answers.set()
+    await until(lambda: ("report_group", None) in replica.directory.told)
     assert not lost.is_set()
     reports.cancel()
 
@@ -158,34 +186,34 @@ async def test_a_pulse_that_is_lost_with_a_link_does_not_end_the_reports(monkeyp
 async def test_a_group_that_returns_its_requests_leaves_though_it_is_asked_to_stay() -> None:
     """Its engines take no requests any more: it would be listed for good, and refuse them all."""
     replica = Replica(drain_timeout_s=0.01)
-    replica._follow_standing(Standing.LEAVE)
-    await until(lambda: replica._workers.has_returned_requests)
-    replica._follow_standing(Standing.LISTED)
-    replica._workers.num_requests = 0
-    await until(lambda: replica._workers.has_stopped)
-    assert replica._directory.told == [("drain", True), ("drained", None)]
-    assert replica._end
+    replica.asked_to(Standing.LEAVE)
+    await until(lambda: replica.workers.has_returned_requests)
+    replica.asked_to(Standing.LISTED)
+    replica.workers.num_requests = 0
+    await until(lambda: replica.workers.has_stopped)
+    assert replica.directory.told == [("drain", True), ("drained", None)]
+    assert replica.end
 
 
 async def test_a_group_that_dies_while_it_drains_does_not_register_again() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._follow_standing(Standing.LEAVE)
-    await until(lambda: ("drain", True) in replica._directory.told)
-    replica._workers.failure = ray.exceptions.RayActorError()
-    await until(replica._heart.done)
-    assert replica._heart.cancelled()
-    await until(lambda: ("leave", None) in replica._directory.told)
+    replica.asked_to(Standing.LEAVE)
+    await until(lambda: ("drain", True) in replica.directory.told)
+    replica.workers.failure = ray.exceptions.RayActorError()
+    await until(replica.heart.done)
+    assert replica.heart.cancelled()
+    await until(lambda: ("leave", None) in replica.directory.told)
 
 
 async def test_a_drain_that_begins_while_the_group_registers_is_not_forgotten() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    registering = asyncio.create_task(replica._register())
+    registering = asyncio.create_task(replica.registers())
     await asyncio.sleep(0)
-    replica._follow_standing(Standing.LEAVE)
-    await until(lambda: ("drain", True) in replica._directory.told)
-    replica._directory.may_answer.set()
+    replica.asked_to(Standing.LEAVE)
+    await until(lambda: ("drain", True) in replica.directory.told)
+    replica.directory.may_answer.set()
     await registering
-    assert replica._group.draining
+    assert replica.is_draining
 
 
 async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directory_took_the_news(
@@ -205,8 +233,8 @@ async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directo
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica._directory = DirectoryClient("app")
     await replica._directory.call("heartbeat", "g", 1)
-    ending = asyncio.create_task(replica._end_group("has stood still"))
-    await until(lambda: replica._workers.has_ended)
+    ending = asyncio.create_task(replica.stands_still())
+    await until(lambda: replica.workers.has_ended)
     await ending
 
 
@@ -214,16 +242,16 @@ async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directo
 async def test_a_group_that_stands_still_while_it_drains_holds_nobody_up(asked_by: str) -> None:
     """Its engines never answer, and Ray waits for ever where that was lost with a link."""
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._workers.answers.clear()
+    replica.workers.answers.clear()
     if asked_by == "the directory":
-        replica._follow_standing(Standing.LEAVE)
-        await until(lambda: ("drain", True) in replica._directory.told)
-        await replica._end_group("has stood still")
+        replica.asked_to(Standing.LEAVE)
+        await until(lambda: ("drain", True) in replica.directory.told)
+        await replica.stands_still()
         await asyncio.wait_for(EngineReplica.__del__(replica), PATIENCE_S / 2)
     else:
         ending = asyncio.create_task(EngineReplica.__del__(replica))
-        await until(lambda: ("drain", True) in replica._directory.told)
-        await replica._end_group("has stood still")
+        await until(lambda: ("drain", True) in replica.directory.told)
+        await replica.stands_still()
         await asyncio.wait_for(ending, PATIENCE_S / 2)
-    assert replica._workers.has_ended
-    assert replica._end.endswith("has stood still")
+    assert replica.workers.has_ended
+    assert replica.end.endswith("has stood still")

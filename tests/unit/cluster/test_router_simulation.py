@@ -50,10 +50,10 @@ def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(
     arrivals = conversations()
     report, replay = run(fleets, policy, arrivals)
     assert report.num_requests == len(arrivals)
-    stats = [engine.stats for engine in replay._engines]
+    stats = [engine.stats for engine in replay.engines]
     assert all(each.num_blocks_free == each.num_blocks for each in stats)
     assert sum(each.generation_tokens for each in stats) == sum(arrival.output_tokens for arrival in arrivals)
-    assert all(not +gateway.outstanding for gateway in replay._gateways)
+    assert all(not +gateway.outstanding for gateway in replay.gateways)
 
 
 @pytest.mark.parametrize("policy", POLICIES | OF_TIERS)
@@ -63,11 +63,11 @@ def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: Simu
     report, replay = run(fleets, policy, arrivals)
     assert report.num_requests == len(arrivals)
     assert report.restored_rate > 0
-    for engine in replay._engines:
+    for engine in replay.engines:
         assert engine.stats.num_blocks_free == engine.stats.num_blocks
         known, snapshot = engine.view(0).cached, CachedBlocks(fleets.num_blocks, fleets.num_tier_blocks)
         snapshot.apply(engine._log.snapshot())
-        assert (known._pool, known._host, known._disk) == (snapshot._pool, snapshot._host, snapshot._disk)
+        assert known.places == snapshot.places
 
 
 def test_a_router_that_knows_of_tiers_finds_more_and_answers_sooner() -> None:
@@ -84,7 +84,7 @@ def test_a_prompt_out_of_a_tier_takes_what_the_formula_says(tier: str, rate: str
     arrivals = [RequestArrival(at_s, tokens, 1) for at_s, tokens in ((0.0, prompt), (1.0, other), (2.0, prompt))]
     report, replay = run(fleets, "exact", arrivals)
     assert report.restored_rate == pytest.approx(1008 / (3 * 1009))
-    (*_, last) = replay._served.values()
+    (*_, last) = replay.served.values()
     assert last.first_s - 2.0 == pytest.approx(1008 / getattr(speed, rate) + speed.step_s, rel=0.02)
 
 
@@ -222,6 +222,6 @@ def test_one_hot_prefix_makes_no_herd_however_many_gateways_send_it(num_gateways
         at_s = arrivals[-1].at_s + tail.expovariate(300) + (index == 0)
         arrivals.append(RequestArrival(at_s, [*prefix, *tail.choices(range(30_000), k=64)], 64))
     report, replay = run(SimulatedFleets(num_unified=8, num_gateways=num_gateways), "exact", arrivals)
-    answered = [engine.stats.generation_tokens for engine in replay._engines]
+    answered = [engine.stats.generation_tokens for engine in replay.engines]
     assert max(answered) < 2 * sum(answered) / len(answered)
     assert report.hit_rate > 0.9, "and yet it is read by each engine once, or hardly more"

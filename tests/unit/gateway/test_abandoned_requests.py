@@ -13,6 +13,7 @@ from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.breaker import Breakers, BreakerSettings
+from baton.cluster.gateway.routing.cost import Load
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.context import ServingContext
@@ -129,10 +130,9 @@ class World:
         assert not [engine for engine in cluster.members if engine.alive and engine.connector in held]
         while any(engine.core.has_work() for engine in cluster.members if engine.alive):  # at most `play`'s time
             await asyncio.sleep(0.001)
-        assert not loads._requests
-        assert not loads._tokens
+        assert loads.own == Load(0, 0)
         assert self.serving.retry_budget.num_running == 0
-        assert not [circuit for circuit in self.breakers._circuits.values() if circuit._trial is not None]
+        assert self.breakers.num_trials == 0
 
 
 async def play(roles: list[Role], progressive: bool, events: list[tuple[str, object]]) -> None:

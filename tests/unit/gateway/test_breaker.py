@@ -119,7 +119,7 @@ def test_circuits_of_processes_that_are_gone_are_forgotten(clock: Clock) -> None
     for number in range(1000):
         breakers.failed(((f"e{number}", number),))
         clock.now_s += LIMITS.window_s
-    assert len(breakers._circuits) <= IDLE_PERIODS * 2
+    assert breakers.num_circuits <= IDLE_PERIODS * 2
 
 
 def test_nothing_is_kept_of_engines_that_never_failed(clock: Clock) -> None:
@@ -127,7 +127,7 @@ def test_nothing_is_kept_of_engines_that_never_failed(clock: Clock) -> None:
     breakers.sent([PEER], "attempt")
     breakers.succeeded([PEER])
     breakers.left([PEER], "attempt")
-    assert not breakers._circuits
+    assert breakers.num_circuits == 0
 
 
 def fails(engine: FakeEngine, kind: ErrorKind) -> None:

@@ -47,7 +47,7 @@ FINAL = {"harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|
 @pytest.fixture(scope="session")
 def marked(tokenizer: Tokenizer) -> Backend:
     """A vocabulary with all marks of all forms."""
-    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend = Backend.from_str(tokenizer.backend.to_str())
     backend.add_special_tokens([mark for form in FORMATS for mark in form.marks])
     return backend
 

@@ -33,7 +33,7 @@ def told(thinker: ServedModel) -> ServedModel:
     """A model whose template tells all that it is given."""
     template = TEMPLATE.replace("call.function.arguments.size", "call.function.arguments | tojson")
     template = template.replace("tool.function.name", "tool | tojson") + "{{ k | tojson if k is defined else '' }}"
-    tokenizer = Tokenizer(thinker.tokenizer._backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": template}))
+    tokenizer = Tokenizer(thinker.tokenizer.backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": template}))
     return replace(thinker, tokenizer=tokenizer, max_model_len=512)
 
 

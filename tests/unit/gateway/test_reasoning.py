@@ -29,7 +29,7 @@ async def thinking(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
 ) -> Service:
     template = ChatTemplate({"default": TEMPLATE + "{# it may open with <think> #}"})
-    thinker = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template)
+    thinker = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
     return start(Role.PREFILL, Role.DECODE, served=replace(model, tokenizer=thinker), grammars=grammars)
 
 
@@ -60,7 +60,7 @@ async def test_a_call_may_follow_them(start: Callable[..., Service], model: Serv
     template = ChatTemplate(
         {"default": TEMPLATE + "{% if tools %}{% endif %}{# <think>, <tool_call> with arguments #}"}
     )
-    thinker = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template)
+    thinker = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
     service = start(Role.UNIFIED, served=replace(model, tokenizer=thinker))
     service.script(PROMPT, '<think>look</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
     tools = [{"type": "function", "function": {"name": "look"}}]
@@ -122,7 +122,7 @@ async def test_a_call_that_must_come_may_come_behind_thoughts(
     template = ChatTemplate(
         {"default": TEMPLATE + "{% if tools %}{% endif %}{# <think>, <tool_call> with arguments #}"}
     )
-    thinker = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template)
+    thinker = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
     service = start(Role.PREFILL, Role.DECODE, served=replace(model, tokenizer=thinker), grammars=grammars)
     service.script(PROMPT + "<think>", "look</think>\n\n", end=False)
     tools = [{"type": "function", "function": {"name": "look"}}]

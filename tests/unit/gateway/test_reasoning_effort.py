@@ -25,7 +25,7 @@ def served(start: Callable[..., Service], model: ServedModel, tokenizer: Tokeniz
 
     def serve(ending: str) -> Service:
         template = ChatTemplate({"default": TEMPLATE + ending})
-        taught = Tokenizer(tokenizer._backend, {"eos_token": "<|im_end|>"}, template)
+        taught = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
         return start(Role.UNIFIED, served=replace(model, tokenizer=taught))
 
     return serve

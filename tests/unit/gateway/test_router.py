@@ -78,7 +78,7 @@ def test_work_that_is_over_counts_no_more() -> None:
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "it still decodes"
     chooser.loads.ended(first)
     assert {rank_of(chooser, engines, [2] * 5, f"{i}") for i in range(20)} == {0, 1}
-    assert not chooser.loads._requests
+    assert chooser.loads.own == Load(0, 0)
 
 
 def test_requests_of_other_gateways_count() -> None:
@@ -153,7 +153,7 @@ def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() ->
     other = route(chooser, engines, [9]).placement
     chooser.loads.sent(other)
     assert route(chooser, engines, [*PROMPT, 1]).reason == "least-loaded"
-    assert not chooser.prefixes._expected
+    assert chooser.prefixes.num_expected == 0
 
 
 def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
@@ -163,7 +163,8 @@ def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
     assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "prefix-hit"
     chooser.loads.given_up(first)
     assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "least-loaded"
-    assert not any([chooser.prefixes._expected, chooser.loads._tokens, chooser.loads._requests])
+    assert chooser.prefixes.num_expected == 0
+    assert chooser.loads.own == Load(0, 0)
 
 
 def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
