@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faults import Fault, all_faults
-from hosts import Hosts
-from load import Answerer, Quiz
-from ordeal import DEADLINE_S, STREAMS, Ordeal, Verdict, summary
-from ray_hosts import ENGINE_HOSTS, HEAD, BatonOnHosts, demo_config
-from schedule import make_schedule
+from ..hosts.hosts import Hosts
+from ..hosts.ray_hosts import ENGINE_HOSTS, HEAD, BatonOnHosts, demo_config
+from .fault_trial import DEADLINE_S, STREAMS, Ordeal, Verdict, summary
+from .faults import Fault, all_faults
+from .load import Answerer, Quiz
+from .schedule import make_schedule
 
 QUESTIONS = 64
 SHORTEST_S = 10.0  # of any fault with its load: a schedule of one fault each so many seconds is long enough

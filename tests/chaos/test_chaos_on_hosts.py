@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from faults import Fault, all_faults
-from hosts import Hosts, left_over
-from load import MODEL, TOKENS, Answerer, Fate, Load, Quiz
-from ordeal import DEADLINE_S, STREAMS, Ordeal
-from ray_hosts import ENGINE_HOSTS, ENVIRONMENT, HEAD, ROLES, START_S, WEST, BatonOnHosts, demo_config
-from served import eventually
+
+from ..helpers.served import eventually
+from ..hosts.hosts import Hosts, left_over
+from ..hosts.ray_hosts import ENGINE_HOSTS, ENVIRONMENT, HEAD, ROLES, START_S, WEST, BatonOnHosts, demo_config
+from .fault_trial import DEADLINE_S, STREAMS, Ordeal
+from .faults import Fault, all_faults
+from .load import MODEL, TOKENS, Answerer, Fate, Load, Quiz
 
 SEED = 1
 QUESTIONS = 32

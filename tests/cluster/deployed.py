@@ -17,11 +17,14 @@ from typing import Any
 import httpx
 import openai
 import yaml
-from free_ports import free_port
-from served import BATON, config_file, eventually
 
 from baton.cluster.cli.processes import descendants, kill
 from baton.cluster.recall import make_question
+
+from .. import ROOT
+from ..helpers.free_ports import free_port
+from ..helpers.served import BATON, config_file, eventually
+from . import deployments
 
 READY_S = 120.0
 DRAIN_TIMEOUT_S = 20.0
@@ -43,7 +46,8 @@ class Cluster:
             fleet |= {"drain_timeout_s": DRAIN_TIMEOUT_S, "max_surge_percent": 100, "step_timeout_s": 60.0}
         args["gateway"] |= {"drain_s": 1, "drain_timeout_s": 30, "capacity_timeout_s": 90.0}
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("deployments.py"))],
+            [sys.executable, "-m", deployments.__name__],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from free_ports import free_port
+
+from .. import ROOT
+from ..helpers.free_ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -91,11 +93,12 @@ def main(port: int) -> None:
 class Gateway:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(free_port())],
+            [sys.executable, "-m", __name__, str(free_port())],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "RAY_USAGE_STATS_ENABLED": "0"},
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         )
         self.identity, self.pid = self._answer()
 

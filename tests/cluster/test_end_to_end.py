@@ -21,8 +21,6 @@ import httpx
 import openai
 import pytest
 import yaml
-from free_ports import free_port
-from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import wait_until_gone
 from baton.cluster.contracts import Role
@@ -30,6 +28,9 @@ from baton.cluster.gateway.routing.breaker import CircuitState
 from baton.cluster.gateway.serving.timeline import Stamp
 from baton.engine.core.messages import ExpertReview
 from baton.engine.core.tiers import TierStats
+
+from ..helpers.free_ports import free_port
+from ..helpers.served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -13,10 +13,13 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from free_ports import free_port
-from served import Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import descendants, kill
+
+from .. import ROOT
+from ..helpers.free_ports import free_port
+from ..helpers.served import Server, baton_serve, config_file, eventually
+from . import several_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -28,10 +31,10 @@ class Nodes:
     """The nodes, as a process."""
 
     def __init__(self) -> None:
-        script = Path(__file__).with_name("several_nodes.py")
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
         self.process = subprocess.Popen(
-            [sys.executable, str(script), *DECODE_NODES],
+            [sys.executable, "-m", several_nodes.__name__, *DECODE_NODES],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deployed import Cluster, Load, Question, ask_undisturbed, in_thread, load_on, roles, settled
+
+from .deployed import Cluster, Load, Question, ask_undisturbed, in_thread, load_on, roles, settled
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -71,6 +71,16 @@ class BodyProcessPool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of bodies that no process reads yet."""
+        return self._queue.num_waiting
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes that are there now."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
     async def start(self) -> None:
         """Start all processes, and return when one is ready for the first large body.
 
@@ -88,7 +98,7 @@ class BodyProcessPool:
 
         Raises `ApiError`: that of the body; 400 if it takes too much time or memory; 503 if too many others wait.
         """
-        if self._queue.num_waiting >= self._most_waiting:
+        if self.num_waiting >= self._most_waiting:
             raise readers_full(RETRY_S)
         size = os.fstat(body).st_size
         number = await self._queue.take(size)
@@ -192,6 +202,10 @@ class _BodyProcess:
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     @property
     def has_ended(self) -> bool:

@@ -91,6 +91,11 @@ class Circuit:
             case CircuitState.HALF_OPEN:
                 return self._trial is None
 
+    @property
+    def has_trial(self) -> bool:
+        """Tell whether a half-open circuit waits for the outcome of an attempt."""
+        return self._trial is not None
+
     def sent(self, attempt: object) -> None:
         """Note an attempt. Call `left` with it in the end, and `succeeded` or `failed` before, if it tells anything."""
         self.newest_s = self._clock()
@@ -137,6 +142,15 @@ class Breakers:
     ) -> None:
         self._limits, self._clock, self._on_open = limits, clock, on_open
         self._circuits: dict[CircuitKey, Circuit] = {}
+
+    @property
+    def num_circuits(self) -> int:
+        return len(self._circuits)
+
+    @property
+    def num_trials(self) -> int:
+        """The number of circuits that wait for the outcome of a single attempt."""
+        return sum(circuit.has_trial for circuit in self._circuits.values())
 
     def sent(self, keys: Iterable[CircuitKey], attempt: object) -> None:
         """Note an attempt in each circuit. Call `left` with it in the end, whatever it told meanwhile."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from core_grammars import num_known
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import (
@@ -29,6 +28,8 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
 from baton.engine.core.step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
+
+from .core_grammars import num_known
 
 GARBAGE = -1
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
-from core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
-from core_grammars import LateThreads
-from core_tiers import FakeTiers
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import OfferOutcome
@@ -17,6 +14,10 @@ from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.requests.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.scheduler import Scheduler
+
+from .core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
+from .core_grammars import LateThreads
+from .core_tiers import FakeTiers
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50

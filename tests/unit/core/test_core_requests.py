@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_fakes import logprob_of
-from core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request
 
 from baton.engine.core.config import EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.kv.blocks import BlockPool
@@ -21,6 +19,9 @@ from baton.engine.core.requests.request import (
 from baton.engine.core.requests.validate import refusal
 from baton.engine.core.scheduling.waiting import PromptBacklog, WaitingQueue
 from baton.engine.core.stages import Stages
+
+from .core_fakes import logprob_of
+from .core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request
 
 FINISHED = [status for status in RequestStatus if status.name.startswith("FINISHED")]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from core_fakes import expected_answer
-from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.waiting import SPARE_ENTRIES
 from baton.engine.core.step import StepPlan
+
+from .core_fakes import expected_answer
+from .core_harness import BLOCK_SIZE, Harness, config, request
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, int]]:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from random_lives import live, same
 from torch import Tensor
 
 from baton.engine import LLM, SamplingParams
@@ -32,6 +30,9 @@ from baton.kernels.linear import pack
 from baton.kernels.native.cpu_graph import CpuGraph, Workspace, record
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope_kv import rope_and_cache
+
+from ...helpers.checkpoints import write_checkpoint
+from .random_workload import live, same
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 200 + 3 for j in range(4 + 9 * i)]} for i in range(6)]
 PARAMS = [

@@ -15,8 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from inline_stream import InlineStream
-from random_lives import live, random_requests, same
 
 from baton.engine import SamplingParams, StructuredOutputsParams
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
@@ -34,6 +32,9 @@ from baton.engine.worker.backends.staged_writes import StagedWrites
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape
 from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, largest_step, padding_steps
+
+from ...helpers.inline_stream import InlineStream
+from .random_workload import live, random_requests, same
 
 MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN = 8, 64, 200
 LIMITS = StepLimits(MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN)

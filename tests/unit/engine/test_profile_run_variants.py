@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_config, wide_shape, write_checkpoint
-from stand_in_gpu import STAND_IN_GPU
+
+from ... import ROOT
+from ...helpers.checkpoints import edit_config, wide_shape, write_checkpoint
+from ...helpers.fake_gpu import STAND_IN_GPU
 
 pytest.importorskip("triton")
 
@@ -23,7 +25,7 @@ SCRIPT = (
 import random
 import sys
 
-from inline_stream import InlineStream
+from tests.helpers.inline_stream import InlineStream
 
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
@@ -139,11 +141,12 @@ def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
 
 
 def check(folder: Path, *, max_num_batched_tokens: int = 1024) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), str(max_num_batched_tokens)],
         env=environment,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=110,

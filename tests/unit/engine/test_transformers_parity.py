@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers_reference import PROMPTS, expected_logprobs
 
 from baton.engine import LLM, Logprob, SamplingParams
+
+from .transformers_reference import PROMPTS, expected_logprobs
 
 TOLERANCE = 1e-4
 

@@ -12,7 +12,8 @@ import sys
 
 import pytest
 import torch
-from stand_in_gpu import STAND_IN_GPU
+
+from ...helpers.fake_gpu import STAND_IN_GPU
 
 pytest.importorskip("triton")
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from safetensors import safe_open
 from safetensors.torch import save_file
-from thread_groups import run_ranks
 
 from baton.engine.hf_config.model_config import ModelConfig, WeightsError
 from baton.engine.hf_config.quantization import Quantization
@@ -25,6 +23,9 @@ from baton.engine.models import load_model
 from baton.engine.parallel.groups import ParallelGroups
 from baton.engine.weights.quantized import use_quantized_methods
 from baton.kernels import fp8
+
+from ...helpers.checkpoints import write_checkpoint
+from ...helpers.thread_groups import run_ranks
 
 DTYPE = torch.float32
 

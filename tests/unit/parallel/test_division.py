@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import DIFFERENCES, SHAPE
 
 from baton.engine import EngineConfig, InvalidEngineConfig
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.division import check_division
+
+from ...helpers.checkpoints import DIFFERENCES, SHAPE
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_model, write_checkpoint
-from thread_engines import ThreadEngines, request
-from thread_groups import thread_groups
 
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
@@ -20,6 +17,10 @@ from baton.engine.models import stub_model
 from baton.engine.parallel.balance import spread_experts
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 from baton.kernels.attention import AttentionBatch
+
+from ...helpers.checkpoints import make_model, write_checkpoint
+from ...helpers.thread_groups import thread_groups
+from .thread_engines import ThreadEngines, request
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3},

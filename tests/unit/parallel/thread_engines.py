@@ -17,8 +17,6 @@ from typing import Self
 
 import msgspec
 import torch
-from inline_stream import InlineStream
-from thread_groups import TIMEOUT_S, run_threads, thread_groups
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
@@ -36,6 +34,9 @@ from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+
+from ...helpers.inline_stream import InlineStream
+from ...helpers.thread_groups import TIMEOUT_S, run_threads, thread_groups
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int, **sampling: object) -> EngineRequest:

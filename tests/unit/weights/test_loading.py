@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, edit_config, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +17,8 @@ from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_model, make_model
 from baton.kernels.attention import AttentionBatch
+
+from ...helpers.checkpoints import ARCHITECTURES, edit_config, write_checkpoint
 
 Change = Callable[[dict[str, Tensor]], None]
 Q = "model.layers.1.self_attn.q_proj.weight"
