@@ -53,7 +53,7 @@ class Verdict:
         )
 
 
-class Ordeal:
+class FaultTrial:
     """Faults, one after another, to an application that is whole."""
 
     def __init__(self, baton: BatonOnHosts, quiz: Quiz, seed: int) -> None:
@@ -62,7 +62,7 @@ class Ordeal:
         self._answerer = Answerer(baton.url, DEADLINE_S)
         self._number = 0
 
-    def endure(self, fault: Fault) -> Verdict:
+    def run(self, fault: Fault) -> Verdict:
         """Applies and heals it under load. Raises `AssertionError` where the application does not come back."""
         self._number += 1
         before = self._baton.decisions()

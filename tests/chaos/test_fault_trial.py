@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from . import chaos
-from . import fault_trial as ordeal
-from .fault_trial import Ordeal, Verdict
+from . import chaos, fault_trial
+from .fault_trial import FaultTrial, Verdict
 from .faults import all_faults
 from .load import Answerer, Fate, Quiz
 
@@ -68,7 +67,7 @@ def server() -> Iterator[Server]:
 
 @dataclass
 class Application:
-    """As far as an ordeal looks at it."""
+    """As far as a trial looks at it."""
 
     url: str
     processes: list[Counter[str]] = field(default_factory=list)  # as they are counted; then all is well
@@ -114,26 +113,26 @@ class Trouble:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BEFORE_S": 0.0, "AFTER_S": 0.0, "CLEAN_TIMEOUT_S": 0.2, "STREAMS": 2}.items():
-        monkeypatch.setattr(ordeal, name, value)
+        monkeypatch.setattr(fault_trial, name, value)
 
 
-def endured(server: Server, application: Application, trouble: Trouble) -> Verdict:
+def tried(server: Server, application: Application, trouble: Trouble) -> Verdict:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordeal, "DEADLINE_S", HANGING_S if trouble.fate is Fate.HUNG else PATIENCE_S)
+        patch.setattr(fault_trial, "DEADLINE_S", HANGING_S if trouble.fate is Fate.HUNG else PATIENCE_S)
         quiz = Quiz(seed=1, count=4)
         quiz.learn(Answerer(server.url, PATIENCE_S), streams=4)
-        return Ordeal(application, quiz, seed=1).endure(trouble)  # type: ignore[arg-type]  # hosts are not needed
+        return FaultTrial(application, quiz, seed=1).run(trouble)  # type: ignore[arg-type]  # hosts are not needed
 
 
 def test_a_fault_that_nobody_notices_has_no_problem(server: Server) -> None:
-    verdict = endured(server, Application(server.url), Trouble(server, Fate.RIGHT))
+    verdict = tried(server, Application(server.url), Trouble(server, Fate.RIGHT))
     assert verdict.problems == ()
     assert set(verdict.fates) == {Fate.RIGHT}
 
 
 @pytest.mark.parametrize("fate", [fate for fate in Fate if fate is not Fate.RIGHT])
 def test_whatever_becomes_of_a_request_but_a_right_answer_is_a_problem(server: Server, fate: Fate) -> None:
-    verdict = endured(server, Application(server.url), Trouble(server, fate))
+    verdict = tried(server, Application(server.url), Trouble(server, fate))
     assert verdict.fates[fate] > 0
     (problem,) = verdict.problems
     assert f"{verdict.fates[fate]} requests went wrong" in problem
@@ -144,30 +143,28 @@ def test_a_gateway_that_is_gone_excuses_what_was_refused_and_nothing_else(
     server: Server, fate: Fate, forgiven: bool
 ) -> None:
     trouble = Trouble(server, fate, hides_gateway=True)
-    verdict = endured(server, Application(server.url), trouble)
+    verdict = tried(server, Application(server.url), trouble)
     assert verdict.fates[fate] > 0
     assert (verdict.problems == ()) == forgiven
 
 
 def test_blocks_that_are_stranded_are_a_problem_though_every_answer_was_right(server: Server) -> None:
-    verdict = endured(server, Application(server.url, clean=False), Trouble(server, Fate.RIGHT))
+    verdict = tried(server, Application(server.url, clean=False), Trouble(server, Fate.RIGHT))
     (problem,) = verdict.problems
     assert "stranded: ['prefill of west']" in problem
 
 
 def test_processes_that_are_left_over_are_a_problem(server: Server) -> None:
     application = Application(server.url, [HEALTHY, HEALTHY, HEALTHY + Counter({"worker": 1})])
-    verdict = endured(server, application, Trouble(server, Fate.RIGHT))
+    verdict = tried(server, application, Trouble(server, Fate.RIGHT))
     assert verdict.problems == ("processes left over: {'worker': 1}",)
 
 
-def test_an_application_that_does_not_come_back_ends_the_ordeal(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ordeal, "RECOVERY_TIMEOUT_S", 0.3)
+def test_an_application_that_does_not_come_back_ends_the_trial(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_trial, "RECOVERY_TIMEOUT_S", 0.3)
     application = Application(server.url, [HEALTHY, *[Counter[str]()] * 1000])
     with pytest.raises(AssertionError, match=r"missing \{'worker': 4\}"):
-        endured(server, application, Trouble(server, Fate.RIGHT))
+        tried(server, application, Trouble(server, Fate.RIGHT))
 
 
 @pytest.mark.parametrize(("problems", "status"), [((), 0), (("one answer was wrong",), 1)])

@@ -1,6 +1,6 @@
 """The beginning of a script whose Triton kernels are meant for an H200 that is not there: launches are noted only."""
 
-STAND_IN_GPU = """
+FAKE_GPU = """
 import torch
 import triton
 from triton.backends.compiler import GPUTarget

@@ -20,7 +20,7 @@ from baton.engine.text import Tokenizer
 
 from .fake_cluster import FakeCluster
 from .gateway_service import Service
-from .reasoning_model import thinking_model
+from .reasoning_model import reasoning_model
 from .tiny_model import tiny_model, tiny_tokenizer
 
 
@@ -96,7 +96,7 @@ async def service(start: Callable[..., Service], request: pytest.FixtureRequest)
 
 @pytest.fixture(scope="session")
 def thinker(model: ServedModel, tokenizer: Tokenizer) -> ServedModel:
-    return thinking_model(model, tokenizer)
+    return reasoning_model(model, tokenizer)
 
 
 @pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])

@@ -21,6 +21,6 @@ CUT = '<tool_call>\n{"name": "cut", "arguments": {"size": 1}}\n</tool_call>'
 FOLD = '<tool_call>\n{"name": "fold", "arguments": {"size": 2}}\n</tool_call>'
 
 
-def thinking_model(model: ServedModel, tokenizer: Tokenizer, template: str = TEMPLATE) -> ServedModel:
+def reasoning_model(model: ServedModel, tokenizer: Tokenizer, template: str = TEMPLATE) -> ServedModel:
     taught = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": template}))
     return replace(model, tokenizer=taught)

@@ -15,7 +15,7 @@ from baton.cluster.gateway import ServedModel
 from baton.engine.text import Tokenizer
 
 from ...helpers.gateway_service import Service
-from ...helpers.reasoning_model import CUT, FOLD, HELLO, SIZE, TEMPLATE, TOOLS, thinking_model
+from ...helpers.reasoning_model import CUT, FOLD, HELLO, SIZE, TEMPLATE, TOOLS, reasoning_model
 from .response_checks import blocks, names, stream, whole
 
 EFFORT = "{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
@@ -260,12 +260,12 @@ async def test_an_effort_is_the_templates_business(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:
     for template, effort, shown in ((EFFORT, "high", "effort high"), (SWITCH, "none", "no thoughts")):
-        service = start(Role.UNIFIED, served=thinking_model(model, tokenizer, TEMPLATE + template))
+        service = start(Role.UNIFIED, served=reasoning_model(model, tokenizer, TEMPLATE + template))
         response = whole(await ask(service, reasoning={"effort": effort, "summary": "auto"}, max_output_tokens=1))
         assert response["reasoning"] == {"effort": effort, "summary": "auto"}
         prompt = service.cluster.members[0].submitted[0].prompt_token_ids
         assert service.tokenizer.decode(prompt, skip_special_tokens=False) == HELLO + shown
-    service = start(Role.UNIFIED, served=thinking_model(model, tokenizer))
+    service = start(Role.UNIFIED, served=reasoning_model(model, tokenizer))
     assert (await ask(service, reasoning={"effort": "none"}, max_output_tokens=1)).status_code == 200
     refused = (await ask(service, reasoning={"effort": "low"})).json()["error"]
     assert (refused["param"], refused["code"]) == ("reasoning.effort", "unsupported_parameter")

@@ -15,12 +15,12 @@ import torch
 
 from ... import ROOT
 from ...helpers.checkpoints import edit_config, wide_shape, write_checkpoint
-from ...helpers.fake_gpu import STAND_IN_GPU
+from ...helpers.fake_gpu import FAKE_GPU
 
 pytest.importorskip("triton")
 
 SCRIPT = (
-    STAND_IN_GPU
+    FAKE_GPU
     + """
 import random
 import sys

@@ -19,7 +19,7 @@ from baton.engine.text import Tokenizer
 
 from ...helpers.fake_cluster import FakeEngine
 from ...helpers.gateway_service import Service
-from ...helpers.reasoning_model import thinking_model
+from ...helpers.reasoning_model import reasoning_model
 
 SECRET = "worker 7 at 10.1.2.3: CUDA error"
 PYTHONS_WORDS = ("Error", "object", "NoneType", "attribute", "operand")
@@ -62,7 +62,7 @@ async def test_a_template_that_fails_shows_no_classes(
     template: str,
     padding: int,
 ) -> None:
-    service = start(Role.UNIFIED, served=thinking_model(model, tokenizer, template))
+    service = start(Role.UNIFIED, served=reasoning_model(model, tokenizer, template))
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "user": "u" * padding}
     answer = await service.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "r-1"})
     error = answer.json()["error"]
@@ -78,7 +78,7 @@ async def test_a_template_that_fails_shows_no_classes(
 async def test_a_refusal_in_the_templates_own_words_is_shown(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:
-    service = start(Role.UNIFIED, served=thinking_model(model, tokenizer, "{{ raise_exception('Say more.') }}"))
+    service = start(Role.UNIFIED, served=reasoning_model(model, tokenizer, "{{ raise_exception('Say more.') }}"))
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     answer = await service.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400

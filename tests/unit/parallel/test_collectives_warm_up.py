@@ -13,12 +13,12 @@ import sys
 import pytest
 import torch
 
-from ...helpers.fake_gpu import STAND_IN_GPU
+from ...helpers.fake_gpu import FAKE_GPU
 
 pytest.importorskip("triton")
 
 SCRIPT = (
-    STAND_IN_GPU
+    FAKE_GPU
     + """
 import json
 import random
