@@ -38,13 +38,13 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.engine import EngineCore, EngineCoreConfig, EngineFailed
 from baton.engine.core.grammar import GrammarSource
+from baton.engine.core.logprobs import Logprobs, TokenLogprobs
 from baton.engine.core.messages import (
     EngineError,
     EngineOutput,
     EngineRequest,
     EngineStats,
     FinishReason,
-    TokenLogprobs,
 )
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from baton.kv_transfer.protocol.stats import TransferStats
@@ -105,13 +105,14 @@ class FakeRunner:
         if chunk.prompt_logprobs:
             targets = range(chunk.start + 1, min(end + 1, len(row.start.prompt_token_ids)))
             count = row.start.sampling.prompt_logprobs or 0
-            prompt_logprobs = [self._logprobs(context[p - 1], row.tokens[p], count) for p in targets]
+            entries = [self._logprobs(context[p - 1], row.tokens[p], count) for p in targets]
+            prompt_logprobs = Logprobs.pack(entries) if entries else Logprobs(count + 1)
         if not chunk.samples:
             return ChunkResult(None, None, prompt_logprobs)
         token = self._draw(row, context[-1])
         row.tokens.append(token)
         count = row.start.sampling.logprobs
-        logprobs = None if count is None else self._logprobs(context[-1], token, count)
+        logprobs = None if count is None else Logprobs.pack([self._logprobs(context[-1], token, count)])
         return ChunkResult(token, logprobs, prompt_logprobs)
 
     def _draw(self, row: Row, kv: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.engine import EngineConfig, SamplingParams, build_engine
 from baton.engine.core.engine import EngineCore
-from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
+from baton.engine.core.logprobs import Logprobs, TokenLogprobs
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
 from baton.engine.parallel import ALONE_MEMBER, Member
 from baton.engine.startup.build import follow
 
@@ -17,7 +18,7 @@ from baton.engine.startup.build import follow
 class Answer:
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: Logprobs | None
     num_cached_tokens: int
 
 
@@ -83,8 +84,6 @@ def _answer(steps: Sequence[EngineOutput]) -> Answer:
     )
 
 
-def logprob_error(ours: Sequence[TokenLogprobs | None], theirs: Sequence[TokenLogprobs | None]) -> float:
+def logprob_error(ours: Iterable[TokenLogprobs], theirs: Iterable[TokenLogprobs]) -> float:
     """The largest difference of a token's own logprob."""
-    assert len(ours) == len(theirs)
-    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
-    return max(abs(a.logprobs[0] - b.logprobs[0]) for a, b in pairs)
+    return max(abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(ours, theirs, strict=True))

@@ -39,7 +39,7 @@ from .deadlines import RequestDeadlines
 from .detokenize import ChoiceDelta, SequenceDetokenizer
 from .job import GenerationJob, PreparedRequest
 from .renderer import Renderer
-from .response_writer import ResponseWriter
+from .response_writer import ResponseWriter, WritingTurns
 from .resume import LAST_EVENT_ID_HEADER, ResumableStream, StreamPosition
 from .streams import ClientDisconnected, merge_streams, run_until_disconnect
 
@@ -60,6 +60,7 @@ class GatewayServices:
     serving: ServingContext
     bodies: BodyService
     spans: RequestSpans | None  # None: no exporter is configured
+    turns: WritingTurns = dataclasses.field(default_factory=WritingTurns)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         with gateway.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
-            await self._serve(scope, receive, ResponseWriter(send))
+            await self._serve(scope, receive, ResponseWriter(send, gateway.turns))
 
     async def _serve(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         gateway = self._gateway

@@ -117,7 +117,7 @@ class ReplayFilter:
 
 def _part(output: EngineOutput, at: int) -> EngineOutput:
     """Return one token of an output. Fields of a first or last output go with the first or last token."""
-    logprobs = None if output.logprobs is None else output.logprobs[at : at + 1]
+    logprobs = None if output.logprobs is None else output.logprobs.part(at, at + 1)
     part = msgspec.structs.replace(output, token_ids=output.token_ids[at : at + 1], logprobs=logprobs)
     if at > 0:
         part = msgspec.structs.replace(part, num_cached_tokens=0, prompt_logprobs=None)

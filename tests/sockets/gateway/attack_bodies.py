@@ -1,4 +1,6 @@
-"""Bodies of one client that cost a gateway much and are small or legal enough to arrive: up to 16 MiB of each."""
+"""Requests of one client that cost a gateway much and are legal enough to arrive: bodies of up to 16 MiB, and small
+ones whose answers are large.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,10 @@ def attacks(size: int = BODY_BYTES) -> dict[str, tuple[str, bytes]]:
     calls = json.dumps({"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
     keys = b",".join(b'"%d":1' % number for number in range(size // 14))
     few = min(size, 2 * MIB)  # as many values as one body may hold
+    long = model + b'"prompt":[' + _filled(b"7", 2 * 30_000) + b"]"
+    shorter = model + b'"prompt":[' + _filled(b"7", 2 * 12_000) + b"]"
+    answer = b',"max_tokens":1500,"ignore_eos":true'
+    chat_logprobs = b',"logprobs":true,"top_logprobs":20'
     return {
         "lists in prompt": (COMPLETIONS, model + b'"prompt":[' + _filled(b"[]", size) + b"]}"),
         "empty messages": (CHAT, model + b'"messages":[' + _filled(b'{"role":"user","content":""}', size) + b"]}"),
@@ -34,6 +40,21 @@ def attacks(size: int = BODY_BYTES) -> dict[str, tuple[str, bytes]]:
             model + b'"input":[' + _filled(b'{"role":"user","content":""}', few) + b"]}",
         ),
         "tokens to a text": ("/detokenize", b'{"tokens":[' + _filled(b"7", few) + b"]}"),
+        "echo with 5 log probabilities": (COMPLETIONS, long + b',"echo":true,"logprobs":5,"max_tokens":1}'),
+        "echo with 5 log probabilities, streamed": (
+            COMPLETIONS,
+            long + b',"echo":true,"logprobs":5,"max_tokens":1,"stream":true}',
+        ),
+        "20 log probabilities of a prompt": (COMPLETIONS, shorter + b',"prompt_logprobs":20,"max_tokens":1}'),
+        "20 log probabilities of an answer": (CHAT, model + chat + answer + chat_logprobs + b"}"),
+        "20 log probabilities of 16 choices": (
+            CHAT,
+            model + chat + answer.replace(b"1500", b"100") + chat_logprobs + b',"stream":true,"n":16}',
+        ),
+        "20 log probabilities of a response": (
+            RESPONSES,
+            model + b'"input":"x","stream":true,"max_output_tokens":1500,"top_logprobs":20}',
+        ),
     }
 
 

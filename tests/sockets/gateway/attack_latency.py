@@ -1,9 +1,10 @@
 """What attacks by bodies cost others: gaps between tokens of four streams, and times of /live, alone and under each.
 
-python -m tests.sockets.gateway.attack_latency [SECONDS]
+python -m tests.sockets.gateway.attack_latency [SECONDS [NAME]]
 
-Each attack is repeated by two senders for SECONDS, against one gateway over a fake engine of 10 ms a step. Prints a
-table in Markdown, in milliseconds. The machine should have nothing else to do.
+Each attack, or those with NAME in their name, is repeated by two senders for SECONDS, against one gateway over an
+engine of 10 ms a step in a process of its own. Prints a table in Markdown, in milliseconds. The machine should have
+nothing else to do.
 """
 
 from __future__ import annotations
@@ -102,14 +103,16 @@ class Clients:
                 writer.close()
 
 
-async def main(seconds: float) -> None:
+async def main(seconds: float, wanted: str) -> None:
     print("| attack | gap p50 | gap p99 | longest gap | /live p50 | longest /live | attacks |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     with attacked_gateway() as gateway:
-        for name, attack in [("none", None), *attacks().items(), ("none, at the end", None)]:
+        chosen = [(name, attack) for name, attack in attacks().items() if wanted in name]
+        for name, attack in [("none", None), *chosen, ("none, at the end", None)]:
             measured = await Clients(gateway.port).measure(seconds, attack)
             print(measured.row(name), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(float(sys.argv[1]) if len(sys.argv) > 1 else 4.0))
+    arguments = sys.argv[1:]
+    asyncio.run(main(float(arguments[0]) if arguments else 4.0, arguments[1] if len(arguments) > 1 else ""))

@@ -189,7 +189,8 @@ class Harness:
         if wants_prompt:
             prompt = asked.prompt_token_ids
             expected = [logprob_of(kv, token) for kv, token in zip(kv_of(prompt), prompt[1:], strict=False)]
-            assert first.prompt_logprobs == [None, *expected]
+            assert first.prompt_logprobs is not None
+            assert list(first.prompt_logprobs) == [(tuple(ids), tuple(values), rank) for ids, values, rank in expected]
 
     def check_all_given_back(self) -> None:
         stats = self.core.stats()

@@ -7,6 +7,7 @@ import pytest
 from baton.engine.core.config import EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.kv.request_memory import RequestMemory
+from baton.engine.core.logprobs import Logprobs
 from baton.engine.core.messages import ErrorKind, FinishReason, KVSource
 from baton.engine.core.requests.request import (
     TRANSITIONS,
@@ -175,16 +176,16 @@ class TestRefusal:
 
 class TestPromptLogprobs:
     def test_positions_that_come_twice_are_taken_once(self) -> None:
-        entries = [logprob_of(0, token) for token in range(6)]
+        entries = Logprobs.pack([logprob_of(0, token) for token in range(6)])
         collected = PromptLogprobs()
-        collected.collect(0, entries[:3])
-        collected.collect(0, entries[:5])
-        collected.collect(5, entries[5:])
-        assert collected.entries == [None, *entries]
+        collected.collect(0, entries.part(0, 3))
+        collected.collect(0, entries.part(0, 5))
+        collected.collect(5, entries.part(5, 6))
+        assert collected.joined() == entries
 
     def test_a_gap_is_a_bug(self) -> None:
         with pytest.raises(ValueError, match="missing"):
-            PromptLogprobs().collect(2, [logprob_of(0, 0)])
+            PromptLogprobs().collect(2, Logprobs.pack([logprob_of(0, 0)]))
 
 
 class TestConfig:

@@ -155,8 +155,8 @@ def test_each_request_gets_as_many_alternatives_as_it_asked_for(make_runner: Cal
         for row, count in ((0, 5), (1, None), (2, 0))
     )
     results = step(make_runner(), *(Chunk(row, 0, 16 + row, True, []) for row in range(3)), started=started)
-    assert [result.logprobs and len(result.logprobs.token_ids) for result in results] == [6, None, 1]
-    assert [result.logprobs and result.logprobs.rank for result in results] == [1, None, 1]
+    assert [result.logprobs and result.logprobs.width for result in results] == [6, None, 1]
+    assert [result.logprobs and result.logprobs[0].rank for result in results] == [1, None, 1]
 
 
 def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Callable[[], ModelRunner]) -> None:

@@ -13,7 +13,8 @@ import pytest
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.api.detokenize import ChoicePosition
 from baton.cluster.gateway.api.resume import ReplayFilter, StreamPosition
-from baton.engine.core.messages import EngineOutput, FinishReason, TokenLogprobs
+from baton.engine.core.logprobs import Logprobs, TokenLogprobs
+from baton.engine.core.messages import EngineOutput, FinishReason
 
 from ...helpers.gateway_service import Service
 
@@ -136,7 +137,7 @@ async def test_what_is_no_position_of_this_request_is_refused(
 
 def test_an_output_is_cut_into_its_tokens() -> None:
     def output(tokens: list[int], **fields: Any) -> EngineOutput:
-        logprobs = [TokenLogprobs([token], [-1.0], 1) for token in tokens]
+        logprobs = Logprobs.pack([TokenLogprobs([token], [-1.0], 1) for token in tokens])
         return EngineOutput(request_id="", token_ids=tokens, logprobs=logprobs, **fields)
 
     last = {"finish_reason": FinishReason.STOP, "stop_token_id": 5}

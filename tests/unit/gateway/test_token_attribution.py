@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.cluster.gateway.api.detokenize import ChoiceDelta, LocatedToken
 from baton.cluster.gateway.api.reasoning import TokenAttribution, TokenRun, token_runs
-from baton.engine.core.messages import TokenLogprobs
+from baton.engine.core.logprobs import Logprobs, TokenLogprobs
 from baton.engine.text import ContentPart, ParserConfig, ReasoningStart, ToolCallStart
 
 THOUGHT, ANSWER = "<think>\nis it < or the fox?\n</think>\n\n", "the dog < the fox, 1 <think"
@@ -21,6 +21,10 @@ def pieces_of(cuts: set[int]) -> list[str]:
     return [TEXT[begin:end] for begin, end in pairwise(ends)]
 
 
+def located(offset: int, token_id: int) -> LocatedToken:
+    return LocatedToken(offset, Logprobs.pack([TokenLogprobs([token_id], [-1.0], 1)]))
+
+
 def shares_of(pieces: list[str], *, known: bool) -> tuple[int, str]:
     """Return the number of reasoning tokens, and the tokens of the content. Each piece is a delta, each character a
     token.
@@ -29,13 +33,13 @@ def shares_of(pieces: list[str], *, known: bool) -> tuple[int, str]:
     words: list[LocatedToken] = []
     at = 0
     for piece in pieces:
-        tokens = [LocatedToken(at + i, TokenLogprobs([ord(char)], [-1.0], 1)) for i, char in enumerate(piece)]
+        tokens = [located(at + i, ord(char)) for i, char in enumerate(piece)]
         for run in token_runs(ChoiceDelta(piece, tokens if known else [], num_tokens=len(piece)), at, known=known):
             attribution.push(run)
             words += chain(*attribution.take(reader.push(run.text)))
         at += len(piece)
     words += chain(*attribution.take(reader.push("", finished=True)))
-    return attribution.num_reasoning_tokens, "".join(chr(token.logprobs.token_ids[0]) for token in words)
+    return attribution.num_reasoning_tokens, "".join(chr(token.logprobs[0].token_ids[0]) for token in words)
 
 
 @given(st.sets(st.integers(1, len(TEXT) - 1)))
@@ -47,14 +51,14 @@ def test_however_an_answer_is_cut_its_tokens_are_the_same_ones(cuts: set[int]) -
 def test_tokens_without_a_text_of_their_own_belong_to_what_follows() -> None:
     """As those that are parts of one character."""
     attribution = TokenAttribution()
-    parts = [LocatedToken(0, TokenLogprobs([number], [-1.0], 1)) for number in range(3)]
+    parts = [located(0, number) for number in range(3)]
     for run in token_runs(ChoiceDelta("é", parts, num_tokens=3), 0, known=True):
         attribution.push(run)
     assert attribution.take([ContentPart("é")]) == [parts]
 
 
 def test_the_rest_of_a_token_is_no_further_one() -> None:
-    first, second = (LocatedToken(at, TokenLogprobs([at], [-1.0], 1)) for at in (0, 4))
+    first, second = (located(at, at) for at in (0, 4))
     attribution = TokenAttribution()
     for delta, at in ((ChoiceDelta("ab", [first], 1), 0), (ChoiceDelta("cdef", [second], 1), 2)):
         for run in token_runs(delta, at, known=True):
@@ -73,7 +77,7 @@ def test_a_text_may_come_without_a_token() -> None:
 def test_what_is_behind_a_call_has_its_own_tokens() -> None:
     attribution = TokenAttribution()
     for text in ("f(", ")", "so"):
-        attribution.push(TokenRun(text, 1, LocatedToken(0, TokenLogprobs([len(text)], [-1.0], 1))))
+        attribution.push(TokenRun(text, 1, located(0, len(text))))
     (_, own) = attribution.take([ToolCallStart(0, "f"), ContentPart("so")])
-    assert [token.logprobs.token_ids for token in own] == [[2]]
+    assert [token.logprobs[0].token_ids for token in own] == [(2,)]
     assert attribution.num_reasoning_tokens == 0
