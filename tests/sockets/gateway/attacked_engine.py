@@ -1,6 +1,8 @@
 """The engine of an attacked gateway, as a process of its own: what it costs is not the gateway's.
 
-python -m tests.sockets.gateway.attacked_engine KEY CONFIG      prints its address, and serves until its input ends; CONFIG is JSON
+python -m tests.sockets.gateway.attacked_engine KEY CONFIG
+
+Prints its address, and serves until its input ends. CONFIG is JSON.
 
 Its core, socket and messages are real. Its model takes no time: a step lasts `STEP_S`, whatever is in it.
 """
