@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from buffer_station import BY_HOST, LAYOUT, PATIENCE_S, SLOTS, Inner, Station, wait_until
 from checkpoints import write_checkpoint
@@ -36,7 +35,7 @@ from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_conn
 
 pytestmark = pytest.mark.timeout(120)
 
-PROVEN = msgspec.structs.replace(BY_HOST, digest=DigestMode.VERIFY)
+PROVEN = BY_HOST.model_copy(update={"digest": DigestMode.VERIFY})
 DIRECT = TransferSettings(buffer="device")
 
 

@@ -20,23 +20,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.tiers import Tier, TierStats
+from baton.engine.strict_model import StrictModel
 
 UNTRIED = 0.5  # of the time to compute a block: an engine without a measurement restores it to get one
 
 
-class CostRates(BaseModel):
+class CostRates(StrictModel):
     """The rates of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
 
     Only their proportions decide. A factor of two is precise enough.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine
     decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine
