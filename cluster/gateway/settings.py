@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from baton.engine.core.messages import LOWEST_PRIORITY, EngineStats
 from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
+from baton.engine.strict_model import StrictModel
 
 from .routing.breaker import BreakerSettings
 from .routing.cost import CostRates
@@ -27,10 +28,8 @@ def check_api_key(key: str) -> str:
 ApiKey = Annotated[str, AfterValidator(check_api_key)]
 
 
-class QueueLimits(BaseModel):
+class QueueLimits(StrictModel):
     """An engine whose queue is this long gets no more prompts. If all engines are full, the gateway answers 503."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests: int = Field(1024, gt=0)
     tokens: int = Field(4_000_000, gt=0)  # of prompts, that are to be computed
@@ -39,10 +38,8 @@ class QueueLimits(BaseModel):
         return stats.num_requests_waiting >= self.requests or stats.num_waiting_tokens >= self.tokens
 
 
-class GatewaySettings(BaseModel):
+class GatewaySettings(StrictModel):
     """One gateway's limits. Times are seconds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gateway_id: str = "gateway"  # different in each gateway, so that equal views of the cluster do not choose alike
     api_keys: list[ApiKey] = []  # empty: everyone may call; else only /health, /live and /metrics are open

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cluster.contracts import Role
+from baton.engine.strict_model import hint
 
-from .validation_errors import InvalidSpec, unknown_key
+from .errors import InvalidSpec
 
 GATEWAY = "gateway"
 SIZE = "num_replicas"
@@ -54,7 +55,7 @@ def _name_of(where: str, given: Mapping[str, Any], args: Mapping[str, Any]) -> s
     if not isinstance(name, str):
         raise InvalidSpec(f"{where}.name: is missing: one of {', '.join(known)}")
     if name not in known:
-        raise InvalidSpec(f"{where}.name: {unknown_key(name, known).replace('key', 'deployment')}")
+        raise InvalidSpec(f"{where}.name: unknown deployment {name!r}; {hint(name, known)}")
     return name
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pydantic
 
+from baton.engine.strict_model import describe
+
 from .application import FleetSpec
 from .deployments import with_sizes_of
+from .errors import InvalidSpec
 from .ray_clusters import is_ray_cluster
-from .validation_errors import InvalidSpec, describe
 from .yaml_text import read_yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -32,7 +34,7 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     try:
         return FleetSpec.model_validate(dict(args))
     except pydantic.ValidationError as error:
-        raise InvalidSpec(describe(error)) from None
+        raise InvalidSpec(describe(error, secret="api_keys")) from None
 
 
 def find_model_folder(model: str) -> Path:

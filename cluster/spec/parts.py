@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from baton.cluster.contracts import Bounds, Role
 from baton.cluster.gateway.api_keys import InvalidKeys, read_key_file
 from baton.cluster.gateway.settings import GatewaySettings
-from baton.cluster.logs import LogSettings
+from baton.engine.config import EngineArguments
+from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.tiers.settings import TierSettings
 
-from .validation_errors import InvalidSpec, StrictModel
+from .errors import InvalidSpec
 
 MAX_PORT = 65535
 Resources = dict[str, Annotated[float, Field(ge=0)]]  # Ray's, by name
 
 
-class GatewaySpec(StrictModel, GatewaySettings):
+class GatewaySpec(GatewaySettings):
     """The gateways: where they listen, how many there are, and the limits of each."""
+
+    refused: ClassVar = {"gateway_id": "is not set by hand: every gateway draws its own"}
 
     replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
     max_surge_percent: int = Field(100, ge=0, le=100)  # gateways of a new version that start before old ones end
@@ -40,15 +43,15 @@ class GatewaySpec(StrictModel, GatewaySettings):
         except InvalidKeys as error:
             raise InvalidSpec(str(error)) from None
 
-    @model_validator(mode="after")
-    def _identity_is_ours(self) -> Self:
-        if "gateway_id" in self.model_fields_set:
-            raise ValueError("gateway_id is not set by hand: every gateway draws its own")
-        return self
 
+class EngineSpec(EngineArguments):
+    """Arguments of all engines, or of those of one fleet."""
 
-class LoggingSpec(StrictModel, LogSettings):
-    """Settings of all logs; the fields are those of `LogSettings`."""
+    refused: ClassVar = {
+        "model": "all fleets serve one model; set the top-level `model`",
+        "tokenizer": "gateways tokenize, with the tokenizer in the model's folder",
+        "skip_tokenizer_init": "engines of an application load no tokenizer in any case",
+    }
 
 
 class AutoscalingSpec(StrictModel):
@@ -67,17 +70,13 @@ class AutoscalingSpec(StrictModel):
     downscale_to_zero_delay_s: float | None = Field(None, ge=0)  # without requests; by default `downscale_delay_s`
 
 
-class KVTierSpec(StrictModel, TierSettings):
-    """Memory behind the pool of each engine of a fleet."""
-
-
 class Fleet(StrictModel):
     """Engines of one role. `replicas` counts groups, never ranks; settings of a worker hold for each rank."""
 
     replicas: int = Field(1, ge=1)  # where it is scaled, see `min_replicas`: at the start
     min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is scaled, see `autoscaling`
     max_replicas: int | None = Field(None, ge=1)
-    engine: dict[str, Any] = {}
+    engine: EngineSpec = EngineSpec()  # over those of all engines
     num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
     num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
     resources: Resources = {}  # of one worker
@@ -120,7 +119,7 @@ class Fleet(StrictModel):
             )
         return self
 
-    kv_tiers: KVTierSpec | None = None  # by default an engine forgets the blocks that it evicts
+    kv_tiers: TierSettings | None = None  # by default an engine forgets the blocks that it evicts
 
     @property
     def markers(self) -> list[str]:

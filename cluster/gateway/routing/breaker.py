@@ -16,9 +16,10 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.engine.strict_model import StrictModel
 
 from .prefix_index import EngineKey, engine_key
 from .sliding_window import SlidingWindow
@@ -30,12 +31,10 @@ SUCCESSES, FAILURES = 0, 1
 IDLE_PERIODS = 10  # of window and pause, after which a circuit without events is forgotten
 
 
-class BreakerSettings(BaseModel):
+class BreakerSettings(StrictModel):
     """Circuit breaker: which failures take an engine, or a pair that hands over, out of use for a while. Times are
     seconds.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     failures: int = Field(5, gt=0)  # within the window, and at least half of all attempts
     window_s: float = Field(30.0, gt=0)

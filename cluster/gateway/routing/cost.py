@@ -1,7 +1,7 @@
 """The cost of serving a request in an engine, or a pair of engines, in seconds.
 
 prefill engine P, decode engine D
-    queue(P) + prefill(P) + restore(P) + lease(P) + handoff(P, D) + decode(D)
+    queue(P) + prefill(P) + restore(P) + release(P) + handoff(P, D) + decode(D)
 unified engine, or decode engine that computes the prompt itself
     queue(E) + prefill(E) + restore(E) + stall(E) + decode(E)
 
@@ -11,7 +11,7 @@ restore  (1 + requests in E whose KV is on its way) x tokens that tiers have / p
          block took there lately / what computing one did (`UNTRIED` where it is not known). Where that is no less than
          to compute them, or the engine would not restore them, they are computed: then they count as uncached
 stall    prefill x requests in E x stall_weight: answers that are being written wait for the prompt's chunks
-lease    share of P's blocks that wait for readers x lease_s
+release  share of P's blocks that wait for readers x block_release_s
 handoff  handoff_s + (1 + requests in D whose KV is on its way) x tokens that D lacks / rate of the link
 decode   requests in D x decode_request_s
 """
@@ -20,28 +20,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.tiers import Tier, TierStats
+from baton.engine.strict_model import StrictModel
 
 UNTRIED = 0.5  # of the time to compute a block: an engine without a measurement restores it to get one
 
 
-class CostRates(BaseModel):
+class CostRates(StrictModel):
     """The rates of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
 
     Only their proportions decide. A factor of two is precise enough.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine
     decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine
     stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
-    lease_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
+    block_release_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
     handoff_s: float = Field(0.003, ge=0)  # of a hand-off without its bytes
     node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node
     network_tokens_per_s: float = Field(250_000.0, gt=0)  # between nodes
@@ -81,8 +80,8 @@ class Cost:
         return PrefillWork(uncached - restorable, self._prefill_s(restorable) * share)
 
     def prefill_only_s(self, view: EngineView, load: Load, work: PrefillWork) -> float:
-        """Return queue + prefill + restore + lease."""
-        return self._prefill_s(load.queued_tokens + work.uncached) + work.restore_s + self._lease_s(view)
+        """Return queue + prefill + restore + release."""
+        return self._prefill_s(load.queued_tokens + work.uncached) + work.restore_s + self._release_s(view)
 
     def whole_s(self, load: Load, work: PrefillWork) -> float:
         """Return queue + prefill + restore + stall + decode."""
@@ -101,11 +100,11 @@ class Cost:
     def _prefill_s(self, num_tokens: int) -> float:
         return num_tokens / self._rates.prefill_tokens_per_s
 
-    def _lease_s(self, view: EngineView) -> float:
+    def _release_s(self, view: EngineView) -> float:
         stats = view.stats
         if stats is None or not stats.num_blocks:
             return 0.0
-        return self._rates.lease_s * stats.num_blocks_held / stats.num_blocks
+        return self._rates.block_release_s * stats.num_blocks_held / stats.num_blocks
 
 
 def _restoring_share(tiers: TierStats, found: FoundPrefix) -> float:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -51,7 +50,7 @@ def starting(transport: str) -> Iterator[Start]:
     def start_one(
         name: str, layout: KVLayout = SMALL, settings: TransferSettings = DEFAULT_SETTINGS, **options: object
     ) -> EngineProcess:
-        settings = msgspec.structs.replace(settings, transport=transport)
+        settings = settings.model_copy(update={"transport": transport})
         running.append(EngineProcess(name, key, layout, settings=settings, **options))
         return running[-1]
 
@@ -248,7 +247,7 @@ def test_a_holder_that_was_stopped_keeps_nothing_for_a_reader_that_gave_up(reade
     Leases of an hour outlast the test, one of 12 s ends while the holder is stopped.
     """
     lease_s = 3600.0 if reader_lives else 12.0
-    prefill, decode = meet(start, settings=msgspec.structs.replace(DEFAULT_SETTINGS, lease_s=lease_s))
+    prefill, decode = meet(start, settings=DEFAULT_SETTINGS.model_copy(update={"lease_s": lease_s}))
     offer = prefill.offer("request", [1, 2])
     wait_until(lambda: prefill.stats().leases_held == 1)
     holder = prefill.ranks[0].process.pid
@@ -372,7 +371,7 @@ def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
 def test_the_transfer_thread_runs_where_the_settings_say() -> None:
     allowed = os.sched_getaffinity(0)
     cpu = max(allowed)
-    with connecting("pinned", msgspec.structs.replace(QUICK, cpu_affinity=str(cpu))) as pinned:
+    with connecting("pinned", QUICK.model_copy(update={"cpu_affinity": str(cpu)})) as pinned:
         assert pinned._thread.native_id is not None
         assert os.sched_getaffinity(pinned._thread.native_id) == {cpu}
     assert os.sched_getaffinity(0) == allowed
@@ -387,7 +386,7 @@ def test_the_transfer_thread_sleeps_no_longer_than_it_asks_to(connector: Transfe
 
 def test_prompts_are_offered_early_unless_the_settings_say_otherwise(connector: TransferConnector) -> None:
     assert connector.offers_early
-    with connecting("patient", msgspec.structs.replace(QUICK, progressive=False)) as patient:
+    with connecting("patient", QUICK.model_copy(update={"progressive": False})) as patient:
         assert not patient.offers_early
 
 
@@ -519,7 +518,7 @@ def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_leases_run_on_while_the_machine_is_suspended(suspend: Callable[[float], None]) -> None:
-    with connecting("holder", msgspec.structs.replace(QUICK, lease_s=3600.0)) as holder:
+    with connecting("holder", QUICK.model_copy(update={"lease_s": 3600.0})) as holder:
         offer = holder.offer("request", 0, [1, 2], 32)
         wait_until(lambda: holder.stats().leases_held == 1)
         suspend(3601.0)

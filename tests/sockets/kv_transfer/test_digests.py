@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
@@ -63,8 +62,8 @@ def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, 
 @pytest.mark.parametrize("theirs", list(DigestMode))
 def test_engines_that_differ_in_it_are_not_paired_and_say_so(start: Start, theirs: DigestMode) -> None:
     ours = DigestMode.OFF if theirs is DigestMode.VERIFY else DigestMode.VERIFY
-    prefill = start("prefill", settings=msgspec.structs.replace(VERIFYING, digest=theirs))
-    decode = start("decode", settings=msgspec.structs.replace(VERIFYING, digest=ours))
+    prefill = start("prefill", settings=VERIFYING.model_copy(update={"digest": theirs}))
+    decode = start("decode", settings=VERIFYING.model_copy(update={"digest": ours}))
     decode.peers_changed([prefill.info])
     decode.receive(prefill.offer("request", [1]).ticket, 0, [1])
     failed, _ = decode.events(2, 30.0)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
@@ -47,7 +46,7 @@ def starting(transport: str) -> Iterator[Start]:
     def start_one(
         name: str, layout: KVLayout, settings: TransferSettings = DEFAULT_SETTINGS, **options: object
     ) -> EngineProcess:
-        settings = msgspec.structs.replace(settings, transport=transport)
+        settings = settings.model_copy(update={"transport": transport})
         options = {"num_blocks": NUM_BLOCKS, "settings": settings, **options}
         running.append(EngineProcess(name, key, layout, **options))
         return running[-1]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from baton.engine.core.connector import (
@@ -37,7 +36,7 @@ from .group_engines import GroupEngine
 
 pytestmark = pytest.mark.timeout(120)
 
-PROVEN = msgspec.structs.replace(BY_HOST, digest=DigestMode.VERIFY)
+PROVEN = BY_HOST.model_copy(update={"digest": DigestMode.VERIFY})
 DIRECT = TransferSettings(buffer="device")
 
 

@@ -16,7 +16,8 @@ from baton.cluster.contracts import Role
 from baton.cluster.engines.group import GroupCannotStart
 from baton.cluster.engines.replica import check_gpus
 from baton.cluster.membership.draining import LONGEST_S
-from baton.cluster.spec import KVTierSpec, load_spec
+from baton.cluster.spec import load_spec
+from baton.kv_transfer.tiers.settings import TierSettings
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 
@@ -42,7 +43,7 @@ def test_serve_ends_no_group_before_its_drain_and_its_disk_tier_are_done(deploye
     tiers = {"disk_path": "/tmp/kv", "disk_bytes": 2**30, "host_bytes": 2**40}
     fleets = {"prefill": {"drain_timeout_s": 7.0, "kv_tiers": tiers}, "decode": {"drain_timeout_s": 300.0}}
     parts = deployed(fleets=fleets)
-    saving_s = KVTierSpec(**tiers).save_s
+    saving_s = TierSettings(**tiers).save_s
     assert saving_s > 0.0
     assert leaves_within_s(parts["prefill"]) > 7.0 + LONGEST_S + saving_s
     assert leaves_within_s(parts["decode"]) > 300.0 + LONGEST_S

@@ -320,7 +320,7 @@ def test_arguments_and_checkpoints_that_cannot_be_served_are_refused_by_name(che
         LLM(tmp_path, skip_tokenizer_init=True)
     with pytest.raises(InvalidEngineConfig, match="model: is required"):
         LLM(None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidEngineConfig, match="model: Expected `str`, got `int`"):
+    with pytest.raises(InvalidEngineConfig, match="model: is 5, must be a text"):
         LLM(5)  # type: ignore[arg-type]
-    with pytest.raises(InvalidEngineConfig, match="tokenizer: Expected"):
+    with pytest.raises(InvalidEngineConfig, match="tokenizer: is 5, must be a text"):
         LLM(checkpoint, tokenizer=5)  # type: ignore[arg-type]

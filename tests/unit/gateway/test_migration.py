@@ -105,7 +105,7 @@ async def test_where_a_decode_engine_dies_before_it_has_the_blocks_their_holder_
     start: Callable[..., Service],
 ) -> None:
     """The offer is granted to the dead engine and to no other, but the holder has the prompt in its cache."""
-    cost = {"lease_s": 0.0}  # of so small a pool, 3 blocks are much
+    cost = {"block_release_s": 0.0}  # of so small a pool, 3 blocks are much
     service = start(*[Role.PREFILL] * 2, *[Role.DECODE] * 2, cost=cost)
     expected = (await start(Role.UNIFIED).complete(PROMPT, **LENGTH, seed=7)).json()["choices"]
     members = service.cluster.members

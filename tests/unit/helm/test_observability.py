@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import helm_python
 import promql_parser
 import pytest
 import yaml
+from helm_python import Chart
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView, MessageCounters, Role
@@ -18,7 +23,7 @@ from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
-from ...helpers.charts import example
+from ...helpers.charts import CHART, example, values_of
 
 OBSERVABILITY = Path(__file__).parents[3] / "configs/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana_dashboard.json").read_text())
@@ -185,6 +190,33 @@ def test_every_metric_is_explained(exported: dict[str, set[str]]) -> None:
     pages = "".join(page.read_text() for page in (OBSERVABILITY.parents[1] / "docs").rglob("*.md"))
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported}
     assert sorted(name for name in families if f"`{name}" not in pages) == []
+
+
+def installed(chart: Path) -> dict[str, str]:
+    """Render the monitoring of a chart, in a folder or in a package."""
+    loaded = Chart.load(chart) if chart.is_dir() else Chart.load_archive(chart.read_bytes())
+    return loaded.render(values_of("wide-ep"), name="demo", namespace="llm")
+
+
+def test_a_packaged_chart_holds_the_files_that_it_links_to(tmp_path: Path) -> None:
+    """The rules and the dashboard are in `configs/observability` alone."""
+    package = Path(helm_python.package(CHART, destination=tmp_path))
+    with tarfile.open(package) as archive:
+        for inside, name in (("rules.yaml", "rules.yaml"), ("dashboard.json", "grafana_dashboard.json")):
+            assert (CHART / "files" / inside).is_symlink()
+            packed = archive.getmember(f"baton/files/{inside}")
+            assert packed.isreg()
+            assert archive.extractfile(packed).read() == (OBSERVABILITY / name).read_bytes()
+    assert installed(package) == installed(CHART)
+
+
+@pytest.mark.parametrize("file", ["rules.yaml", "dashboard.json"])
+def test_a_checkout_without_links_is_told_what_to_do(tmp_path: Path, file: str) -> None:
+    chart = shutil.copytree(CHART, tmp_path / "baton", symlinks=False)
+    assert installed(chart) == installed(CHART)
+    (chart / "files" / file).write_text(os.readlink(CHART / "files" / file))  # as git writes it then
+    with pytest.raises(helm_python.HelmError, match=f"files/{file} is a symbolic link .* core.symlinks true"):
+        installed(chart)
 
 
 def test_the_chart_installs_the_dashboard_and_the_alerts() -> None:

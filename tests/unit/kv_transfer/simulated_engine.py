@@ -11,8 +11,6 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -40,7 +38,6 @@ NUM_BLOCKS = 24
 LEASE_S = 6.0
 STALL_S = 12.0
 SETTINGS = TransferSettings(
-    transport="fake",
     lease_s=LEASE_S,
     margin_s=0.5,
     retry_s=0.5,
@@ -151,7 +148,7 @@ class Engine:
         group = gather(
             self.ranks[0].reader, size, self.wire, clock=world.clock, wait=lambda _: world.clock.advance(0.1)
         )
-        settings = msgspec.structs.replace(SETTINGS, batch_bytes=2 * group.block_bytes, digest=world.digest)
+        settings = SETTINGS.model_copy(update={"batch_bytes": 2 * group.block_bytes, "digest": world.digest})
         self.handoff = HandoffCoordinator(
             self.key, self.channel, group, settings, world.clock, self.on_event, digest_blocks=2
         )

@@ -40,7 +40,7 @@ from ...helpers.fake_channel import FakeNetwork
 from ...helpers.fake_transport import FakeFabric, FakeTransport
 from ...helpers.virtual_clock import VirtualClock
 
-SETTINGS = TransferSettings(transport="fake")
+SETTINGS = TransferSettings()
 OURS = KVLayout(model="ours", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 THEIRS = KVLayout(model="theirs", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 
@@ -138,7 +138,7 @@ def test_a_holder_refuses_whom_it_does_not_match(holder_layout: KVLayout, epoch:
     [
         ({"transport": "nixl/POSIX+UCX"}, "its transport is nixl/POSIX+UCX, the reader's is fake"),
         (
-            {"settings": msgspec.structs.replace(SETTINGS, digest=DigestMode.VERIFY)},
+            {"settings": SETTINGS.model_copy(update={"digest": DigestMode.VERIFY})},
             "its transfer.digest is 'verify', the reader's is 'off'",
         ),
     ],
@@ -234,7 +234,7 @@ def test_when_a_peers_memory_is_lost_who_waits_for_more_of_it_fails_at_once_too(
 
 def test_a_peer_that_may_not_be_greeted_yet_is_waited_for_asleep() -> None:
     """The holder of what was read does not answer for its digests, and its memory is lost meanwhile."""
-    proving = msgspec.structs.replace(SETTINGS, digest=DigestMode.VERIFY)
+    proving = SETTINGS.model_copy(update={"digest": DigestMode.VERIFY})
     engines = Engines(settings=proving, reader_settings=proving)
     engines.meet()
     holder = EngineKey("holder", 1)
@@ -275,7 +275,7 @@ def test_a_read_of_a_peer_that_is_cut_off_fails_at_once_and_its_blocks_come_back
 
 def test_a_prompt_of_a_million_tokens_is_proven_whatever_one_message_takes() -> None:
     """The network ends a connection over which a longer message comes, as the real one does."""
-    proving = msgspec.structs.replace(SETTINGS, digest=DigestMode.VERIFY)
+    proving = SETTINGS.model_copy(update={"digest": DigestMode.VERIFY})
     layout = KVLayout(model="long", num_layers=1, num_kv_heads=8, head_dim=1, dtype="bfloat16")
     num_blocks = 2**20 // layout.block_size
     engines = Engines(layout, layout, settings=proving, reader_settings=proving, num_blocks=num_blocks)
@@ -305,7 +305,7 @@ def test_a_peer_that_left_the_cluster_is_forgotten_and_what_is_read_of_it_fails_
 
 
 def test_a_receive_that_is_given_up_begins_no_further_read() -> None:
-    two_at_a_time = msgspec.structs.replace(SETTINGS, batch_bytes=OURS.block_bytes, reads_in_flight=2)
+    two_at_a_time = SETTINGS.model_copy(update={"batch_bytes": OURS.block_bytes, "reads_in_flight": 2})
     engines = Engines(reader_settings=two_at_a_time)
     engines.fabric.faults.read_s = (0.5, 3.0)  # one of two ends first, and leaves room for the third
     engines.meet()
@@ -323,7 +323,7 @@ def test_a_receive_that_is_given_up_begins_no_further_read() -> None:
 
 def test_a_read_that_stands_still_fails_and_its_lease_is_no_longer_renewed() -> None:
     """Also where both ends hear each other all the while. Its blocks come back when the transport lets them go."""
-    engines = Engines(reader_settings=msgspec.structs.replace(SETTINGS, stall_s=20.0))
+    engines = Engines(reader_settings=SETTINGS.model_copy(update={"stall_s": 20.0}))
     engines.fabric.faults.read_s = (300.0, 300.0)
     engines.hand_over()
     engines.pass_time(190)

@@ -49,7 +49,7 @@ WRONG = {
     "model: 3\nfleets: {unified: {}}": "model: is 3, must be a text",
     "model: x\nfleets:": "fleets: is empty, must be a mapping",
     "model: x\nfleets: {unified: 3}": "fleets.unified: is 3, must be a mapping",
-    "model: x\nfleets: {unifeid: {}}": "fleets: unknown key 'unifeid'; did you mean 'unified'?",
+    "model: x\nfleets: {unifeid: {}}": "fleets.unifeid: is unknown; did you mean 'unified'?",
     "model: x\nfleets: {unified: {replicas: 0}}": "fleets.unified.replicas: is 0, must be at least 1",
     "model: x\nfleets: {unified: {replicas: two}}": "fleets.unified.replicas: is 'two', must be a whole number",
     "model: x\nfleets: {unified: {replicas: 1.5}}": "fleets.unified.replicas: is 1.5, must be a whole number",
@@ -60,12 +60,27 @@ WRONG = {
     "gateway: {port: 70000}": "gateway.port: is 70000, must be at most 65535",
     "gateway: {host: ''}": "gateway.host: is '', must have at least 1 character",
     "gateway: {drain_s: .inf}": "gateway.drain_s: is inf, must be a finite number",
-    "gateway: {cost: {x: 1}}": "gateway.cost: unknown key 'x'",
+    "gateway: {cost: {lease_s: 1}}": "gateway.cost.lease_s: is unknown; did you mean 'block_release_s'?",
+    "gateway: {breaker: {windows_s: 1}}": "gateway.breaker.windows_s: is unknown; did you mean 'window_s'?",
+    "logging: {levels: info}": "logging.levels: is unknown; did you mean 'level'?",
+    "logging: {level: loud}": "logging.level: is 'loud', must be 'debug', 'info', 'warning' or 'error'",
     "gateway: []": "gateway: is a list, must be a mapping",
     "load_balancing: any": "load_balancing: is 'any', must be 'internal', 'hybrid' or 'external'",
-    "engine: {max_num_seqs: -3}": "engine arguments of unified: max_num_seqs: is -3, must be at least 1",
-    "engine: {max_num_seqs: many}": "engine arguments of unified: max_num_seqs: Expected `int`, got `str`",
-    "transfer: {lease_s: soon}": "transfer.lease_s: Expected `float`, got `str`",
+    "engine: {max_num_seqs: -3}": "engine.max_num_seqs: is -3, must be at least 1",
+    "engine: {max_num_seqs: many}": "engine.max_num_seqs: is 'many', must be a whole number",
+    "engine: {swap_space: 8}": (
+        "engine.swap_space: is 8: preempted requests are computed again; blocks are kept in the host's memory by an "
+        "application alone (kv_tiers); leave it out, or give 0, 4"
+    ),
+    "engine: {tokenizer: x}": "engine.tokenizer: gateways tokenize, with the tokenizer in the model's folder",
+    "engine: {max_num_seqs: 64, max_num_batched_tokens: 32}": (
+        "engine arguments of unified: max_num_batched_tokens: is 32, must be at least max_num_seqs (64): every running "
+        "request needs a token a step"
+    ),
+    "model: x\nfleets: {unified: {engine: {max_num_seq: 3}}}": (
+        "fleets.unified.engine.max_num_seq: is unknown; did you mean 'max_num_seqs'?"
+    ),
+    "transfer: {lease_s: soon}": "transfer.lease_s: is 'soon', must be a number",
     "model_id: 2024-01-01": "model_id: is 2024-01-01, must be a text",
 }
 NO_APPLICATIONS = {

@@ -39,6 +39,29 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
     assert [spec.engine_config(role).max_num_seqs for role in (Role.PREFILL, Role.DECODE)] == [8, 4]
 
 
+def test_none_in_a_fleet_is_the_default_and_not_what_all_engines_have(model: str) -> None:
+    fleets = {"prefill": {}, "decode": {"engine": {"max_num_seqs": None, "seed": None}}}
+    spec = load_spec({"model": model, "engine": {"max_num_seqs": 8, "seed": None}, "fleets": fleets})
+    again = load_spec(spec.model_dump(mode="json", exclude_unset=True))
+    for each in (spec, again):
+        assert [each.engine_config(role).max_num_seqs for role in (Role.PREFILL, Role.DECODE)] == [8, None]
+        assert each.engine_config(Role.DECODE).seed == 0
+
+
+def test_engine_arguments_that_need_each_other_may_be_given_in_two_places(model: str) -> None:
+    """As all of an application, or as those of one of its engines: they are checked together."""
+    fleets = {"prefill": {}, "decode": {"engine": {"enable_eplb": True}}}
+    spec = load_spec({"model": model, "engine": {"enable_expert_parallel": True}, "fleets": fleets})
+    assert spec.engine_config(Role.DECODE).enable_eplb
+    with pytest.raises(InvalidSpec, match=r"^engine arguments of decode: enable_eplb: is true, needs enable_expert"):
+        load_spec({"model": model, "fleets": fleets})
+
+
+def test_arguments_of_vllm_that_change_nothing_are_dropped(model: str) -> None:
+    spec = load_spec(pair(model=model, engine={"swap_space": 4, "max_num_seqs": 8}))
+    assert spec.engine.model_dump(exclude_unset=True) == {"max_num_seqs": 8}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -97,10 +120,10 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
         ({"fleets": {"prefill": {"engine": {"dtype": "float32"}}, "decode": {}}}, "dtype is 'float32' for prefill"),
         ({"fleets": {"prefill": {"engine": {"max_model_len": 64}}, "decode": {}}}, "must be the same in all fleets"),
         ({"transfer": {"lease": 1}}, "did you mean 'lease_s'?"),
-        ({"transfer": {"lease_s": -1}}, "lease_s"),
-        ({"transfer": {"lease_s": "long"}}, "transfer"),
-        ({"transfer": {"buffer": "disk"}}, "transfer"),
-        ({"transfer": {"buffer_bytes": 0}}, "buffer_bytes is 0"),
+        ({"transfer": {"lease_s": -1}}, "transfer.lease_s: is -1, must be above 0"),
+        ({"transfer": {"lease_s": "long"}}, "transfer.lease_s: is 'long', must be a number"),
+        ({"transfer": {"buffer": "disk"}}, "transfer.buffer: is 'disk'"),
+        ({"transfer": {"buffer_bytes": 0}}, "transfer.buffer_bytes: is 0, must be at least 1"),
         ({"fleets": {"unified": {"kv_tiers": {"host_byte": 1}}}}, "did you mean 'host_bytes'?"),
         ({"fleets": {"unified": {"kv_tiers": {}}}}, "give host_bytes, or disk_path and disk_bytes"),
         ({"fleets": {"unified": {"kv_tiers": {"disk_path": "/d"}}}}, "disk_bytes is missing"),
