@@ -28,7 +28,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates are quadratic in messages
 CHARS_A_TOKEN = 8  # more than in most texts
 CUT_TOKENS = 64  # bound on the extra tokens that cutting a text may cause
-MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: an engine's message is decoded in one piece
+MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: a response of them takes some 20 MB
 COPIED = [  # fields that `SamplingParams` has under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -286,9 +286,7 @@ class Preparer:
 
 
 def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """Limit the log probabilities of prompts: an engine sends them in one message, and a response has those of all
-    choices.
-    """
+    """Limit the log probabilities of prompts: a response is held until it is sent, with those of all choices."""
     if sampling.prompt_logprobs is None:
         return
     count = sum(map(len, prompts)) * sampling.n * (sampling.prompt_logprobs + 1)

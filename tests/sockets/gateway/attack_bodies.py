@@ -20,7 +20,7 @@ def attacks(size: int = BODY_BYTES) -> dict[str, tuple[str, bytes]]:
     few = min(size, 2 * MIB)  # as many values as one body may hold
     long = model + b'"prompt":[' + _filled(b"7", 2 * 30_000) + b"]"
     shorter = model + b'"prompt":[' + _filled(b"7", 2 * 12_000) + b"]"
-    answer = b',"max_tokens":1500,"ignore_eos":true'
+    answer = b',"max_tokens":150,"ignore_eos":true,"n":16'
     chat_logprobs = b',"logprobs":true,"top_logprobs":20'
     return {
         "lists in prompt": (COMPLETIONS, model + b'"prompt":[' + _filled(b"[]", size) + b"]}"),
@@ -46,14 +46,14 @@ def attacks(size: int = BODY_BYTES) -> dict[str, tuple[str, bytes]]:
             long + b',"echo":true,"logprobs":5,"max_tokens":1,"stream":true}',
         ),
         "20 log probabilities of a prompt": (COMPLETIONS, shorter + b',"prompt_logprobs":20,"max_tokens":1}'),
-        "20 log probabilities of an answer": (CHAT, model + chat + answer + chat_logprobs + b"}"),
-        "20 log probabilities of 16 choices": (
+        "20 log probabilities of 16 answers": (CHAT, model + chat + answer + chat_logprobs + b"}"),
+        "20 log probabilities of 16 answers, streamed": (
             CHAT,
-            model + chat + answer.replace(b"1500", b"100") + chat_logprobs + b',"stream":true,"n":16}',
+            model + chat + answer + chat_logprobs + b',"stream":true}',
         ),
         "20 log probabilities of a response": (
             RESPONSES,
-            model + b'"input":"x","stream":true,"max_output_tokens":1500,"top_logprobs":20}',
+            model + b'"input":"x","stream":true,"max_output_tokens":150,"top_logprobs":20}',
         ),
     }
 
