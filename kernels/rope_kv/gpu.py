@@ -162,8 +162,8 @@ def _angles(source, HALF: tl.constexpr):
 
 @triton.jit
 def _weight(weight, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Return the parts of a norm's weight [DIM], [1, part] float32 each; none where `weight` is None."""
-    parts = ()
+    """Return the parts of a norm's weight [DIM], [1, part] float32 each; None where `weight` is None."""
+    parts = None
     if weight is not None:
         parts = _load(weight, tl.arange(0, 1), 1, DIM, HALF)
     return parts
@@ -171,44 +171,49 @@ def _weight(weight, DIM: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _load(source, heads, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Return the parts of `heads` of one token, [heads, part] float32 each."""
+    """Return the parts of `heads` of one token, [heads, part] float32 each: first half, second half, what is behind.
+
+    The last one is None where all of a head is rotated.
+    """
     cells = source + heads[:, None] * DIM
     known = (heads < NUM_HEADS)[:, None]
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     first = tl.load(cells + half, mask=known & (half < HALF), other=0.0).to(tl.float32)
     second = tl.load(cells + HALF + half, mask=known & (half < HALF), other=0.0).to(tl.float32)
-    parts = (first, second)
+    behind = None
     if DIM > 2 * HALF:
-        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
-        parts = parts + (tl.load(cells + behind, mask=known & (behind < DIM), other=0.0).to(tl.float32),)
-    return parts
+        dim = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
+        behind = tl.load(cells + dim, mask=known & (dim < DIM), other=0.0).to(tl.float32)
+    return first, second, behind
 
 
 @triton.jit
 def _norm(parts, weight, eps, DIM: tl.constexpr):
-    """Apply RMSNorm over each head; `weight` in parts, or () for no norm."""
-    if len(weight) > 0:
+    """Apply RMSNorm over each head; `weight` in parts, or None for no norm."""
+    if weight is not None:
         parts = _normed(parts, weight, eps, DIM)
     return parts
 
 
 @triton.jit
 def _normed(parts, weight, eps, DIM: tl.constexpr):
-    squares = tl.sum(parts[0] * parts[0] + parts[1] * parts[1], axis=1, keep_dims=True)
-    if len(parts) > 2:
-        squares += tl.sum(parts[2] * parts[2], axis=1, keep_dims=True)
+    first, second, behind = parts
+    first_weight, second_weight, weight_behind = weight
+    squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+    if behind is not None:
+        squares += tl.sum(behind * behind, axis=1, keep_dims=True)
     scale = tl.rsqrt(squares / DIM + eps)
-    normed = (parts[0] * scale * weight[0], parts[1] * scale * weight[1])
-    if len(parts) > 2:
-        normed = normed + (parts[2] * scale * weight[2],)
-    return normed
+    if behind is not None:
+        behind = behind * scale * weight_behind
+    return first * scale * first_weight, second * scale * second_weight, behind
 
 
 @triton.jit
 def _rotate(parts, angles):
     """Turn the second part against the first by `angles`: cosines and sines."""
     cos, sin = angles
-    return (parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin) + parts[2:]
+    first, second, behind = parts
+    return first * cos - second * sin, second * cos + first * sin, behind
 
 
 @triton.jit
@@ -222,14 +227,15 @@ def _store(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    first, second, behind = parts
     cells = target + heads[:, None] * head_stride
     known = (heads < NUM_HEADS)[:, None]
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-    _store_part(cells + half, parts[0], known & (half < HALF), scale)
-    _store_part(cells + HALF + half, parts[1], known & (half < HALF), scale)
+    _store_part(cells + half, first, known & (half < HALF), scale)
+    _store_part(cells + HALF + half, second, known & (half < HALF), scale)
     if DIM > 2 * HALF:
-        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
-        _store_part(cells + behind, parts[2], known & (behind < DIM), scale)
+        dim = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
+        _store_part(cells + dim, behind, known & (dim < DIM), scale)
 
 
 @triton.jit
