@@ -1,61 +1,22 @@
 """A family of models: the contract between a model file and everything that reads configs or builds layers.
 
-    config.json ──Family.defaults, windows, experts, latent──> ModelConfig ──Family.layer──> decoder layers
-                                                                    └──────Family.cache──> KVLayout, `baton plan`
+    config.json ──ConfigRules: defaults, windows, experts, latent──> ModelConfig ──Family.layer──> decoder layers
+                                                                          └──ConfigRules.cache──> KVLayout, `baton plan`
 
 Importing this package and its model files loads no torch: gateways and `baton plan` read configs, and never build one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.latent import LatentShape
-from baton.engine.hf_config.windows import WindowRule
-
-if TYPE_CHECKING:
-    from baton.engine.hf_config.model_config import ModelConfig
-    from baton.engine.layers.base import DecoderLayer
+from baton.engine.hf_config.model_config import ConfigRules, ModelConfig
+from baton.engine.layers.decoder_layer import DecoderLayer
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheShape:
-    """The shape of what one token keeps in one layer's cache."""
-
-    num_kv_heads: int
-    num_planes: int  # 2: a key and a value; 1: a latent
-    head_dim: int
-
-
-def keys_and_values(config: ModelConfig) -> CacheShape:
-    """Keep a key and a value of every KV head."""
-    return CacheShape(num_kv_heads=config.num_kv_heads, num_planes=2, head_dim=config.head_dim)
-
-
-def latents(config: ModelConfig) -> CacheShape:
-    """Keep a latent and the rotated part of a key, which all heads share."""
-    assert config.latent is not None, "a config of this family has latents"
-    return CacheShape(num_kv_heads=1, num_planes=1, head_dim=config.latent.rank + config.latent.rope_dim)
-
-
-def no_tensors(config: ModelConfig) -> tuple[str, ...]:
-    return ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(ConfigRules):
     """One architecture: how its config is read, what a token keeps in its caches, and its decoder layer."""
 
-    architecture: str  # its name in `architectures` of config.json
     layer: Callable[[ModelConfig, int], DecoderLayer]  # of a model, by index
-    cache: Callable[[ModelConfig], CacheShape]  # what a token keeps in each layer
-    # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
-    experts: Callable[[Keys, int], ExpertsConfig] | None = None  # of so many layers; None: there are none
-    latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
-    ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from small_config import SIZES
 
-from baton.engine.hf_config.model_config import ModelConfig, ModelError
+from baton.engine.hf_config.errors import ModelError
+from baton.engine.models import load_config
 
 ABSENT = object()
 WRONG: list[Any] = [
@@ -143,7 +144,7 @@ def refusal_of(folder: Path, file: str, values: dict[str, Any]) -> str | None:
     """None where it is read. Anything but a `ModelError` comes through."""
     (folder / file).write_text(json.dumps(values))
     try:
-        ModelConfig.from_folder(folder, load_format="dummy")
+        load_config(folder, load_format="dummy")
     except ModelError as error:
         return str(error)
     return None
