@@ -1,5 +1,8 @@
 """The families of models, one file each: config reading, caches, and the forward of a layer (README.md).
 
+    config.json ──ConfigRules: defaults, windows, experts, latent──> ModelConfig ──Family.layer──> decoder layers
+                                                                          └──ConfigRules.cache──> KVLayout, `baton plan`
+
 Importing this package loads no torch: `load_config` reads what a folder says, and `make_model` builds the layers.
 """
 
@@ -8,12 +11,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.engine.hf_config.config_reader import read_config
-from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ConfigRules, ModelConfig
+from baton.engine.layers.decoder_layer import DecoderLayer
 from baton.engine.parallel.groups import ALL_ALONE, ParallelGroups
 
 if TYPE_CHECKING:
@@ -22,7 +27,12 @@ if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
     from baton.engine.weights.progress import Progress
 
-    from .family import Family
+
+@dataclass(frozen=True, kw_only=True)
+class Family(ConfigRules):
+    """One architecture: how its config is read, what a token keeps in its caches, and its decoder layer."""
+
+    layer: Callable[[ModelConfig, int], DecoderLayer]  # of a model, by index
 
 
 @functools.cache

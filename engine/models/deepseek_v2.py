@@ -10,7 +10,7 @@ from baton.engine.hf_config.latent import read_latent
 from baton.engine.hf_config.model_config import ModelConfig, latents
 from baton.engine.layers.decoder_layer import DecoderLayer
 
-from .family import Family
+from . import Family
 
 
 class DeepseekV2Layer(DecoderLayer):

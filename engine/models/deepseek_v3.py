@@ -8,8 +8,8 @@ from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.latent import LatentShape, read_latent
 from baton.engine.hf_config.model_config import ModelConfig, latents
 
+from . import Family
 from .deepseek_v2 import DeepseekV2Layer
-from .family import Family
 
 
 class DeepseekV3Layer(DeepseekV2Layer):

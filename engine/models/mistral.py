@@ -7,7 +7,7 @@ from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
 from baton.engine.hf_config.windows import WindowRule
 from baton.engine.layers.decoder_layer import DecoderLayer
 
-from .family import Family
+from . import Family
 
 
 class MistralLayer(DecoderLayer):

@@ -12,7 +12,7 @@ from baton.engine.hf_config.windows import WindowRule
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder_layer import DecoderLayer
 
-from .family import Family
+from . import Family
 
 
 class MixtralLayer(DecoderLayer):

@@ -6,7 +6,7 @@ from baton.engine import layers
 from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
 from baton.engine.layers.decoder_layer import DecoderLayer
 
-from .family import Family
+from . import Family
 
 
 class Olmo2Layer(DecoderLayer):
