@@ -22,6 +22,7 @@ from baton.kernels.attention_batch import AttentionBatch
 
 MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
 FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program where tokens are few, and where they are many
+FIRST, SECOND, BEHIND = (tl.constexpr(part) for part in range(3))  # of a head: two halves turn, the rest stays
 
 
 def rope_and_cache(
@@ -162,8 +163,8 @@ def _angles(source, HALF: tl.constexpr):
 
 @triton.jit
 def _weight(weight, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Return the parts of a norm's weight [DIM], [1, part] float32 each; None where `weight` is None."""
-    parts = None
+    """Return the parts of a norm's weight [DIM], [1, part] float32 each; none where `weight` is None."""
+    parts = ()
     if weight is not None:
         parts = _load(weight, tl.arange(0, 1), 1, DIM, HALF)
     return parts
@@ -171,49 +172,44 @@ def _weight(weight, DIM: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _load(source, heads, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Return the parts of `heads` of one token, [heads, part] float32 each: first half, second half, what is behind.
-
-    The last one is None where all of a head is rotated.
-    """
+    """Return the parts of `heads` of one token, [heads, part] float32 each."""
     cells = source + heads[:, None] * DIM
     known = (heads < NUM_HEADS)[:, None]
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     first = tl.load(cells + half, mask=known & (half < HALF), other=0.0).to(tl.float32)
     second = tl.load(cells + HALF + half, mask=known & (half < HALF), other=0.0).to(tl.float32)
-    behind = None
+    parts = (first, second)
     if DIM > 2 * HALF:
-        dim = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
-        behind = tl.load(cells + dim, mask=known & (dim < DIM), other=0.0).to(tl.float32)
-    return first, second, behind
+        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
+        parts = parts + (tl.load(cells + behind, mask=known & (behind < DIM), other=0.0).to(tl.float32),)
+    return parts
 
 
 @triton.jit
 def _norm(parts, weight, eps, DIM: tl.constexpr):
-    """Apply RMSNorm over each head; `weight` in parts, or None for no norm."""
-    if weight is not None:
+    """Apply RMSNorm over each head; `weight` in parts, or () for no norm."""
+    if len(weight) > 0:
         parts = _normed(parts, weight, eps, DIM)
     return parts
 
 
 @triton.jit
 def _normed(parts, weight, eps, DIM: tl.constexpr):
-    first, second, behind = parts
-    first_weight, second_weight, weight_behind = weight
-    squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
-    if behind is not None:
-        squares += tl.sum(behind * behind, axis=1, keep_dims=True)
+    squares = tl.sum(parts[FIRST] * parts[FIRST] + parts[SECOND] * parts[SECOND], axis=1, keep_dims=True)
+    if len(parts) > 2:
+        squares += tl.sum(parts[BEHIND] * parts[BEHIND], axis=1, keep_dims=True)
     scale = tl.rsqrt(squares / DIM + eps)
-    if behind is not None:
-        behind = behind * scale * weight_behind
-    return first * scale * first_weight, second * scale * second_weight, behind
+    normed = (parts[FIRST] * scale * weight[FIRST], parts[SECOND] * scale * weight[SECOND])
+    if len(parts) > 2:
+        normed = normed + (parts[BEHIND] * scale * weight[BEHIND],)
+    return normed
 
 
 @triton.jit
 def _rotate(parts, angles):
     """Turn the second part against the first by `angles`: cosines and sines."""
     cos, sin = angles
-    first, second, behind = parts
-    return first * cos - second * sin, second * cos + first * sin, behind
+    return (parts[FIRST] * cos - parts[SECOND] * sin, parts[SECOND] * cos + parts[FIRST] * sin) + parts[2:]
 
 
 @triton.jit
@@ -227,15 +223,14 @@ def _store(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    first, second, behind = parts
     cells = target + heads[:, None] * head_stride
     known = (heads < NUM_HEADS)[:, None]
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-    _store_part(cells + half, first, known & (half < HALF), scale)
-    _store_part(cells + HALF + half, second, known & (half < HALF), scale)
+    _store_part(cells + half, parts[FIRST], known & (half < HALF), scale)
+    _store_part(cells + HALF + half, parts[SECOND], known & (half < HALF), scale)
     if DIM > 2 * HALF:
-        dim = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
-        _store_part(cells + dim, behind, known & (dim < DIM), scale)
+        behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
+        _store_part(cells + behind, parts[BEHIND], known & (behind < DIM), scale)
 
 
 @triton.jit
