@@ -3,7 +3,7 @@
 # make test-fast    those of tests/unit and tests/sockets that do not take long
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
-# make lint     style, types, which package may import which, and the prose of docstrings and docs; make format mends style
+# make lint     style, types, which package may import which, prose, names of classes; make format mends style
 # make docs     the reference pages that follow from the code: commands, metrics, routes
 # make wheel    a wheel in dist/
 # make clean    takes away all of it, .venv included

@@ -16,7 +16,8 @@ from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import FleetSpec
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
-from baton.engine.hf_config.model_config import ModelConfig, ModelError
+from baton.engine.hf_config.errors import ModelError
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weights_of_rank
 

@@ -13,45 +13,13 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.kernels.attention import AttentionBatch
 
 from .attention import LayerContext, SelfAttention
-from .base import DecoderLayer, Layer
+from .base import Layer
+from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
-from .mlp import FeedForward
 from .norm import RMSNorm
 from .residual import ResidualStream
 from .rotary import cos_sin_table
-from .rows import RankRows, TokenRows, rows_at
-
-
-class LayerStep:
-    """A step as decoder layers see it: the residual stream, and what attention and MLPs read beside it.
-
-    step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
-    step.feed_forward(self.mlp, behind=norm)         x = x + norm(mlp(x))
-    """
-
-    def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
-        """Let only the `wanted` tokens [R] go on behind attention, where that is given."""
-        self._stream = stream
-        self._context = context
-        self._wanted = wanted
-        self._rows = TokenRows(context.batch.slots, context.rows_of_ranks)
-
-    def attend(self, attention: SelfAttention, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(attention(before(x)))` to the stream."""
-        stream, wanted = self._stream, self._wanted
-        x, norm = stream.read(before)
-        if wanted is not None:
-            stream.keep(wanted)
-            self._rows = replace(self._rows, slots=rows_at(self._rows.slots, wanted))
-        add_to = stream.target if behind is None else None
-        stream.take(attention(x, self._context, wanted, norm=norm, add_to=add_to), behind)
-
-    def feed_forward(self, mlp: FeedForward, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(mlp(before(x)))` to the stream."""
-        stream = self._stream
-        x, norm = stream.read(before)
-        add_to = stream.target if behind is None else None
-        stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
+from .rows import RankRows
 
 
 class Decoder(Layer):
@@ -86,9 +54,8 @@ class Decoder(Layer):
 class CausalLM(Layer):
     """The whole model, as the runner sees it. Checkpoints give the names `model` and `lm_head`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
         self.config = config
-        layers = [config.family.layer(config, index) for index in range(config.num_layers)]
         self.model = Decoder(config, layers)
         # In a tuple, so that it is no layer below this one.
         self._attention = tuple(child for _, child in layers[0].children() if isinstance(child, SelfAttention))
@@ -116,7 +83,7 @@ class CausalLM(Layer):
         Rope frequencies and a second copy of a tied embedding say nothing new; scales are for a cache in 8 bits.
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        by_family = self.config.family.ignored_tensors(self.config)
+        by_family = self.config.rules.ignored_tensors(self.config)
         return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied, *by_family)
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -112,7 +112,7 @@ class FinishedStep:
         return self.finished
 
 
-class PendingStep:
+class LaunchedStep:
     """A step that the device works on. Implements `engine.core.step.PendingStep`."""
 
     def __init__(self, step: int, page: _Page, samples: Sequence[bool], logprobs: StepLogprobs) -> None:
@@ -176,11 +176,11 @@ class StepOutputs:
         if reader is not None:
             reader.result()
 
-    def send(self, step: int, samples: Sequence[bool], logprobs: StepLogprobs) -> PendingStep:
+    def send(self, step: int, samples: Sequence[bool], logprobs: StepLogprobs) -> LaunchedStep:
         """Return the step that was launched since `make_room`; nothing is added to it any more."""
         page = self._pages[self._turn]
         page.filled.record()
-        page.reader = PendingStep(step, page, samples, logprobs)
+        page.reader = LaunchedStep(step, page, samples, logprobs)
         self._turn = (self._turn + 1) % self.NUM_PAGES
         return page.reader
 
@@ -189,4 +189,4 @@ class _Page:
     def __init__(self, tokens: Tensor, filled: Event) -> None:
         self.tokens = tokens
         self.filled = filled
-        self.reader: PendingStep | None = None
+        self.reader: LaunchedStep | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Iterable
 
 from ..config import EngineCoreConfig
 from ..grammar import Grammar
@@ -258,6 +259,17 @@ class Request:
             sorted(self.finish_rule.stop_token_ids),
             list(self.block_ids),
         )
+
+
+def advance_decodes(requests: Iterable[Request], step: int) -> None:
+    """Count the next token of each as computed by step `step`, which draws one more.
+
+    As `Request.advance`, in one call for a whole batch: a call each would be a tenth of planning a large one.
+    """
+    for request in requests:
+        request.num_computed += 1
+        request.num_tokens += 1
+        request.last_step = step
 
 
 class FinishRule:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.cli.bench_serve import ALPHABET, ServeLoad, ServerUnfit, measure
+from baton.cluster.cli.bench_serve import ALPHABET, ServerUnfit, measure
+from baton.cluster.cli.options import ServeLoad
 from baton.engine.text import Tokenizer
 
 PREFIX = "/llm"

@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.engine.parallel import Member
 from baton.engine.parallel.rendezvous import RendezvousClient
 from baton.kernels.p2p import Op, PeerMemory, reference
-from baton.kernels.p2p.options import OF_TOKENS, Method
+from baton.kernels.p2p.options import OF_TOKENS, Algorithm
 from baton.kernels.p2p.peer_memory import EMPTY, total_bytes
 
 from ...helpers.member_pool import device_of
@@ -38,7 +38,7 @@ class Way:
     """An op by one method, with blocks of one size."""
 
     op: Op
-    method: Method = Method.ONE_SHOT
+    method: Algorithm = Algorithm.ONE_SHOT
     block: int = 32
 
     @property
@@ -60,8 +60,8 @@ class Way:
 
 
 WAYS = [
-    Way(Op.ALL_REDUCE, Method.ONE_SHOT),
-    Way(Op.ALL_REDUCE, Method.TWO_SHOTS),
+    Way(Op.ALL_REDUCE, Algorithm.ONE_SHOT),
+    Way(Op.ALL_REDUCE, Algorithm.TWO_SHOTS),
     Way(Op.ALL_GATHER),
     Way(Op.REDUCE_SCATTER),
 ]

@@ -24,7 +24,7 @@ from baton.kernels import p2p, tuned
 from baton.kernels.expert_map import ExpertMap
 from baton.kernels.p2p import Op, PeerMemory, RoutedTokens, measure, options, reference, supports
 from baton.kernels.p2p.gpu import collectives
-from baton.kernels.p2p.options import METHODS, Method
+from baton.kernels.p2p.options import METHODS, Algorithm
 from baton.kernels.p2p.peer_memory import CHANNELS, EMPTY, total_bytes
 
 from ...helpers.aot import compile_for_h200
@@ -138,7 +138,7 @@ def test_programs_take_several_blocks_where_there_are_more_than_programs(
 ) -> None:
     monkeypatch.setattr(options, "MOST_PROGRAMS", 4)
     size = 4 * way.block * 2 + 16
-    is_parted = way.op is Op.REDUCE_SCATTER or way.method is Method.TWO_SHOTS
+    is_parted = way.op is Op.REDUCE_SCATTER or way.method is Algorithm.TWO_SHOTS
     assert options.programs_and_steps(way.op, way.method, way.block, (size,), 2) == (4, 2 if is_parted else 3)
     check(pool, tmp_path, 2, [(way, size)] * 2, most_programs=4)
 
@@ -168,10 +168,10 @@ def test_what_does_not_fit_is_the_librarys() -> None:
     for op, values in most.items():
         way = Way(op)
         fits = torch.zeros(values * CHANNELS, dtype=torch.bfloat16)
-        assert options.fitting_method(op, way.options, fits, memory) is Method.ONE_SHOT
+        assert options.fitting_method(op, way.options, fits, memory) is Algorithm.ONE_SHOT
         too_many = torch.zeros(len(fits) + 16, dtype=torch.bfloat16)
-        assert options.fitting_method(op, way.options, too_many, memory) is Method.LIBRARY
-        assert options.fitting_method(op, {**way.options, "method": 0}, fits, memory) is Method.LIBRARY
+        assert options.fitting_method(op, way.options, too_many, memory) is Algorithm.LIBRARY
+        assert options.fitting_method(op, {**way.options, "method": 0}, fits, memory) is Algorithm.LIBRARY
 
 
 @interpreted
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_the_librarys() -> None:
 def test_what_is_not_whole_vectors_of_16_bits_is_refused(op: Op) -> None:
     memory, way = PeerMemory(0, [0, 0], CPU), Way(op)
     fits = torch.zeros(256 * CHANNELS, dtype=torch.bfloat16)
-    assert options.fitting_method(op, way.options, fits[:64], memory) is Method.ONE_SHOT
+    assert options.fitting_method(op, way.options, fits[:64], memory) is Algorithm.ONE_SHOT
     others = [fits[:63], fits[4:68], fits[:0], fits[:64].float(), fits[:256].view(16, 16)[:, :8]]
     if op is Op.REDUCE_SCATTER:
         others += [fits[:24], fits[:48].view(3, 16)]  # no whole vectors, or no whole rows, for each rank
@@ -197,11 +197,11 @@ def test_tensors_of_a_cpu_are_not_served(op: Op) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_untuned_sums_go_from_one_shot_to_two_to_the_library(ranks: int) -> None:
     methods = [options.untuned(Op.ALL_REDUCE, ranks, 1 << bits)["method"] for bits in range(10, 28)]
-    order = {Method.ONE_SHOT: 0, Method.TWO_SHOTS: 1, Method.LIBRARY: 2}
-    assert methods[0] is Method.ONE_SHOT
-    assert methods[-1] is Method.LIBRARY
-    assert [order[Method(method)] for method in methods] == sorted(order[Method(method)] for method in methods)
-    assert (Method.TWO_SHOTS in methods) == (ranks > 2)
+    order = {Algorithm.ONE_SHOT: 0, Algorithm.TWO_SHOTS: 1, Algorithm.LIBRARY: 2}
+    assert methods[0] is Algorithm.ONE_SHOT
+    assert methods[-1] is Algorithm.LIBRARY
+    assert [order[Algorithm(method)] for method in methods] == sorted(order[Algorithm(method)] for method in methods)
+    assert (Algorithm.TWO_SHOTS in methods) == (ranks > 2)
 
 
 def test_what_is_measured_replaces_its_own_and_leaves_other_ops_and_ranks(
@@ -251,7 +251,7 @@ def test_tuned_options_are_for_these_kernels() -> None:
             op = Op(str(entry.key["op"]))
             assert entry.key.keys() == options.tuning_key(op, 2, 8).keys()
             assert entry.config.keys() == options.untuned(op, 2, 8).keys()
-            assert Method(entry.config["method"]) in (Method.LIBRARY, *METHODS[op])
+            assert Algorithm(entry.config["method"]) in (Algorithm.LIBRARY, *METHODS[op])
 
 
 KERNELS = [collectives.one_shot, collectives.two_shots, collectives.gather_parts, collectives.sum_own_part]

@@ -19,7 +19,7 @@ from baton.engine.parallel.symmetric import SymmetricGroup
 from baton.kernels import p2p
 from baton.kernels.p2p import Op, PeerMemory, RoutedTokens, measure, options, reference
 from baton.kernels.p2p.gpu import dispatch_combine as tokens
-from baton.kernels.p2p.options import MOST_CHOICES, Method
+from baton.kernels.p2p.options import MOST_CHOICES, Algorithm
 from baton.kernels.p2p.peer_memory import CHANNELS, EMPTY, total_bytes
 
 from ...helpers.aot import compile_for_h200
@@ -103,7 +103,7 @@ def test_uneven_loads_of_ranks_that_come_unevenly_are_what_the_definition_says(
 def test_programs_take_several_blocks_of_tokens_where_there_are_more_than_programs(
     pool: MemberPool, tmp_path: Path
 ) -> None:
-    assert options.programs_and_steps(Op.DISPATCH, Method.ONE_SHOT, BLOCK, (3, 72), 2) == (6, 1)
+    assert options.programs_and_steps(Op.DISPATCH, Algorithm.ONE_SHOT, BLOCK, (3, 72), 2) == (6, 1)
     exchanges = [Exchange(load, 3, seed=seed) for seed, load in enumerate((Load.RANDOM, Load.ONE_RANK, Load.PADDED))]
     check(pool, tmp_path, 2, exchanges, most_programs=4)
 
@@ -193,9 +193,11 @@ def test_tokens_that_do_not_fit_go_with_everybodys() -> None:
     for op, most in ((Op.DISPATCH, 2), (Op.COMBINE, 4)):  # blocks from each rank, with and without room for routing
         rows = most * CHANNELS * (2 if op is Op.COMBINE else 1)
         way = {"method": 1, "BLOCK": BLOCK}
-        assert options.fitting_method(op, way, torch.zeros(rows, BLOCK).half(), memory) is Method.ONE_SHOT
-        assert options.fitting_method(op, way, torch.zeros(rows + 2, BLOCK).half(), memory) is Method.LIBRARY
-        assert options.fitting_method(op, {**way, "method": 0}, torch.zeros(2, BLOCK).half(), memory) is Method.LIBRARY
+        assert options.fitting_method(op, way, torch.zeros(rows, BLOCK).half(), memory) is Algorithm.ONE_SHOT
+        assert options.fitting_method(op, way, torch.zeros(rows + 2, BLOCK).half(), memory) is Algorithm.LIBRARY
+        assert (
+            options.fitting_method(op, {**way, "method": 0}, torch.zeros(2, BLOCK).half(), memory) is Algorithm.LIBRARY
+        )
 
 
 def test_tokens_of_rows_that_are_no_whole_vectors_or_of_more_experts_than_have_room_are_refused(

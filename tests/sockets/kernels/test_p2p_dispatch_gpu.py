@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.parallel import Member
 from baton.kernels.p2p import Op, PeerMemory
-from baton.kernels.p2p.options import Method
+from baton.kernels.p2p.options import Algorithm
 
 from ...helpers.member_pool import MemberPool, device_of
 from .dispatch_cases import Exchange, Load, differences, partial_of
@@ -39,7 +39,7 @@ def wrong_exchanges(member: Member, dtype: torch.dtype) -> list[str]:
             found = exchange.run(member.rank, memory, dtype, block)
             differ = differences(found, (brought[member.rank], back[member.rank]))
             partial = partial_of(brought[member.rank], member.rank).nan_to_num()
-            options = {"method": Method.ONE_SHOT, "BLOCK": block}
+            options = {"method": Algorithm.ONE_SHOT, "BLOCK": block}
             scattered = gpu.reduce_scatter(partial, memory, options)
             if not torch.equal(scattered.view(torch.int16), found[1].view(torch.int16)):
                 differ.append("bits of the sums")
@@ -63,7 +63,7 @@ def uneven_exchanges(member: Member) -> tuple[int, int]:
     for number, exchange in enumerate(EXCHANGES):
         brought, back, _ = exchange.expected(size, dtype, device)
         given, table = exchange.given(member.rank, size, dtype, device), exchange.table(size, device)
-        options = {"method": Method.ONE_SHOT, "BLOCK": BLOCKS[number % len(BLOCKS)]}
+        options = {"method": Algorithm.ONE_SHOT, "BLOCK": BLOCKS[number % len(BLOCKS)]}
         cases.append((exchange.places(size), given, table, options, brought[member.rank], back[member.rank]))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -91,7 +91,7 @@ def test_on_devices_that_come_unevenly_tokens_are_right_and_none_is_left_behind(
 
 def run_one(op: Op, memory: PeerMemory) -> None:
     device, exchange = memory.addresses.device, Exchange(Load.RANDOM, 4, hidden_size=2048)
-    options = {"method": Method.ONE_SHOT, "BLOCK": 1024}
+    options = {"method": Algorithm.ONE_SHOT, "BLOCK": 1024}
     if op is Op.DISPATCH:
         given = exchange.given(0, 2, torch.bfloat16, device)
         gpu.dispatch(given, exchange.table(2, device), exchange.places(2), memory, options)

@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.parallel import Member
 from baton.kernels.p2p import Op, PeerMemory
-from baton.kernels.p2p.options import Method
+from baton.kernels.p2p.options import Algorithm
 
 from ...helpers.member_pool import MemberPool, device_of
 from .p2p_cases import (
@@ -88,7 +88,7 @@ def run_on(way: Way, memory: PeerMemory) -> None:
 
 @pytest.mark.parametrize("op", COLLECTIVES)
 def test_a_device_that_waits_for_a_peer_in_vain_is_freed_by_the_end_of_the_group(pool: MemberPool, op: Op) -> None:
-    run = functools.partial(run_on, Way(op, Method.ONE_SHOT, 1024))
+    run = functools.partial(run_on, Way(op, Algorithm.ONE_SHOT, 1024))
     (waits, elapsed_s), _ = pool.run(wait_in_vain, run, tp=2, device="cuda", timeout_s=TIMEOUT_S)
     assert waits
     assert elapsed_s < 1.0

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from baton.engine.core.layout import KVLayout, UnevenHeads
-from baton.kv_transfer.bench import measure, table
+from baton.kv_transfer.bench import TransferCase, measure, table
 from baton.kv_transfer.bench.stages import HandoffStage, StampedChannel, Stamps
 from baton.kv_transfer.net.channel import Route
 from baton.kv_transfer.protocol.messages import Claim, EngineKey, LeaseKey, ReaderKey, encode
@@ -17,7 +17,7 @@ LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype
 
 @pytest.mark.timeout(90)
 def test_it_measures_the_connector_beside_raw_nixl() -> None:
-    result = measure(LAYOUT, num_tokens=(32, 100), in_flight=(2,), repeats=2, run_blocks=2)
+    result = measure(LAYOUT, TransferCase(num_tokens=(32, 100), in_flight=(2,), repeats=2, run_blocks=2))
     short, long = result["rows"]
     assert (short["num_bytes"], long["num_bytes"]) == (4 * LAYOUT.block_bytes, 14 * LAYOUT.block_bytes)
     assert short["descriptors"] == 2  # two prompts of one run of two blocks each
@@ -27,9 +27,9 @@ def test_it_measures_the_connector_beside_raw_nixl() -> None:
 
 @pytest.mark.timeout(90)
 def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
-    (row,) = measure(LAYOUT, num_tokens=(64,), in_flight=(1,), repeats=2, run_blocks=4, prefill_tp=1, decode_tp=2)[
-        "rows"
-    ]
+    (row,) = measure(
+        LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=2, run_blocks=4, prefill_tp=1, decode_tp=2)
+    )["rows"]
     assert row["num_bytes"] == 4 * LAYOUT.block_bytes
     assert row["descriptors"] == 2 * 4  # half of each block for each rank of the reader
     assert row["gb_per_s"] > 0
@@ -37,7 +37,7 @@ def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
 
 @pytest.mark.timeout(90)
 def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
-    result = measure(LAYOUT, num_tokens=(64,), in_flight=(1,), repeats=3, stages=True)
+    result = measure(LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=3, stages=True))
     at = result["rows"][0]["stages_us"]
     for chain in (
         (
@@ -61,7 +61,7 @@ def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
 
 def test_sizes_over_which_heads_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(UnevenHeads, match="2 KV heads cannot be shared out over 3 ranks"):
-        measure(LAYOUT, prefill_tp=3)
+        measure(LAYOUT, TransferCase(prefill_tp=3))
 
 
 def test_a_message_that_was_sent_is_stamped_before_stamps_are_taken() -> None:

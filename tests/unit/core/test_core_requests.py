@@ -206,30 +206,3 @@ class TestConfig:
         limits: EngineCoreConfig = config(num_blocks=3, max_model_len=50)
         assert limits.max_length == 3 * BLOCK_SIZE
         assert config(num_blocks=30, max_model_len=50).max_length == 50
-
-
-def test_a_prefix_is_looked_up_again_only_when_the_cache_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = BlockPool(8)
-    memory = RequestMemory(pool, BLOCK_SIZE, enable_prefix_caching=True)
-    looked_up = []
-    find = pool.find_prefix
-    monkeypatch.setattr(pool, "find_prefix", lambda hashes: looked_up.append(len(hashes)) or find(hashes))
-    length = 2 * BLOCK_SIZE + 1
-    first, second = (
-        Request(message, FinishRule(message, config()), 0, Stages())
-        for message in (request("first", length), request("second", length))
-    )
-    assert first.token_ids == second.token_ids
-    assert memory.reserve(first)
-    looked_up.clear()
-    for _ in range(3):
-        assert memory.fits(second)
-        assert len(memory.lookup(second).missing) == 2
-    assert looked_up == [2]
-    first.loaded(length)
-    memory.register(first)  # its two full blocks become findable
-    assert memory.lookup(second).blocks == first.block_ids[:2]
-    assert not memory.lookup(second).missing
-    assert memory.reserve(second)
-    assert looked_up == [2, 2]
-    assert second.num_computed == 2 * BLOCK_SIZE

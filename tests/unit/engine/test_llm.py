@@ -22,7 +22,7 @@ from baton.engine import (
     SamplingParams,
 )
 from baton.engine.core.engine import EngineFailed
-from baton.engine.hf_config.model_config import ModelError
+from baton.engine.hf_config.errors import ModelError
 from baton.engine.text import ChatTemplate, Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

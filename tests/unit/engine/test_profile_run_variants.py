@@ -30,8 +30,7 @@ from tests.helpers.inline_stream import InlineStream
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
 from baton.engine.layers import method
-from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.models import load_model, stub_model
+from baton.engine.models import load_config, load_model, stub_model
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
@@ -49,7 +48,7 @@ TILES = {
 fp8.has_gpu_kernels = lambda device: True
 method.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
-config = ModelConfig.from_folder(sys.argv[1], dtype="bfloat16", load_format="dummy")
+config = load_config(sys.argv[1], dtype="bfloat16", load_format="dummy")
 layout = config.layout
 most_tokens = int(sys.argv[2])
 limits = StepLimits(40, most_tokens, 2048)

@@ -10,8 +10,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.hf_config.model_config import ModelConfig, ModelError
-from baton.engine.weights import Checkpoint
+from baton.engine.hf_config.checkpoint import Checkpoint
+from baton.engine.hf_config.errors import ModelError
+from baton.engine.models import load_config
 
 from .small_config import SIZES
 
@@ -95,7 +96,7 @@ def test_any_json_in_a_config_is_read_or_refused(
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({**GENERATION, **generation}))
     with contextlib.suppress(ModelError):
-        ModelConfig.from_folder(folder, load_format="dummy")
+        load_config(folder, load_format="dummy")
 
 
 entries = st.fixed_dictionaries(

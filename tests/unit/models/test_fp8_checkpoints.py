@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
+from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel, WeightsError
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig, WeightsError
 from baton.engine.hf_config.quantization import read_quantization
 from baton.engine.layers.base import layers_of
 from baton.engine.layers.experts import Experts
 from baton.engine.layers.fp8 import Fp8Linear, Fp8LinearWeight
 from baton.engine.layers.linear import Linear
-from baton.engine.models import load_model
+from baton.engine.models import load_config, load_model
 from baton.kernels import fp8
 
 from ...helpers.checkpoints import edit_config, write_checkpoint
@@ -94,7 +93,7 @@ def as_if_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Path, form: str) -> None:
     in_8_bits, plain = (
-        load_model(ModelConfig.from_folder(folder, dtype="float32")) for folder in write_fp8_checkpoint(tmp_path, form)
+        load_model(load_config(folder, dtype="float32")) for folder in write_fp8_checkpoint(tmp_path, form)
     )
     tokens = random_tokens(20)
     assert torch.equal(chunked_logprobs(in_8_bits, tokens, 20), chunked_logprobs(plain, tokens, 20))
@@ -104,12 +103,12 @@ def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Pa
 @pytest.mark.parametrize("form", FORMATS)
 def test_kept_in_8_bits_a_model_differs_by_what_its_inputs_lose(tmp_path: Path, form: str) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form, attention_bias=True)
-    model = load_model(ModelConfig.from_folder(folder, dtype="float32"))
+    model = load_model(load_config(folder, dtype="float32"))
     kept = {path for path, layer in layers_of(Linear, model) if isinstance(layer.method, Fp8Linear)}
     projections = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert kept == {f"model.layers.{layer}.{name}" for layer in range(2) for name in projections}
 
-    plain = load_model(ModelConfig.from_folder(plain_folder, dtype="float32"))
+    plain = load_model(load_config(plain_folder, dtype="float32"))
     tokens = random_tokens(20)
     logprobs, expected = (chunked_logprobs(which, tokens, 20) for which in (model, plain))
     error = (logprobs - expected).std() / expected.std()
@@ -120,7 +119,7 @@ def test_kept_in_8_bits_a_model_differs_by_what_its_inputs_lose(tmp_path: Path, 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: str) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form)
-    attention = load_model(ModelConfig.from_folder(folder)).model.layers[1].self_attn
+    attention = load_model(load_config(folder)).model.layers[1].self_attn
     tensors = load_file(plain_folder / "model.safetensors")
     parts = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
     weight = attention.qkv_proj._weight
@@ -131,13 +130,13 @@ def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: 
 @pytest.mark.usefixtures("as_if_kernels")
 def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, "blocks", num_key_value_heads=1)
-    model = load_model(ModelConfig.from_folder(folder, dtype="float32"))
+    model = load_model(load_config(folder, dtype="float32"))
     methods = {path: layer.method for path, layer in layers_of(Linear, model)}
     assert not isinstance(methods["model.layers.0.self_attn.qkv_proj"], Fp8Linear)
     assert isinstance(methods["model.layers.0.self_attn.o_proj"], Fp8Linear)
     names = ", ".join(f"model.layers.{layer}.self_attn.qkv_proj" for layer in range(2))
     assert [message.rpartition(": ")[2] for message in caplog.messages] == [names]
-    plain = load_model(ModelConfig.from_folder(plain_folder, dtype="float32"))
+    plain = load_model(load_config(plain_folder, dtype="float32"))
     tokens = random_tokens(20)
     logprobs, expected = (chunked_logprobs(which, tokens, 20) for which in (model, plain))
     assert (logprobs - expected).std() / expected.std() < 0.1
@@ -163,7 +162,7 @@ def test_experts_in_8_bits_are_multiplied_out(
     tmp_path: Path, architecture: str, form: str, config: dict[str, Any]
 ) -> None:
     in_8_bits, plain = (
-        load_model(ModelConfig.from_folder(folder, dtype="float32"))
+        load_model(load_config(folder, dtype="float32"))
         for folder in write_fp8_checkpoint(tmp_path, form, architecture, **config)
     )
     tokens = random_tokens(20)
@@ -188,7 +187,7 @@ def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
 ) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form, architecture, **config)
     kept, plain = (
-        [experts for _, experts in layers_of(Experts, load_model(ModelConfig.from_folder(which, dtype="float32")))]
+        [experts for _, experts in layers_of(Experts, load_model(load_config(which, dtype="float32")))]
         for which in (folder, plain_folder)
     )
     assert len(kept) == len(plain) > 0
@@ -206,7 +205,7 @@ def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, "rows", "qwen3_moe", **QWEN3_MOE)
-    for _, experts in layers_of(Experts, load_model(ModelConfig.from_folder(folder, dtype="float32"))):
+    for _, experts in layers_of(Experts, load_model(load_config(folder, dtype="float32"))):
         assert experts.weights["gate_up"].data.dtype == torch.float32
     names = ", ".join(f"model.layers.{layer}.mlp.experts" for layer in range(2))
     assert [message.rpartition(": ")[2] for message in caplog.messages] == [names]
@@ -216,7 +215,7 @@ def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
 @pytest.mark.parametrize("form", FORMATS)
 def test_dummy_weights_have_the_format_that_the_config_names(tmp_path: Path, form: str) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, form)
-    model = load_model(ModelConfig.from_folder(folder, load_format="dummy", dtype="float32"))
+    model = load_model(load_config(folder, load_format="dummy", dtype="float32"))
     kinds = {path.rpartition(".")[2]: isinstance(layer.method, Fp8Linear) for path, layer in layers_of(Linear, model)}
     expected = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "lm_head": False}
     assert kinds == expected
@@ -226,7 +225,7 @@ def test_dummy_weights_have_the_format_that_the_config_names(tmp_path: Path, for
 def test_the_type_of_activations_is_not_that_of_the_weights(tmp_path: Path) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, "rows")
     edit_config(folder, dtype=None, torch_dtype=None)
-    assert ModelConfig.from_folder(folder).dtype == "float32"
+    assert load_config(folder).dtype == "float32"
 
 
 def test_a_weight_in_8_bits_without_scales_is_named(tmp_path: Path) -> None:
@@ -235,7 +234,7 @@ def test_a_weight_in_8_bits_without_scales_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.0.mlp.down_proj.weight_scale"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=r"1 tensors of F8_E4M3 without scales: model\.layers\.0\.mlp\.down_proj"):
-        load_model(ModelConfig.from_folder(folder))
+        load_model(load_config(folder))
 
 
 def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -244,7 +243,7 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
     tensors["model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(3, 1)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError, match="scales"):
-        load_model(ModelConfig.from_folder(folder))
+        load_model(load_config(folder))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +296,7 @@ def test_layers_can_be_left_as_they_are_by_name_part_or_pattern(ignored: str, la
 
 def test_a_cache_in_8_bits_gives_nearly_the_same(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
-    wide, narrow = (load_model(ModelConfig.from_folder(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    wide, narrow = (load_model(load_config(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
     tokens = random_tokens(40)
     logprobs, expected = (chunked_logprobs(model, tokens, 16) for model in (narrow, wide))
     error = (logprobs - expected).std() / expected.std()
@@ -314,7 +313,7 @@ def test_scales_of_the_cache_keep_values_in_its_range(tmp_path: Path) -> None:
         tensors[f"{name}.k_scale"] = torch.tensor([0.25])
         tensors[f"{name}.v_scale"] = torch.tensor(1000.0)
     save_file(tensors, folder / "model.safetensors")
-    wide, narrow = (load_model(ModelConfig.from_folder(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    wide, narrow = (load_model(load_config(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
     scale = narrow.model.layers[0].self_attn.v_scale
     assert scale is not None
     assert scale.data.tolist() == [1000.0]

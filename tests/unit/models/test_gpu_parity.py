@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.models import load_model
+from baton.engine.models import load_config, load_model
 
 from ...helpers.checkpoints import ARCHITECTURES, MISROUTED, NEAR_TIE, make_model, wide_shape, write_checkpoint
 from ...helpers.paged import PagedRun, chunked_logprobs, random_tokens, reference_logprobs
@@ -27,7 +26,7 @@ def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[CausalLM, An
     theirs = make_model(architecture, dtype="bfloat16", **keys).cuda()
     exact = make_model(architecture, **keys).cuda()
     exact.load_state_dict({name: tensor.float() for name, tensor in theirs.state_dict().items()})
-    return load_model(ModelConfig.from_folder(folder), device="cuda"), theirs, exact
+    return load_model(load_config(folder), device="cuda"), theirs, exact
 
 
 def test_logprobs_in_chunks_and_token_by_token_err_no_more_than_those_of_transformers(

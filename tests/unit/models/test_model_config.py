@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.hf_config.latent import LatentShape
-from baton.engine.hf_config.model_config import (
+from baton.engine.hf_config.errors import (
     InvalidModelConfig,
     MaxModelLenTooLong,
-    ModelConfig,
     ModelError,
     UnsupportedArchitecture,
     UnsupportedModel,
 )
+from baton.engine.hf_config.experts import ExpertsConfig
+from baton.engine.hf_config.latent import LatentShape
+from baton.engine.hf_config.model_config import CacheShape, ModelConfig
 from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
-from baton.engine.models.family import CacheShape
+from baton.engine.models import load_config
 
 from .small_config import SIZES
 
@@ -45,7 +45,7 @@ def read(tmp_path: Path) -> Callable[..., ModelConfig]:
         (tmp_path / "config.json").write_text(json.dumps(keys))
         if generation is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        return ModelConfig.from_folder(tmp_path, load_format="dummy", **(given or {}))
+        return load_config(tmp_path, load_format="dummy", **(given or {}))
 
     return make
 
@@ -61,8 +61,8 @@ def test_sizes_are_read(read: Callable[..., ModelConfig]) -> None:
 def test_reading_a_config_loads_neither_torch_nor_transformers(read: Callable[..., ModelConfig]) -> None:
     folder = read().folder
     code = (
-        "import sys; from baton.engine.hf_config.model_config import ModelConfig; "
-        f"ModelConfig.from_folder({str(folder)!r}, load_format='dummy'); "
+        "import sys; from baton.engine.models import load_config; "
+        f"load_config({str(folder)!r}, load_format='dummy'); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -150,7 +150,7 @@ def test_a_null_sliding_window_is_no_window(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**PLAIN, "architectures": ["MistralForCausalLM"], "sliding_window": None})
     )
-    assert ModelConfig.from_folder(tmp_path, load_format="dummy").layer_windows == (None, None)
+    assert load_config(tmp_path, load_format="dummy").layer_windows == (None, None)
 
 
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
@@ -493,13 +493,13 @@ def test_arguments_that_do_not_exist_are_refused(read: Callable[..., ModelConfig
 
 def test_a_name_instead_of_a_folder_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InvalidModelConfig, match=r"local folder.*hf download"):
-        ModelConfig.from_folder("Qwen/Qwen3-0.6B")
+        load_config("Qwen/Qwen3-0.6B")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
-        ModelConfig.from_folder(tmp_path)
+        load_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="must hold an object"):
-        ModelConfig.from_folder(tmp_path)
+        load_config(tmp_path)
 
 
 def test_identity_of_dummy_weights_depends_on_what_is_computed_and_the_seed_only(
@@ -540,7 +540,7 @@ def test_queries_come_from_a_latent_of_their_own_unless_the_config_says_null(
 ) -> None:
     assert read(**LATENT).latent == LatentShape(48, 1536, 24, 8, 16), "left out, as in transformers"
     (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **LATENT}))
-    assert ModelConfig.from_folder(tmp_path, load_format="dummy").latent == LatentShape(48, None, 24, 8, 16)
+    assert load_config(tmp_path, load_format="dummy").latent == LatentShape(48, None, 24, 8, 16)
 
 
 def test_latents_that_no_layer_computes_are_refused(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
@@ -550,4 +550,4 @@ def test_latents_that_no_layer_computes_are_refused(read: Callable[..., ModelCon
         read(**{**LATENT, "qk_rope_head_dim": 7})
     (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **LATENT, "attention_bias": True}))
     with pytest.raises(UnsupportedModel, match="attention_bias without a q_lora_rank"):
-        ModelConfig.from_folder(tmp_path, load_format="dummy")
+        load_config(tmp_path, load_format="dummy")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.models import load_model
+from baton.engine.models import load_config, load_model
 from baton.kernels.attention import AttentionBatch
 
 from ...helpers.checkpoints import ARCHITECTURES, ROPES, make_model, write_checkpoint
@@ -117,7 +116,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     def make(variant: str, dtype: str = "float32") -> Pair:
         architecture, keys = VARIANTS[variant]
         folder = write_checkpoint(tmp_path_factory.mktemp(variant), architecture, dtype=dtype, **keys)
-        return load_model(ModelConfig.from_folder(folder)), make_model(architecture, dtype=dtype, **keys)
+        return load_model(load_config(folder)), make_model(architecture, dtype=dtype, **keys)
 
     return make
 
@@ -195,7 +194,7 @@ def test_a_context_beyond_the_stated_one_is_scaled_as_transformers_scales_it(kin
     """Dynamic scaling is that of the longest sequence that is served: here one of that very length."""
     keys: dict[str, Any] = {"rope": ROPES[kind], "max_position_embeddings": 64}
     folder = write_checkpoint(tmp_path, "llama", **keys)
-    model = load_model(ModelConfig.from_folder(folder, max_model_len=120))
+    model = load_model(load_config(folder, max_model_len=120))
     tokens = random_tokens(120)
     assert_close(chunked_logprobs(model, tokens, 37), reference_logprobs(make_model("llama", **keys), tokens))
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.hf_config.model_config import ModelConfig, WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Share
 from baton.engine.layers.experts import Experts
 from baton.engine.layers.fp8 import Fp8Experts
 from baton.engine.layers.mxfp4 import dequantize
-from baton.engine.models import load_model
+from baton.engine.models import load_config, load_model
 
 from ...helpers.checkpoints import edit_config, make_model, write_checkpoint
 from ...helpers.paged import chunked_logprobs, random_tokens, reference_logprobs
@@ -177,8 +177,7 @@ def test_stacks_as_transformers_5_writes_them_are_the_experts_one_by_one(archite
     assert any(name.endswith("mlp.experts.gate_up_proj") for name in names)
     tokens = random_tokens(40)
     first, second = (
-        chunked_logprobs(load_model(ModelConfig.from_folder(folder)), tokens, 16)
-        for folder in (single, tmp_path / "stacked")
+        chunked_logprobs(load_model(load_config(folder)), tokens, 16) for folder in (single, tmp_path / "stacked")
     )
     assert torch.equal(first, second)
 
@@ -210,8 +209,7 @@ def test_experts_in_4_bits_are_multiplied_out(dtype: str, tmp_path: Path) -> Non
     packed, plain = write_mxfp4_checkpoint(tmp_path)
     tokens = random_tokens(40)
     first, second = (
-        chunked_logprobs(load_model(ModelConfig.from_folder(folder, dtype=dtype)), tokens, 16)
-        for folder in (packed, plain)
+        chunked_logprobs(load_model(load_config(folder, dtype=dtype)), tokens, 16) for folder in (packed, plain)
     )
     assert torch.equal(first, second)
 
@@ -222,7 +220,7 @@ def test_experts_in_4_bits_are_those_of_transformers(tmp_path: Path) -> None:
     packed, plain = write_mxfp4_checkpoint(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = random_tokens(60)
-    ours = chunked_logprobs(load_model(ModelConfig.from_folder(packed)), tokens, 16)
+    ours = chunked_logprobs(load_model(load_config(packed)), tokens, 16)
     assert (ours - reference_logprobs(reference, tokens)).abs().max() < 1e-4
 
 
@@ -245,22 +243,22 @@ def test_blocks_without_scales_and_numbers_in_place_of_bytes_are_named(tmp_path:
     scales = tensors.pop(f"{name}_scales")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=rf"1 missing: {name}_scales"):
-        load_model(ModelConfig.from_folder(folder))
+        load_model(load_config(folder))
     save_file({**tensors, f"{name}_scales": scales.float()}, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=rf"1 of another type: {name}_scales F32 instead of U8"):
-        load_model(ModelConfig.from_folder(folder))
+        load_model(load_config(folder))
 
 
 def test_dummy_weights_of_a_config_in_4_bits_are_plain_ones(tmp_path: Path) -> None:
     folder, _ = write_mxfp4_checkpoint(tmp_path)
     (folder / "model.safetensors").unlink()
-    model = load_model(ModelConfig.from_folder(folder, load_format="dummy"))
+    model = load_model(load_config(folder, load_format="dummy"))
     assert chunked_logprobs(model, random_tokens(20), 20).isfinite().all()
 
 
 def test_layers_that_predict_further_tokens_are_known_and_not_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "deepseek_v3")
-    expected = chunked_logprobs(load_model(ModelConfig.from_folder(folder)), random_tokens(20), 20)
+    expected = chunked_logprobs(load_model(load_config(folder)), random_tokens(20), 20)
     tensors = load_file(folder / "model.safetensors")
     extra = {
         "model.layers.3.eh_proj.weight": torch.zeros(64, 128),
@@ -269,8 +267,8 @@ def test_layers_that_predict_further_tokens_are_known_and_not_read(tmp_path: Pat
     save_file({**tensors, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
-    assert torch.equal(chunked_logprobs(load_model(ModelConfig.from_folder(folder)), random_tokens(20), 20), expected)
+    assert torch.equal(chunked_logprobs(load_model(load_config(folder)), random_tokens(20), 20), expected)
     further = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
     save_file({**tensors, **further}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=r"1 not part of the model: model\.layers\.4\.eh_proj\.weight"):
-        load_model(ModelConfig.from_folder(folder))
+        load_model(load_config(folder))

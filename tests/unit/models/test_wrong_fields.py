@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.hf_config.model_config import ModelConfig, ModelError
+from baton.engine.hf_config.errors import ModelError
+from baton.engine.models import load_config
 
 from .small_config import SIZES
 
@@ -144,7 +145,7 @@ def refusal_of(folder: Path, file: str, values: dict[str, Any]) -> str | None:
     """None where it is read. Anything but a `ModelError` comes through."""
     (folder / file).write_text(json.dumps(values))
     try:
-        ModelConfig.from_folder(folder, load_format="dummy")
+        load_config(folder, load_format="dummy")
     except ModelError as error:
         return str(error)
     return None

@@ -12,10 +12,9 @@ import torch
 
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
-from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.models import stub_model
-from baton.engine.parallel.balance import spread_experts
+from baton.engine.models import load_config, stub_model
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
+from baton.engine.worker.expert_balance import spread_experts
 from baton.kernels.attention import AttentionBatch
 
 from ...helpers.checkpoints import make_model, write_checkpoint
@@ -123,7 +122,7 @@ def test_the_runners_of_gpus_pad_their_steps_to_one_size_or_tell_each_other_thei
 def test_a_stub_of_a_rank_runs_its_kernels_and_waits_for_nobody(
     tp: int, dp: int, folder: Callable[[str], Path]
 ) -> None:
-    config = ModelConfig.from_folder(folder("deepseek_v2"))
+    config = load_config(folder("deepseek_v2"))
     for groups in thread_groups(tp, dp, ExpertSpread(8))[0].stubs():
         model = stub_model(config, device="cpu", groups=groups)
         (spread, *_) = spread_experts(model)

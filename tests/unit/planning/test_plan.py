@@ -17,9 +17,8 @@ from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
 from baton.cluster.planning.sizing import block_bytes
 from baton.cluster.spec import load_spec, specs_in_file
 from baton.engine.config import EngineConfig
-from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
-from baton.engine.models import make_model
+from baton.engine.models import load_config, make_model
 from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
 from baton.engine.startup.weight_counts import weights_of_rank
 
@@ -88,7 +87,7 @@ def test_as_many_weights_are_planned_as_a_model_has(
     architecture: str, ranks: int, dp_size: int, tmp_path: Path
 ) -> None:
     folder = write_config(tmp_path, architecture)
-    model = ModelConfig.from_folder(folder, load_format="dummy")
+    model = load_config(folder, load_format="dummy")
     groups = ALL_ALONE if ranks == 1 else ParallelGroups(tp=Rank(1, ranks))
     if dp_size > 1:
         groups = ParallelGroups(dp=Rank(1, dp_size), ep=Rank(1, dp_size), spread=ExpertSpread())
@@ -259,7 +258,7 @@ def test_the_bandwidth_is_that_of_the_parts_that_each_rank_reads(decode_ranks: i
 
 
 def test_latents_are_on_every_rank() -> None:
-    model = ModelConfig.from_folder(CONFIGS / "models/deepseek-v3", load_format="dummy")
+    model = load_config(CONFIGS / "models/deepseek-v3", load_format="dummy")
     assert list(block_bytes(model, 4)) == [16 * 61 * 576 * 2] * 4
 
 

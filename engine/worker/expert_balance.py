@@ -14,8 +14,8 @@ import torch
 
 from ..core.messages import ExpertReview
 from ..core.step import PendingStep, Runner, StepPlan
-from .groups import ParallelGroups
-from .placement import ExpertPlacement
+from ..parallel.groups import ParallelGroups
+from ..parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from ..layers.base import Layer
