@@ -122,7 +122,7 @@ class RouterSimulation:
 
     def _views(self, number: int) -> list[EngineView]:
         outstanding = self._gateways[number].outstanding
-        return [engine.view(outstanding[engine.record.rank], number) for engine in self._engines]
+        return [engine.view(outstanding[engine.record.rank]) for engine in self._engines]
 
     def _send(self, request: EngineRequest, number: int, placement: Placement) -> None:
         gateway, rank = self._gateways[number], placement.engine.rank
@@ -134,7 +134,6 @@ class RouterSimulation:
         served = self._served[output.request_id]
         gateway, now_s = self._gateways[served.gateway], self._time()
         assert output.error is None, output.error
-        self._engines[served.placement.engine.rank].heard_by(served.gateway)
         if not served.first_s:
             served.first_s, served.num_cached = now_s, output.num_cached_tokens
             gateway.policy.read(served.placement)
