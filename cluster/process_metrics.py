@@ -197,7 +197,7 @@ class ApplicationMetrics:
         if of_node:
             nodes = sorted({process.node_id for process in answers if process.kind == "gateway"})
             answers = {process: own for process, own in answers.items() if process.is_of(self._node_id, nodes)}
-        return _merge([*(families for families in answers.values() if families), collect(_Up(answers))])
+        return merge([*(families for families in answers.values() if families), collect(ProcessesUp(answers))])
 
     async def _answers(self) -> Mapping[Exporting, list[MetricFamily] | None]:
         """Return what each process answered after this was called. Scrapes at the same time share the answers."""
@@ -261,7 +261,7 @@ class MetricsReader:
         return socket
 
 
-class _Up(Collector):
+class ProcessesUp(Collector):
     """Collects which processes have answered."""
 
     def __init__(self, answers: Mapping[Exporting, list[MetricFamily] | None]) -> None:
@@ -274,7 +274,7 @@ class _Up(Collector):
         yield family
 
 
-def _merge(processes: Iterable[list[MetricFamily]]) -> bytes:
+def merge(processes: Iterable[list[MetricFamily]]) -> bytes:
     """Return the text of all families, each once and in order of their names, with the samples of all processes."""
     heads: dict[str, str] = {}
     samples: dict[str, list[str]] = {}
