@@ -136,9 +136,9 @@ def metrics_page() -> str:
         [
             "# Metrics",
             NOTE,
-            "After this page you know the name, kind and labels of everything at `GET /metrics`, where any gateway answers\n"
-            "with the metrics of all processes of its application. [What to watch](../operate/monitoring.md) says what to\n"
-            "scrape, which of them matter, and when.",
+            "After this page you know the name, kind and labels of everything at `GET /metrics`, where any gateway\n"
+            "answers with the metrics of all processes of its application. [What to watch](../operate/monitoring.md)\n"
+            "says what to scrape, which of them matter, and when.",
             "## Of each gateway and its requests",
             "All have the label `gateway`.",
             table(head, rows(registry._collector_to_names, without=["model_name"])),
