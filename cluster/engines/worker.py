@@ -105,13 +105,13 @@ class EngineWorker:
         """End a leader's engine, and with it the ranks that follow; `run` returns."""
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._exporter is not None:
-            await self._exporter.close()
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
         await asyncio.to_thread(self._kv.close)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+        if self._exporter is not None:
+            await self._exporter.close()
 
     def _export_metrics(self) -> str:
         """Begin to answer scrapes, and return the address."""

@@ -174,12 +174,12 @@ class GatewayServer:
             self._reports.cancel()
         await self._client.close()
         self._bodies.processes.close()
-        await self._exporter.close()
-        self._scraped.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
         with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
             await self._directory.call("leave", self.record.identity)
+        await self._exporter.close()  # which a scrape asks as long as it is listed
+        self._scraped.close()
         self._life.close()
 
     async def _register(self, directory: DirectoryClient) -> None:

@@ -18,7 +18,7 @@ import httpx
 import openai
 import yaml
 from free_ports import free_port
-from served import BATON, config_file, eventually
+from served import BATON, config_file, eventually, sum_of
 
 from baton.cluster.cli.processes import descendants, kill
 from baton.cluster.recall import make_question
@@ -82,9 +82,8 @@ class Cluster:
     def wait_for(self, what: Callable[[list[dict[str, Any]]], bool]) -> None:
         eventually(lambda: what(self.ranks()), READY_S, lambda: f"it does not come to it: {self.ranks()}")
 
-    def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+    def metric(self, name: str, **labels: str) -> float:
+        return sum_of(httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text, name, labels)
 
     def close(self) -> None:
         below = descendants(self._process.pid)

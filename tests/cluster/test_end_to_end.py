@@ -358,8 +358,7 @@ LOG_LINE = re.compile(
 
 async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.AsyncOpenAI, server: Server) -> None:
     victim = server.rank_of("decode")
-    gone = 'baton_request_retries_total{reason="engine-gone"}'
-    before = server.counted(gone)
+    before = server.counted("baton_request_retries_total", reason="engine-gone")
 
     async def watched(number: int) -> None:
         stream = await client.completions.create(
@@ -384,7 +383,7 @@ async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.Asyn
     group = f"engine group {victim['group_id']} "
     ends = [line for line in server.log_lines("worker-*.err") if group in line and " is gone: " in line]
     assert [match["name"] for line in ends if (match := LOG_LINE.fullmatch(line))] == ["baton-directory:main"], ends
-    assert len(attempts) == server.counted(gone) - before
+    assert len(attempts) == server.counted("baton_request_retries_total", reason="engine-gone") - before
     await asyncio.to_thread(server.wait_until_whole, ROLES)
 
 
