@@ -1,7 +1,8 @@
 """A gateway's connections to all engines: one DEALER an engine, on the gateway's asyncio loop.
 
     directory ── snapshots ──> ZmqEngineClient ── one Connection an engine ── Hello, Submit, Abort ──> engine
-                                     │                      └── Outputs ──> one queue a request
+                                     │                      ├── Outputs ──> one queue a request
+                                     │                      └── Status ──> the newest of each engine
                                      └── engines(): all whose connection has answered
 
 A dead or silent engine is noticed in two ways: its connection ends, and the directory drops it from the snapshot. The
@@ -91,7 +92,6 @@ class ZmqEngineClient:
                 connection.outstanding,
                 connection.transfers,
                 connection.cached,
-                connection.mail,
             )
             for connection in self._connections.values()
             if connection.stats is not None

@@ -2,7 +2,7 @@
 
     EngineSocket ── Hello, Submit, Abort ──> EngineCore.add / abort
          ^                                        │ step()
-         └─────── one Outputs a gateway ──────────┘
+         └──── one Outputs a gateway, Status ─────┘
 
 The step thread owns the EngineCore; the socket has a thread of its own. A gateway whose connection is gone, or silent
 for too long, is noticed when something is sent to it, and its requests are aborted.
@@ -23,7 +23,7 @@ from typing import Protocol
 from baton.cluster.contracts import EnginePulse
 from baton.cluster.gateway.settings import QueueLimits
 from baton.cluster.pluralize import pluralize
-from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Submit
+from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Status, Submit
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.engine.net.curve import ClusterKey
@@ -78,7 +78,7 @@ class EngineServer:
         self._requests = RequestRegistry()  # step thread only, but for its length
         self._leaves = False  # step thread only: no request is taken any more
         # step thread only, from `start` on
-        self._publisher = StatusPublisher(self._socket, engine, engine_id, epoch, transfers)
+        self._publisher = StatusPublisher(self._socket, engine, epoch, transfers)
         self._turn_began_s = time.monotonic()
         self._busy_s = 0.0
         self._listed: set[bytes] = set()  # gateways in the newest snapshot
@@ -106,11 +106,17 @@ class EngineServer:
         """Return how long the step loop has been in one turn. An idle loop begins another every `IDLE_POLL_S`."""
         return time.monotonic() - self._turn_began_s
 
+    @property
+    def status(self) -> Status | None:
+        """Return the newest status that was published; None before the first. Any thread may ask."""
+        return self._publisher.published
+
     def pulse(self) -> EnginePulse:
-        """Return how the engine does. Any thread may call it. Its numbers of hand-offs are at most `STATS_PERIOD_S` old
-        while the engine works, and new while it is idle.
+        """Return how the engine does. Any thread may call it.
+
+        Its numbers of hand-offs are at most `STATUS_PERIOD_S` old while the engine works, and new while it is idle.
         """
-        status = self._publisher.published
+        status = self.status
         transfers = status.transfers if status else None
         return EnginePulse(
             stalled_s=self.stalled_s(),
@@ -195,8 +201,7 @@ class EngineServer:
         match event:
             case Hello():
                 self._abort_all_of(gateway)
-                self._publisher.subscribe(gateway)
-                self._publisher.send_blocks(gateway)
+                self._publisher.publish(gateway)
             case GatewayLost():
                 logger.warning("gateway %r is gone: the connection to it broke, or it fell silent", gateway)
                 self._publisher.unsubscribe(gateway)
@@ -212,7 +217,7 @@ class EngineServer:
                 else:
                     self.counters.stale_messages += 1
             case AskBlocks():
-                self._publisher.send_blocks(gateway)
+                self._publisher.publish(gateway)
             case Abort(request_id=request_id, generation=generation):
                 self._abort(request_id, generation)
             case Unreadable(name=name, reason=reason):

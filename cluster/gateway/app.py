@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -21,7 +22,7 @@ from .api.completions import CompletionRenderer
 from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
 from .api_keys import ApiKeys
-from .errors import ApiError, draining, excerpt, model_not_found, no_capacity
+from .errors import ApiError, bad_request, draining, excerpt, model_not_found, no_capacity
 from .metrics import GatewayMetrics
 from .middleware import FAILURE, Drain, RequestMiddleware
 from .model import ServedModel
@@ -34,6 +35,7 @@ from .settings import GatewaySettings
 from .tracing import RequestSpans
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SCOPES = ("application", "node")  # of the metrics in an answer
 HEALTH_RETRY_S = 1.0
 READ = ["GET", "HEAD"]
 EXPOSED_HEADERS = ["x-request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
@@ -49,20 +51,22 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     bodies: BodyService | None = None,
     *,
+    scrape: Callable[[bool], Awaitable[bytes]] | None = None,
     spans: RequestSpans | None = None,
     scales_from_zero: bool = False,
 ) -> FastAPI:
     """Return the HTTP application for one model. It needs no lifespan events and does not close `client`.
 
     `drain` lets its owner announce that the gateway leaves, `metrics` can be read without HTTP, `bodies` starts and
-    stops the processes that read large bodies, and finished requests are recorded in `spans`. With `scales_from_zero`
-    the application is ready without engines, which start with the first request.
+    stops the processes that read large bodies, and finished requests are recorded in `spans`. `scrape` returns the
+    metrics of all processes, or those of this node's share; without it this gateway shows its own alone. With
+    `scales_from_zero` the application is ready without engines, which start with the first request.
 
     Raises `InvalidKeys`.
     """
     keys = ApiKeys(settings)
     drain = drain or Drain()
-    metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
+    metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.counters)
     router = Router(
         settings.gateway_id,
         rates=settings.cost,
@@ -88,7 +92,7 @@ def create_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, model)
     _add_token_routes(app, model)
-    _add_operator_routes(app, settings.gateway_id, serving, metrics, drain)
+    _add_operator_routes(app, settings.gateway_id, serving, scrape or _only(metrics), drain)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
@@ -136,7 +140,11 @@ def _add_token_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _add_operator_routes(
-    app: FastAPI, gateway_id: str, serving: ServingContext, metrics: GatewayMetrics, drain: Drain
+    app: FastAPI,
+    gateway_id: str,
+    serving: ServingContext,
+    scrape: Callable[[bool], Awaitable[bytes]],
+    drain: Drain,
 ) -> None:
     @app.api_route("/live", methods=READ)
     async def live() -> Response:
@@ -151,12 +159,22 @@ def _add_operator_routes(
         return _json({"status": "ready", "engines": len(serving.client.engines())})
 
     @app.api_route("/metrics", methods=READ)
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type=PROMETHEUS_TYPE)
+    async def prometheus(request: Request) -> Response:
+        scope = request.query_params.get("scope", SCOPES[0])
+        if scope not in SCOPES:
+            raise bad_request("scope", f"scope is {' or '.join(SCOPES)}, not {excerpt(scope)}.")
+        return Response(await scrape(scope == "node"), media_type=PROMETHEUS_TYPE)
 
     @app.api_route("/v1/cluster/ranks", methods=READ)
     async def ranks() -> Response:
         return _json(rank_table(gateway_id, serving.client, serving.breakers))
+
+
+def _only(metrics: GatewayMetrics) -> Callable[[bool], Awaitable[bytes]]:
+    async def render(of_node: bool) -> bytes:
+        return metrics.render()
+
+    return render
 
 
 def _json(value: object) -> Response:

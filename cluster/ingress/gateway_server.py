@@ -33,6 +33,7 @@ from baton.cluster.gateway.tracing import RequestSpans
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import DirectoryClient, HeartbeatThread
 from baton.cluster.membership.member_probe import ProbeSocket
+from baton.cluster.process_metrics import ApplicationMetrics, MetricsExporter, collect
 from baton.cluster.spec import FleetSpec, load_spec
 from baton.engine.net.curve import ClusterKey
 
@@ -93,7 +94,7 @@ class GatewayServer:
         self._heartbeats.start()  # the start may take longer than the directory waits for a heartbeat
         try:
             app = await self._open(key)
-            self.record = msgspec.structs.replace(self.record, is_serving=True)
+            self.record = msgspec.structs.replace(self.record, is_serving=True, metrics_address=self._exporter.address)
             await self._register(self._directory)
             return app
         except BaseException:
@@ -108,7 +109,8 @@ class GatewayServer:
         await self._client.start()
         model = await asyncio.to_thread(_served_model, spec)
         client = self._client
-        self._metrics = GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
+        self._metrics = GatewayMetrics(model.model_id, client.engines, client.counters)
+        self._export_metrics(key)
         self._bodies = BodyService(model, settings, self._metrics)
         await self._bodies.processes.start()
         app = create_app(
@@ -118,6 +120,7 @@ class GatewayServer:
             drain,
             self._metrics,
             self._bodies,
+            scrape=self._scraped.render,
             spans=self._spans,
             scales_from_zero=spec.scales_from_zero,
         )
@@ -132,6 +135,19 @@ class GatewayServer:
         self._http.start(self._listener)
         self._reports = asyncio.create_task(self._report()) if self.record.scaling else None
         return app
+
+    def _export_metrics(self, key: ClusterKey) -> None:
+        """Begin to answer other gateways' scrapes, and get ready to ask all processes."""
+        registry, labels = self._metrics.registry, {"gateway": self.record.identity}
+        self._exporter = MetricsExporter(registry, host=self.record.node_ip, key=key, labels=labels)
+        self._exporter.start()
+        self._scraped = ApplicationMetrics(
+            lambda: collect(registry, labels),
+            identity=self.record.identity,
+            node_id=self.record.node_id,
+            listed=self._client.listed,
+            key=key,
+        )
 
     async def _report(self) -> None:
         """Report this gateway's load to the autoscaler."""
@@ -162,6 +178,8 @@ class GatewayServer:
             await asyncio.to_thread(self._spans.close)
         with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
             await self._directory.call("leave", self.record.identity)
+        await self._exporter.close()  # which a scrape asks as long as it is listed
+        self._scraped.close()
         self._life.close()
 
     async def _register(self, directory: DirectoryClient) -> None:

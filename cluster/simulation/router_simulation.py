@@ -122,7 +122,7 @@ class RouterSimulation:
 
     def _views(self, number: int) -> list[EngineView]:
         outstanding = self.gateways[number].outstanding
-        return [engine.view(outstanding[engine.record.rank], number) for engine in self.engines]
+        return [engine.view(outstanding[engine.record.rank]) for engine in self.engines]
 
     def _send(self, request: EngineRequest, number: int, placement: Placement) -> None:
         gateway, rank = self.gateways[number], placement.engine.rank
@@ -134,7 +134,6 @@ class RouterSimulation:
         served = self.served[output.request_id]
         gateway, now_s = self.gateways[served.gateway], self._time()
         assert output.error is None, output.error
-        self.engines[served.placement.engine.rank].heard_by(served.gateway)
         if not served.first_s:
             served.first_s, served.num_cached = now_s, output.num_cached_tokens
             gateway.policy.read(served.placement)

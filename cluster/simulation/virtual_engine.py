@@ -30,7 +30,7 @@ from baton.engine.core.tiers import KVTiers
 
 from .traffic import VOCAB_SIZE
 
-STATUS_PERIOD_S = 0.25  # as `engines.status_publisher.STATS_PERIOD_S`
+STATUS_PERIOD_S = 0.05  # as `engines.status_publisher.STATUS_PERIOD_S`
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,8 @@ class VirtualConnector:
 
 
 class VirtualEngine:
-    """One engine. Gateways know its last status.
-
-    All of them get it every `STATUS_PERIOD_S` while it works, and when work begins and ends; each of them gets it with
-    every token.
+    """One engine. Gateways know its last status, which they get every `STATUS_PERIOD_S` while it works, and when work
+    begins and ends.
     """
 
     def __init__(
@@ -163,8 +161,7 @@ class VirtualEngine:
         self._log = self._scheduler.tier_copies.block_log()
         self._cached = CachedBlocks(config.num_blocks, record.num_tier_blocks)
         self._cached.apply(self._log.snapshot())
-        self._stats = self._with_tokens = self._scheduler.stats()
-        self._heard: dict[int, EngineStats] = {}  # by gateways, since all were told
+        self._stats = self._scheduler.stats()
         self._told_at_s = 0.0
         self._busy = False
         connector.on_event = self.wake
@@ -179,12 +176,8 @@ class VirtualEngine:
         tiers = self._scheduler.stats().tiers
         return 0 if tiers is None else tiers.restored_tokens
 
-    def view(self, outstanding: int, gateway: int = 0) -> EngineView:
-        return EngineView(self.record, self._heard.get(gateway, self._stats), outstanding, None, self._cached)
-
-    def heard_by(self, gateway: int) -> None:
-        """Give a gateway the statistics that come with its tokens."""
-        self._heard[gateway] = self._with_tokens
+    def view(self, outstanding: int) -> EngineView:
+        return EngineView(self.record, self._stats, outstanding, None, self._cached)
 
     def add(self, request: EngineRequest) -> None:
         self._scheduler.add(request)
@@ -213,7 +206,6 @@ class VirtualEngine:
 
     def _settle(self, plan: StepPlan) -> None:
         outputs = self._scheduler.settle(result_of(plan))
-        self._with_tokens = self._scheduler.stats()
         if self._time() - self._told_at_s >= STATUS_PERIOD_S:
             self._tell()
         for output in outputs:
@@ -223,7 +215,6 @@ class VirtualEngine:
     def _tell(self) -> None:
         self._told_at_s = self._time()
         self._stats = self._scheduler.stats()
-        self._heard.clear()
         if (changes := self._log.take()) is not None:
             self._cached.apply(changes)
 

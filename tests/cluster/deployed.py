@@ -23,7 +23,7 @@ from baton.cluster.recall import make_question
 
 from .. import ROOT
 from ..helpers.free_ports import free_port
-from ..helpers.served import BATON, config_file, eventually
+from ..helpers.served import BATON, config_file, eventually, sum_of
 from . import deployments
 
 READY_S = 120.0
@@ -86,9 +86,8 @@ class Cluster:
     def wait_for(self, what: Callable[[list[dict[str, Any]]], bool]) -> None:
         eventually(lambda: what(self.ranks()), READY_S, lambda: f"it does not come to it: {self.ranks()}")
 
-    def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+    def metric(self, name: str, **labels: str) -> float:
+        return sum_of(httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text, name, labels)
 
     def close(self) -> None:
         below = descendants(self._process.pid)

@@ -99,7 +99,7 @@ async def test_what_the_last_engine_of_its_kind_hands_over_goes_on_in_its_succes
     assert load.lost == []
     assert load.right == len(load.answers) > 0
     assert cluster.metric("baton_drain_handed_over_total") > 0
-    assert cluster.metric('baton_request_retries_total{reason="engine-leaving"}') > 0
+    assert cluster.metric("baton_request_retries_total", reason="engine-leaving") > 0
 
 
 async def test_an_upgrade_to_another_layout_under_load_loses_no_answer(

@@ -21,7 +21,6 @@ from baton.cluster.contracts import (
     EngineRecord,
     EngineView,
     GatewayRecord,
-    MessageCounters,
     Reach,
     Role,
 )
@@ -268,7 +267,6 @@ class FakeEngine:
         self.on_death: Callable[[], None] = lambda: None
         self.refuse: EngineError | None = None
         self.transfers: TransferStats | None = None
-        self.mail: MessageCounters | None = None
         self._log = self.core.block_log()
         self._cached = CachedBlocks(config.num_blocks)
         self._cached.apply(self._log.snapshot())
@@ -399,7 +397,7 @@ class FakeCluster:
 
     def engines(self) -> list[EngineView]:
         return [
-            EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers, engine.cached, engine.mail)
+            EngineView(engine.record, engine.stats, len(engine.streams), engine.transfers, engine.cached)
             for engine in self.members
             if engine.alive and self.reach.includes(engine.record)
         ]

@@ -60,7 +60,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
             cluster.start(role)
         limits = {"capacity_timeout_s": 5.0, "request_timeout_s": 20.0, **settings}
         gateway_settings = GatewaySettings(**limits)
-        metrics = GatewayMetrics(served.model_id, cluster.engines, cluster.listed, cluster.counters)
+        metrics = GatewayMetrics(served.model_id, cluster.engines, cluster.counters)
         bodies = BodyService(served, gateway_settings, metrics)
         app = create_app(cluster, served, gateway_settings, metrics=metrics, bodies=bodies, spans=spans)
         service = Service(cluster, app, served.tokenizer, bodies)

@@ -14,12 +14,19 @@ from typing import Any
 
 import httpx
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.cluster.cli.processes import Process, descendants, kill
 
 BATON = str(Path(sys.executable).parent / "baton")
 STEP_TIMEOUT_S = 5.0  # of the engines that `config_file` describes
 READY_S = 120.0  # generous: other tests may share the two cores
+
+
+def sum_of(metrics: str, name: str, labels: dict[str, str]) -> float:
+    """Return the sum of a metric in the text of a scrape, over its series with these labels."""
+    samples = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
+    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 class Server:
@@ -48,10 +55,10 @@ class Server:
         """Return the ranks that the gateway reaches."""
         return [rank for rank in self.table()["data"] if rank["reachable"]]
 
-    def counted(self, metric: str) -> float:
-        """Return the sum of a metric over its labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric))
+    def counted(self, metric: str, **labels: str) -> float:
+        """Return the sum of a metric over its series with these labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text
+        return sum_of(text, metric, labels)
 
     def rank_of(self, role: str) -> dict[str, Any]:
         return next(rank for rank in self.ranks() if rank["role"] == role)

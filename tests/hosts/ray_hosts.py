@@ -158,13 +158,15 @@ class BatonOnHosts:
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def decisions(self) -> Counter[float]:
-        """How many failed attempts the gateway has decided about, by the seconds that each took at most."""
+        """How many failed attempts the gateways have decided about, by the seconds that each took at most."""
         lines = self._http.get("/metrics").raise_for_status().text.splitlines()
-        samples = [re.match(r'baton_failure_decision_seconds_bucket{failure="(.*)",le="(.*)"} (.*)', x) for x in lines]
+        samples = [
+            re.match(r'baton_failure_decision_seconds_bucket{(failure=.*,gateway=.*),le="(.*)"} (.*)', x) for x in lines
+        ]
         counts, below = Counter[float](), Counter[str]()
-        for failure, bound, upto in (sample.groups() for sample in samples if sample):
-            counts[float(bound)] += round(float(upto)) - below[failure]
-            below[failure] = round(float(upto))
+        for series, bound, upto in (sample.groups() for sample in samples if sample):
+            counts[float(bound)] += round(float(upto)) - below[series]
+            below[series] = round(float(upto))
         return counts
 
     def rank_of(self, role: str, host: str) -> dict[str, Any]:

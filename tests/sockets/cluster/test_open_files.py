@@ -25,7 +25,7 @@ from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.ingress.http_server import HttpServer, RefusalCounter, listen, raise_descriptor_limit
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-metrics = GatewayMetrics("tiny", list, lambda: DirectorySnapshot(0, [], []))
+metrics = GatewayMetrics("tiny", list)
 refusals, count, all_came = RefusalCounter(metrics), 0, asyncio.Event()
 
 def came():

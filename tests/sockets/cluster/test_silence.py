@@ -38,7 +38,7 @@ class Cut:
     def __init__(self, proxy: SilentProxy, engines: list[CountingEngine], client: ZmqEngineClient) -> None:
         settings = GatewaySettings(capacity_timeout_s=NOTICED_S)
         self.proxy, self.engines, self.client = proxy, engines, client
-        self.metrics = GatewayMetrics("m", client.engines, client.listed)
+        self.metrics = GatewayMetrics("m", client.engines)
         router = Router("g", rates=settings.cost, session_patience_s=0.0, local_prefill_max_tokens=64)
         breakers, admission = Breakers(settings.breaker, time.monotonic), AdmissionControl(settings, time.monotonic)
         self.serving = ServingContext(client, router, settings, self.metrics, admission, breakers)

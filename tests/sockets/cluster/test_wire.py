@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, MessageCounters, Reach
+from baton.cluster.contracts import DirectorySnapshot, EngineGone, EngineRecord, LoadBalancing, Reach
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.engine_socket import GatewayLost
 from baton.cluster.engines.server import EngineServer
@@ -301,11 +301,11 @@ def stranger(served: tuple[EngineServer, EngineRecord]) -> Iterator[zmq.Socket]:
 
 
 async def answer_to(socket: zmq.Socket) -> Outputs:
-    """Return the first message that is more than a status, which may come at any time."""
+    """Return the first message that is no status, which may come at any time."""
     while True:
         await until(lambda: bool(socket.poll(0)))
         message = Codec().decode_from_engine(socket.recv())
-        if message.outputs or message.lost_a_message:
+        if isinstance(message, Outputs):
             return message
 
 
@@ -333,7 +333,6 @@ async def test_who_sends_what_no_engine_can_read_is_told_and_nobody_else_notices
     answer = await answer_to(stranger)
     assert (answer.lost_a_message, answer.outputs) == (True, [])
     assert server.counters.malformed_messages == 1
-    await until(lambda: client.engines()[0].mail == MessageCounters(malformed_messages=1))
     assert await tokens_of(client.submit(record, make_request("a"))) == [1, 2, 3, 4, 5]
     assert client.counters().engines_lost == 0
 

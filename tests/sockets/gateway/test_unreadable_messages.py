@@ -52,8 +52,8 @@ def is_submit(message: Any) -> bool:
     return isinstance(message, Submit)
 
 
-def brings_tokens(message: Outputs) -> bool:
-    return any(output.token_ids for output in message.outputs)
+def brings_tokens(message: Any) -> bool:
+    return isinstance(message, Outputs) and any(output.token_ids for output in message.outputs)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ class WiredFleet:
         source.show(*(engine.record for engine in self.engines))
         client = ZmqEngineClient(source, KEY, name)
         await client.start()
-        metrics = GatewayMetrics("tiny", client.engines, client.listed)
+        metrics = GatewayMetrics("tiny", client.engines)
         app = create_app(client, MODEL, GatewaySettings(gateway_id=name, queue_limits=self._limits), metrics=metrics)
         try:
             await until(lambda: len(client.engines()) == len(self.engines))

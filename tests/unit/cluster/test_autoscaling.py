@@ -25,7 +25,7 @@ from baton.cluster.autoscaling.load import (
 from baton.cluster.autoscaling.policy import Moment, decide, desired_sizes
 from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
 from baton.cluster.cli.main import app
-from baton.cluster.contracts import Bounds, DirectorySnapshot, EngineGroup, EnginePulse, Role, ScalePlan
+from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, ScalePlan
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.serve_policy import target_replicas
@@ -305,7 +305,7 @@ def test_a_sample_sums_the_groups_that_are_there() -> None:
 
 
 def test_a_gateway_reports_what_its_histograms_counted() -> None:
-    metrics = GatewayMetrics("m", lambda: [], lambda: DirectorySnapshot(1, [], []))
+    metrics = GatewayMetrics("m", list)
     metrics.requests.inc(3)
     metrics.prompt_tokens.inc(40)
     metrics.unplaced.inc()

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from baton.cluster.contracts import DrainCounters, Drained, EngineGroup
+from baton.cluster.contracts import Drained, EngineGroup
 from baton.cluster.membership import directory_client
 from baton.cluster.membership.directory import LOST_S, NO_MEMBER_S, AppLiveness
 from baton.cluster.membership.directory_client import keep_app_alive
-from baton.cluster.membership.members import Membership, NoSuchRank, Standing
+from baton.cluster.membership.members import DirectoryMetrics, Membership, NoSuchRank, Standing
 
 from ...helpers.fakes import make_gateway
 from .engine_groups import group_of
@@ -172,9 +172,10 @@ def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membershi
     assert members.remove_silent() == ["b"]
 
 
-def test_drains_are_counted_for_everyone(members: Membership) -> None:
+def test_drains_are_counted_and_exported(members: Membership) -> None:
     members.drains = members.drains.plus(Drained(2.0, 3)).plus(Drained(1.0, 0))
-    assert members.snapshot().drains == DrainCounters(groups=2, seconds=3.0, handed_over=3)
+    values = [sample.value for family in DirectoryMetrics(members).collect() for sample in family.samples]
+    assert values == [2, 3.0, 3, 0]
 
 
 def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership, clock: Clock) -> None:

@@ -66,7 +66,7 @@ class World:
         limits = GatewaySettings(capacity_timeout_s=5.0, breaker=BreakerSettings(failures=2, open_s=0.02))
         rates, patience_s = limits.cost, limits.session_patience_s
         router = Router("g", rates=rates, session_patience_s=patience_s, local_prefill_max_tokens=64)
-        metrics = GatewayMetrics("m", self.cluster.engines, self.cluster.listed)
+        metrics = GatewayMetrics("m", self.cluster.engines)
         self.breakers = Breakers(limits.breaker, time.monotonic)
         admission = AdmissionControl(limits, time.monotonic)
         self.serving = ServingContext(self.cluster, router, limits, metrics, admission, self.breakers)

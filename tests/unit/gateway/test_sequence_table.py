@@ -174,7 +174,7 @@ class Scene:
         self.client.views = list(views)
         settings = GatewaySettings(capacity_timeout_s=capacity_timeout_s, retry_budget=0.0, retry_budget_min=0)
         router = Router("g", rates=settings.cost, session_patience_s=0.0, local_prefill_max_tokens=0)
-        self.metrics = GatewayMetrics("m", self.client.engines, self.client.listed)
+        self.metrics = GatewayMetrics("m", self.client.engines)
         admission, breakers = AdmissionControl(settings, time.monotonic), LoggingBreakers(settings, self.log)
         serving = ServingContext(self.client, router, settings, self.metrics, admission, breakers)
         request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=9))

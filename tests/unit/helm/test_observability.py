@@ -1,4 +1,4 @@
-"""Dashboard and alerts ask for what gateways export, and the chart installs them."""
+"""Dashboard and alerts ask for what processes export, and the chart installs them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,13 @@ import yaml
 from helm_python import Chart
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.cluster.contracts import DirectorySnapshot, EngineRecord, EngineView, MessageCounters, Role
+from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.cluster.engines.engine_socket import MessageCounters
+from baton.cluster.engines.metrics import EngineMetrics
 from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.membership.members import DirectoryMetrics, Membership
+from baton.cluster.process_metrics import Exporting, ProcessesUp, collect, merge
+from baton.cluster.wire import Status
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
@@ -53,22 +59,27 @@ ENGINE = EngineRecord(
 LANE = PeerLane(engine_id="p", transport="nixl/UCX", bytes_per_s=1e9, is_slow=False)
 
 
-def gateway_metrics(tiers: TierStats, transfers: TransferStats) -> GatewayMetrics:
-    """Of a gateway that reaches one engine."""
+def application_metrics(gateway: GatewayMetrics, tiers: TierStats, transfers: TransferStats) -> str:
+    """The text of a scrape of an application with one gateway and one engine."""
     absent = ("num_late_compilations", "experts", "tiers")
     counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
-    stats, mail = EngineStats(**counts, tiers=tiers), MessageCounters()
-    view = EngineView(ENGINE, stats, outstanding=0, transfers=transfers, mail=mail)
-    return GatewayMetrics("m", lambda: [view], lambda: DirectorySnapshot(1, [], []))
+    status = Status(1, EngineStats(**counts, tiers=tiers), transfers)
+    engine = EngineMetrics(["m", ENGINE.engine_id, ENGINE.role], lambda: status, MessageCounters())
+    directory = DirectoryMetrics(Membership(time.monotonic, 0))
+    up = ProcessesUp({Exporting("engine", ENGINE.engine_id, "", "n"): []})
+    own = collect(gateway.registry, {"gateway": "g"})
+    return merge([own, collect(engine), collect(directory), collect(up)]).decode()
+
+
+def gateway_metrics() -> GatewayMetrics:
+    """Of a gateway that reaches one engine."""
+    return GatewayMetrics("m", lambda: [EngineView(ENGINE, None, outstanding=0)])
 
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """Every sample that a gateway's /metrics has, with its labels (`le` and `quantile` apart)."""
-    metrics = gateway_metrics(
-        TierStats(blocks={"disk": 1}, failures={"corrupt": 1}),
-        TransferStats(offers={"finished": 1}, receives={"received": 1}, lanes=[LANE]),
-    )
+    """Every sample that a scrape has, with its labels (`le` and `quantile` apart)."""
+    metrics = gateway_metrics()
     metrics.finished.labels("m", "stop").inc()
     metrics.paths.labels("unified", "least-loaded").inc()
     metrics.retries.labels("engine-gone").inc()
@@ -77,7 +88,11 @@ def exported() -> dict[str, set[str]]:
     metrics.circuit_opened(("engine",))
     metrics.stream_errors.labels("500").inc()
     metrics.responses.labels("/health", "200").inc()
-    text = metrics.render().decode()
+    text = application_metrics(
+        metrics,
+        TierStats(blocks={"disk": 1}, failures={"corrupt": 1}),
+        TransferStats(offers={"finished": 1}, receives={"received": 1}, lanes=[LANE]),
+    )
     samples: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -120,8 +135,8 @@ def test_every_metric_is_in_a_panel(exported: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize("name", QUERIES)
-def test_what_each_gateway_says_of_an_engine_is_counted_once(name: str, exported: dict[str, set[str]]) -> None:
-    """Summed over gateways, an engine would count as often as gateways reach it."""
+def test_an_engine_is_one_series_whichever_gateway_was_scraped(name: str, exported: dict[str, set[str]]) -> None:
+    """The gateway that answers for it, and with it `instance`, may be another one than a moment ago."""
     aggregations: list[promql_parser.AggregateExpr] = []
 
     def enter(node: promql_parser.Expr) -> None:
@@ -171,7 +186,7 @@ def test_alerts_say_what_is_wrong() -> None:
 @pytest.mark.parametrize("name", [name for name, expr in ALERTS.items() if "increase(" in expr or "expired" in expr])
 def test_what_has_never_happened_is_told_so_that_its_first_time_counts(name: str) -> None:
     """Prometheus knows no rate of a series that has one value: it must be there before the event."""
-    text = gateway_metrics(TierStats(), TransferStats()).render().decode()
+    text = application_metrics(gateway_metrics(), TierStats(), TransferStats())
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     for selector in selectors(ALERTS[name]):
         equal = promql_parser.MatchOp.Equal
@@ -229,16 +244,16 @@ def test_the_chart_installs_the_dashboard_and_the_alerts() -> None:
 
 
 @pytest.mark.parametrize("name", ["wide-ep", "external", "prefill-decode"])
-def test_prometheus_is_sent_to_every_gateway(name: str) -> None:
+def test_prometheus_is_sent_to_one_gateway_of_each_pod_which_answers_for_its_pod(name: str) -> None:
     release = example(name)
     (monitor,) = release.all("ServiceMonitor").values()
     services = release.all("Service").values()
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     (service,) = (service for service in services if wanted <= service["metadata"]["labels"].items())
     assert service["spec"]["clusterIP"] == "None"
-    endpoints = monitor["spec"]["endpoints"]
-    assert [endpoint["port"] for endpoint in endpoints] == [port["name"] for port in service["spec"]["ports"]]
-    assert {endpoint["path"] for endpoint in endpoints} == {"/metrics"}
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == service["spec"]["ports"][0]["name"], "the first gateway of a pod listens there"
+    assert (endpoint["path"], endpoint["params"]) == ("/metrics", {"scope": ["node"]})
 
 
 def test_nothing_of_the_prometheus_operator_is_installed_unasked() -> None:
