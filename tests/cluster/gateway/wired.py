@@ -41,7 +41,7 @@ class WiredEngine:
     hangs.
     """
 
-    def __init__(self, rank: int, role: Role, wire: Wire, limits: QueueLimits) -> None:
+    def __init__(self, rank: int, role: Role, wire: Wire) -> None:
         self.runs, self.moves = threading.Event(), threading.Event()
         self.runs.set()
         self.moves.set()
@@ -52,9 +52,7 @@ class WiredEngine:
         self._connector = FakeConnector(wire, runner.memory)
         self._core = EngineCore(CONFIG, runner, self._connector)
         name = f"{role}-{rank}"
-        self.server = EngineServer(
-            self, engine_id=name, epoch=100 + rank, key=KEY, host="127.0.0.1", queue_limits=limits
-        )
+        self.server = EngineServer(self, engine_id=name, epoch=100 + rank, key=KEY, host="127.0.0.1")
         self.record = EngineRecord(
             engine_id=name,
             group_id=name,
@@ -130,7 +128,7 @@ class WiredGateway:
 class WiredFleet:
     def __init__(self, *roles: Role, limits: QueueLimits = QueueLimits()) -> None:
         wire = Wire()
-        self.engines = [WiredEngine(rank, role, wire, limits) for rank, role in enumerate(roles)]
+        self.engines = [WiredEngine(rank, role, wire) for rank, role in enumerate(roles)]
         self._limits = limits
 
     @asynccontextmanager
@@ -138,7 +136,7 @@ class WiredFleet:
         """One that starts, hears of all engines and, at the end, leaves."""
         source = ListedSource()
         source.show(*(engine.record for engine in self.engines))
-        client = ZmqEngineClient(source, KEY, name)
+        client = ZmqEngineClient(source, KEY, name, queue=self._limits.bound)
         await client.start()
         metrics = GatewayMetrics("tiny", client.engines, client.listed)
         app = create_app(client, MODEL, GatewaySettings(gateway_id=name, queue_limits=self._limits), metrics=metrics)
