@@ -59,7 +59,7 @@ class GatewayLaunch:
     user_config: Mapping[str, Any] = field(default_factory=dict)  # as `with_user_config` takes it
 
     def spec(self, user_config: Mapping[str, Any]) -> FleetSpec:
-        """Return the application with another `user_config`. Raises `InvalidSpec`, also for a wrong file of API keys."""
+        """Return the application with this `user_config`. Raises `InvalidSpec`, also for a wrong file of API keys."""
         spec = load_spec(with_user_config(self.args, user_config))
         spec.gateway.keys()
         return spec

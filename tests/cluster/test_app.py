@@ -21,8 +21,8 @@ from baton.cluster.app import build_app
 from baton.cluster.contracts import Role
 from baton.cluster.engines.group import GroupCannotStart
 from baton.cluster.engines.replica import check_gpus
-from baton.cluster.membership.draining import LONGEST_S
 from baton.cluster.gateway.settings import Change, change_of
+from baton.cluster.membership.draining import LONGEST_S
 from baton.cluster.spec import GatewaySpec, KVTierSpec, load_spec
 
 DEMO = Path(__file__).parents[2] / "configs/demo/model"
@@ -118,10 +118,15 @@ def test_a_fleet_that_is_scaled_has_its_bounds_and_no_delays_but_the_policys(dep
 
 # Another value of each setting of gateways.
 OTHER: dict[str, Any] = {
-    **dict.fromkeys(("api_keys", "allowed_origins"), ["other"]),
-    **dict.fromkeys(("special_tokens_in_messages",), True),
+    **{"api_keys": ["other"], "allowed_origins": ["other"]},
     **dict.fromkeys(("api_keys_file", "host"), "other"),
-    **{"min_priority": -3, "port": 8003, "resources": {"other": 1}, "isolate_keys": True},
+    **{
+        "min_priority": -3,
+        "port": 8003,
+        "resources": {"other": 1},
+        "isolate_keys": True,
+        "special_tokens_in_messages": True,
+    },
     **{"queue_limits": {"tokens": 3}, "breaker": {"failures": 3}, "cost": {"handoff_s": 3.0}},
 }
 ALWAYS = {"api_keys": ["sk"]}  # else keys could not isolate anybody
