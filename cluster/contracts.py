@@ -178,7 +178,7 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueBound(msgspec.Struct, frozen=True):
-    """What may wait in an engine's queue for a prompt to be taken there."""
+    """The queue in an engine from which on it takes no more prompts."""
 
     requests: int
     tokens: int  # of prompts, that are to be computed

@@ -32,7 +32,7 @@ ApiKey = Annotated[str, AfterValidator(check_api_key)]
 
 
 class Change(enum.StrEnum):
-    """What a change of a setting takes while the application runs."""
+    """The effort that a change of a setting takes while the application runs."""
 
     IN_PLACE = "in place"  # `user_config` of the gateways: running ones follow
     GATEWAYS = "gateways restart"  # `user_config`: gateways are replaced, engines go on

@@ -1,4 +1,4 @@
-"""What of an application can change while it runs: the `deployments` beside its `args` in a Serve config file.
+"""The `deployments` beside an application's `args` in a Serve config file: what can change while it runs.
 
 Serve gives all deployments of an application one version, made of its `args`: whatever changes there replaces every
 engine and every gateway. What it finds in `deployments` it changes where it is:
