@@ -178,6 +178,16 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.downscale_delay_s, self.downscale_to_zero_delay_s) + self.look_back_period_s + 5.0
 
 
+class QueueBound(msgspec.Struct, frozen=True):
+    """The queue in an engine from which on it takes no more prompts."""
+
+    requests: int
+    tokens: int  # of prompts, that are to be computed
+
+    def is_reached(self, stats: EngineStats) -> bool:
+        return stats.num_requests_waiting >= self.requests or stats.num_waiting_tokens >= self.tokens
+
+
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A gateway. It is listed before it connects to engines, which is before its port is open."""
 
@@ -188,7 +198,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str  # at which it listens
     port: int
     reach: Reach
-    application: str = ""  # digest of the arguments that it was started with
+    application: str = ""  # digest of the settings that it was started with and keeps
     life_address: str = ""  # for probes, which libzmq answers however busy its Python is, tcp://ip:port
     is_serving: bool = False  # its HTTP port is open
     metrics_address: str = ""  # of its `MetricsExporter`; empty before it serves

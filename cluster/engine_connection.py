@@ -26,7 +26,7 @@ from baton.engine.net.sockets import enable_heartbeat
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
-from .contracts import ClientCounters, EngineGone, EngineRecord
+from .contracts import ClientCounters, EngineGone, EngineRecord, QueueBound
 from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Status, Submit, WireError
 
 logger = logging.getLogger(__name__)
@@ -116,14 +116,14 @@ class Connection:
     def outstanding(self) -> int:
         return len(self._requests)
 
-    def submit(self, request: EngineRequest) -> RequestStream:
+    def submit(self, request: EngineRequest, queue: QueueBound | None) -> RequestStream:
         name = (request.request_id, request.generation)
         stream = RequestStream(functools.partial(self._abandon, *name))
         if self.stats is None or self._socket is None:
             stream.end(self._gone("is not connected"))
             return stream
         self._requests[name] = stream
-        self._send(Submit(self.record.epoch, request))
+        self._send(Submit(self.record.epoch, request, queue))
         return stream
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:

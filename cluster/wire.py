@@ -3,7 +3,7 @@
     gateway DEALER                                  engine ROUTER
       Hello(epoch)            ─────────────────>      aborts this gateway's earlier requests
                               <─────────────────      Status(stats, cached blocks): the connection is ready
-      Submit(epoch, request)  ─────────────────>
+      Submit(epoch, request)  ─────────────────>      with the longest queue that may take it
       Begin(epoch, id, token) ─────────────────>      first token of a request whose blocks came before it
       Abort(epoch, id)        ─────────────────>
                               <─────────────────      Outputs(outputs of one step)
@@ -29,6 +29,8 @@ import msgspec
 from baton.engine.core.block_log import BlockNews
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.protocol.stats import TransferStats
+
+from .contracts import QueueBound
 
 
 class RequestName(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     epoch: int
     request: EngineRequest
+    queue: QueueBound | None = None  # a longer queue refuses the request; None: none does
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -20,8 +20,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.cluster.contracts import EnginePulse
-from baton.cluster.gateway.settings import QueueLimits
+from baton.cluster.contracts import EnginePulse, QueueBound
 from baton.cluster.pluralize import pluralize
 from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Status, Submit
 from baton.engine.core.engine import EngineFailed
@@ -64,11 +63,9 @@ class EngineServer:
         host: str,
         transfers: Callable[[], TransferStats | None] = lambda: None,
         silence_s: float = SILENCE_S,
-        queue_limits: QueueLimits = QueueLimits(),
     ) -> None:
         self._engine = engine
         self._engine_id = engine_id
-        self._queue_limits = queue_limits
         self._socket = EngineSocket(host=host, key=key, epoch=epoch, silence_s=silence_s)
         self.address, self.counters = self._socket.address, self._socket.counters
         self._closing = threading.Event()
@@ -208,9 +205,9 @@ class EngineServer:
                 self._end_all_of(gateway)
             case GatewayUnlisted():  # it stays subscribed: one that knows of a full queue only would never ask again
                 self._end_all_of(gateway)
-            case Submit(request=request):
+            case Submit(request=request, queue=queue):
                 self._publisher.subscribe(gateway)  # it is connected, even if a message to it was lost before
-                self._add(gateway, request, came_s)
+                self._add(gateway, request, queue, came_s)
             case Begin(request_id=request_id, generation=generation, token_id=token_id):
                 if self._requests.owner_of(request_id) == RequestOwner(gateway, generation):
                     self._engine.begin(request_id, generation, token_id)
@@ -228,7 +225,7 @@ class EngineServer:
                     self._abort(request_id, owner.generation)
                     self._refuse(owner.gateway, request_id, owner.generation, LEAVING)
 
-    def _add(self, gateway: bytes, request: EngineRequest, came_s: float) -> None:
+    def _add(self, gateway: bytes, request: EngineRequest, queue: QueueBound | None, came_s: float) -> None:
         if self._leaves:
             self._refuse(gateway, request.request_id, request.generation, LEAVING)
             return
@@ -240,8 +237,8 @@ class EngineServer:
         if owner is not None:  # a newer generation takes the place of the older one
             self._requests.remove(request.request_id)
             self._engine.abort(request.request_id, owner.generation)
-        if not _brings_work(request) and self._queue_limits.reached(stats := self._engine.stats()):
-            self._refuse(gateway, request.request_id, request.generation, _full(stats, self._queue_limits))
+        if queue is not None and not _brings_work(request) and queue.is_reached(stats := self._engine.stats()):
+            self._refuse(gateway, request.request_id, request.generation, _full(stats, queue))
             return
         self._requests.add(request, gateway)
         self._engine.add(request, came_s)
@@ -302,11 +299,11 @@ def _brings_work(request: EngineRequest) -> bool:
     return bool(request.output_token_ids) or request.kv_source is not None
 
 
-def _full(stats: EngineStats, limits: QueueLimits) -> EngineError:
+def _full(stats: EngineStats, queue: QueueBound) -> EngineError:
     requests, tokens = pluralize(stats.num_requests_waiting, "request"), pluralize(stats.num_waiting_tokens, "token")
     message = (
         f"What waits in this engine: {requests}, with {tokens} to compute. "
-        f"gateway.queue_limits are {limits.requests} and {limits.tokens}."
+        f"gateway.queue_limits are {queue.requests} and {queue.tokens}."
     )
     return EngineError(ErrorKind.OVERLOADED, message)
 

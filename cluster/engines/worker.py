@@ -174,15 +174,13 @@ class EngineWorker:
         return self._record(engine, server)
 
     def _serve(self, core: EngineCore) -> EngineServer:
-        gateway = self._launch.spec.gateway
         self._server = EngineServer(
             core,
             engine_id=self._engine_id,
             epoch=self._epoch,
             key=self._launch.key,
             host=self._host,
-            silence_s=gateway.engine_silence_s,
-            queue_limits=gateway.queue_limits,
+            silence_s=self._launch.spec.gateway.engine_silence_s,
             transfers=lambda: None if self._kv.connector is None else self._kv.connector.stats(),
         )
         core.when_woken(self._server.wake)

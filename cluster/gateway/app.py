@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -11,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.cluster.contracts import EngineClient
 
@@ -77,7 +78,7 @@ def create_app(
     breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
     serving = ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
     bodies = bodies or BodyService(model, settings, metrics)
-    gateway = GatewayServices(model, settings, metrics, admission, serving, bodies, spans)
+    gateway = GatewayServices(model, metrics, admission, serving, bodies, spans)
 
     # A redirect would hold the scheme and host of this gateway, which differ from the client's behind a balancer.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -85,8 +86,8 @@ def create_app(
         "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
         "/v1/chat/completions": GenerationEndpoint(gateway, RequestKind.CHAT, ChatRenderer),
         "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
-        "/tokenize": TokenEndpoint(bodies, settings.max_body_bytes, RequestKind.TOKENIZE),
-        "/detokenize": TokenEndpoint(bodies, settings.max_body_bytes, RequestKind.DETOKENIZE),
+        "/tokenize": TokenEndpoint(gateway, RequestKind.TOKENIZE),
+        "/detokenize": TokenEndpoint(gateway, RequestKind.DETOKENIZE),
     }
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
@@ -97,15 +98,58 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
     app.add_middleware(RequestMiddleware, metrics=metrics, keys=keys, routes=paths, drain=drain)
-    if settings.allowed_origins:  # outermost: pages may read refusals, too, and preflight requests carry no key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
+    # Outermost: pages may read refusals, too, and preflight requests carry no key.
+    app.add_middleware(OriginsMiddleware, allowed=lambda: serving.settings.allowed_origins)
+    app.state.parts = _Parts(keys, bodies, serving)
+    return app
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of an application that follow a change of settings."""
+
+    keys: ApiKeys
+    bodies: BodyService
+    serving: ServingContext
+
+
+def reconfigure_app(app: FastAPI, settings: GatewaySettings) -> None:
+    """Make other settings hold, all of them at once: nothing else runs on the event loop meanwhile.
+
+    A request that has begun keeps what was decided at its beginning: its deadlines, its admission, its caller, the size
+    of its body. What it decides later follows the new settings: engines, waits for one, further attempts.
+
+    `body_processes` is the only one that changes nothing here. Raises `InvalidKeys`; then nothing has changed.
+    """
+    parts: _Parts = app.state.parts
+    parts.keys.reconfigure(settings)
+    parts.bodies.reconfigure(settings)
+    parts.serving.reconfigure(settings)
+
+
+class OriginsMiddleware:
+    """CORS for the origins that are allowed now; without any, requests pass unchanged."""
+
+    def __init__(self, app: ASGIApp, *, allowed: Callable[[], list[str]]) -> None:
+        self._app, self._allowed = app, allowed
+        self._origins: list[str] = []
+        self._current = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._origins != (origins := self._allowed()):
+            self._origins, self._current = origins, self._answering(origins)
+        await self._current(scope, receive, send)
+
+    def _answering(self, origins: list[str]) -> ASGIApp:
+        if not origins:
+            return self._app
+        return CORSMiddleware(
+            self._app,
+            allow_origins=origins,
             allow_methods=[*READ, "POST"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    return app
 
 
 def _add_model_routes(app: FastAPI, model: ServedModel) -> None:

@@ -95,14 +95,14 @@ class GatewayMetrics:
         )
         self.circuits_opened = counter("circuits_opened_total", "Engines and pairs that failed too often.", ["kind"])
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
-        self.resumed = counter(
-            "streams_resumed_total", "Streams that were resumed after a part had come from another gateway."
-        )
+        self.resumed = counter("streams_resumed_total", "Streams resumed after a part had come from another gateway.")
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
         for status in STREAM_ERRORS:  # a rate begins with the second value of a series
             self.stream_errors.labels(status)
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
+        help = "1 while `user_config` has settings that this gateway refused: those of before hold."
+        self.settings_refused = Gauge("baton_gateway_settings_refused", help, registry=registry)
         self.unplaced = Gauge("baton_gateway_requests_unplaced", "Choices that wait for an engine.", registry=registry)
         self._bodies = counter("large_bodies_total", "Bodies read in a process of their own, by outcome.", ["outcome"])
         for outcome in BODY_OUTCOMES:

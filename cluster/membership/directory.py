@@ -99,8 +99,10 @@ class Directory:
             logger.info("gateway %s (pid %d on %s) %s", record.identity, record.pid, record.node_ip, state)
         if record.scaling is None:
             self._scaler = None
-        elif self._scaler is None or self._scaler.plan != record.scaling:
+        elif self._scaler is None or self._scaler.plan.fleets != record.scaling.fleets:
             self._scaler = Scaler(record.scaling)
+        else:
+            self._scaler.plan = record.scaling  # targets may change while the application runs
         if actor is not None:
             self._free_standing[record.identity] = actor
             self._watch(record.identity, None, f"gateway {record.identity} (pid {record.pid})", lambda: [actor])

@@ -1,6 +1,7 @@
 """The settings of an application: read from files, checked, and turned into requests to Ray and the engines."""
 
 from .application import REPLICA_CPUS, Bundle, FleetSpec
+from .deployments import with_user_config
 from .errors import InvalidSpec
 from .files import DEFAULT_NAME, applications_in_file, has_model, load_spec, load_specs, read_mapping, specs_in_file
 from .parts import AutoscalingSpec, Fleet, GatewaySpec
@@ -23,4 +24,5 @@ __all__ = [
     "load_specs",
     "read_mapping",
     "specs_in_file",
+    "with_user_config",
 ]

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
 from baton.cluster.contracts import LoadBalancing, Role, ScalePlan
+from baton.cluster.gateway.settings import Change, change_of
 from baton.cluster.logs import LogSettings
 from baton.cluster.pluralize import pluralize
 from baton.engine.config import EngineConfig, InvalidEngineConfig
@@ -126,6 +127,16 @@ class FleetSpec(StrictModel):
     @property
     def served_model_id(self) -> str:
         return self.model_id or Path(self.model).name
+
+    def engine_args(self) -> dict[str, Any]:
+        """Return the arguments of this application that its engines are started with: no limits of gateways, no
+        targets, no API keys.
+        """
+        parts = {"model", "model_id", "engine", "fleets", "transfer", "logging"}
+        args = self.model_dump(mode="json", exclude_unset=True, include=parts)
+        shared = {name for name in type(self.gateway).model_fields if change_of(type(self.gateway), name) is Change.ALL}
+        args["gateway"] = self.gateway.model_dump(mode="json", exclude_unset=True, include=shared)
+        return args if self.autoscaling is None else args | {"autoscaling": {}}
 
     @property
     def num_workers(self) -> int:

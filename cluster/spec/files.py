@@ -12,7 +12,7 @@ import pydantic
 from baton.engine.strict_model import describe
 
 from .application import FleetSpec
-from .deployments import with_sizes_of
+from .deployments import with_deployments
 from .errors import InvalidSpec
 from .ray_clusters import is_ray_cluster
 from .yaml_text import read_yaml
@@ -112,7 +112,7 @@ class _ServeFile(pydantic.BaseModel):
 def applications_in_file(path: Path) -> dict[str, dict[str, Any]]:
     """Return the arguments of Baton's applications in a file, by name. Raises `InvalidSpec`.
 
-    The file is a Serve config, whose sizes under `deployments` count, or holds the arguments of one application.
+    The file is a Serve config, whose `deployments` count, or holds the arguments of one application.
     """
     return _applications_of(read_mapping(path))
 
@@ -132,15 +132,15 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     ours = [each for each in applications if each.import_path == IMPORT_PATH]
     if not ours:
         raise InvalidSpec(f"applications: none has import_path {IMPORT_PATH}, which is Baton's")
-    sized, problems = {}, []
+    changed, problems = {}, []
     for each in ours:
         try:
-            sized[each.name] = with_sizes_of(each.args, each.deployments)
+            changed[each.name] = with_deployments(each.args, each.deployments)
         except InvalidSpec as error:
             problems += [f"{each.name}: {line}" if len(ours) > 1 else line for line in str(error).splitlines()]
     if problems:
         raise InvalidSpec("\n".join(problems))
-    return sized
+    return changed
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from baton.cluster.contracts import Bounds, Role
 from baton.cluster.gateway.api_keys import InvalidKeys, read_key_file
-from baton.cluster.gateway.settings import GatewaySettings
+from baton.cluster.gateway.settings import Change, GatewaySettings, change_of
 from baton.engine.config import EngineArguments
 from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.tiers.settings import TierSettings
@@ -24,17 +24,26 @@ class GatewaySpec(GatewaySettings):
 
     refused: ClassVar = {"gateway_id": "is not set by hand: every gateway draws its own"}
 
-    replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
-    max_surge_percent: int = Field(100, ge=0, le=100)  # gateways of a new version that start before old ones end
-    host: str = Field("0.0.0.0", min_length=1)
-    port: int = Field(8000, ge=1, le=MAX_PORT)  # the first of a machine, where each gateway has its own
-    num_cpus: float = Field(0.1, ge=0)  # for Ray's placement
-    resources: Resources = {}
+    # With internal load balancing; else there is one a node or one a rank.
+    replicas: Annotated[int, Change.OPTION] = Field(1, ge=1)
+    # Gateways of a new version that start before old ones end.
+    max_surge_percent: Annotated[int, Change.OPTION] = Field(100, ge=0, le=100)
+    host: Annotated[str, Change.GATEWAYS] = Field("0.0.0.0", min_length=1)
+    # The first of a machine, where each gateway has its own.
+    port: Annotated[int, Change.GATEWAYS] = Field(8000, ge=1, le=MAX_PORT)
+    num_cpus: Annotated[float, Change.GATEWAYS] = Field(0.1, ge=0)  # for Ray's placement
+    resources: Annotated[Resources, Change.GATEWAYS] = {}
 
     def settings(self, gateway_id: str) -> GatewaySettings:
         """Return the settings of the gateway with this identity."""
         limits = {name: getattr(self, name) for name in GatewaySettings.model_fields}
         return GatewaySettings(**{**limits, "gateway_id": gateway_id})
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Return the settings that a gateway keeps from its start on."""
+        names = [name for name in type(self).model_fields if change_of(type(self), name) is Change.GATEWAYS]
+        return {name: getattr(self, name) for name in names}
 
     def keys(self) -> list[str]:
         """Return the API keys that are valid now; their file is read here. Raises `InvalidSpec` where it gives none."""

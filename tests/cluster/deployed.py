@@ -28,6 +28,7 @@ from . import deployments
 
 READY_S = 120.0
 DRAIN_TIMEOUT_S = 20.0
+PROCESSES = {"engines": "data", "gateways": "gateways"}  # in the table of ranks
 
 
 class Cluster:
@@ -74,6 +75,11 @@ class Cluster:
         self.config["applications"][0]["deployments"] = deployments
         self.deploy()
 
+    def give_gateways(self, **user_config: Any) -> None:
+        """Change what gateways take while they run."""
+        self.config["applications"][0]["deployments"] = [{"name": "gateway", "user_config": user_config}]
+        self.deploy()
+
     def drain(self, rank: int) -> None:
         words = [BATON, "drain", str(rank), "--app", "scaled", "--address", self.address]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -82,6 +88,11 @@ class Cluster:
     def ranks(self) -> list[dict[str, Any]]:
         table = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json()
         return list(table["data"])
+
+    def processes(self) -> dict[str, list[int]]:
+        """Return the process ids of its engines and gateways."""
+        table = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json()
+        return {name: sorted(each["pid"] for each in table[key]) for name, key in PROCESSES.items()}
 
     def wait_for(self, what: Callable[[list[dict[str, Any]]], bool]) -> None:
         eventually(lambda: what(self.ranks()), READY_S, lambda: f"it does not come to it: {self.ranks()}")

@@ -20,6 +20,8 @@ import helm_python
 import jsonschema
 import yaml
 
+from baton.cluster.spec.deployments import with_deployments
+
 HELM = Path(__file__).parents[2] / "helm"
 CHART = HELM / "baton"
 EXAMPLES = {file.stem: file for file in sorted((HELM / "examples").glob("*.yaml"))}
@@ -60,9 +62,9 @@ class Release:
 
     @property
     def application(self) -> Object:
-        """The `args` of the application in the RayService's Serve config."""
+        """The application in the RayService's Serve config: its `args`, with what `deployments` change."""
         (application,) = yaml.safe_load(self.service["serveConfigV2"])["applications"]
-        return application["args"]
+        return with_deployments(application["args"], application["deployments"])
 
     @property
     def groups(self) -> dict[str, Group]:

@@ -14,7 +14,7 @@ from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
 from baton.cluster.gateway.routing.breaker import BreakerSettings
 from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.gateway.settings import QueueLimits
+from baton.cluster.gateway.settings import Change, QueueLimits, change_of
 from baton.cluster.logs import LogSettings
 from baton.cluster.spec import Fleet, GatewaySpec
 from baton.cluster.spec.parts import AutoscalingSpec
@@ -212,6 +212,20 @@ def test_the_page_of_settings_has_each_of_them_with_its_default(section: str) ->
     }
     shown.pop("cost", None)
     assert shown == wanted
+
+
+def test_the_page_of_settings_says_what_a_change_of_each_of_gateways_takes() -> None:
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    table = page.partition("## `gateway`\n")[2].partition("\n## ")[0]
+    said = {
+        name.partition(".")[0]: change
+        for names, change in re.findall(r"^\| (`[^|]+) \|[^|]*\| ([^|]*) \|", table, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+    assert said == {
+        name: change_of(GatewaySpec, name).value for name in GatewaySpec.model_fields if name != "gateway_id"
+    }
+    assert [kind for kind in Change if f"* **{kind}**" not in table] == [], "each is explained"
 
 
 def test_arguments_that_have_one_value_are_named_beside_the_table() -> None:

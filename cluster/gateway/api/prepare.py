@@ -46,7 +46,7 @@ class Preparer:
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
         self._model = model
-        self._settings = settings
+        self.settings = settings
         self._in_event_loop = in_event_loop
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
@@ -139,7 +139,7 @@ class Preparer:
         try:
             text = tokenizer.render_chat(**chat)
             self._check_length("messages", tokenizer.least_tokens(text))
-            if self._settings.special_tokens_in_messages:
+            if self.settings.special_tokens_in_messages:
                 return ChatPrompt(text)
             return await self._compute(len(text), functools.partial(tokenizer.guard_chat, text, **chat))
         except TextError as error:
@@ -165,7 +165,7 @@ class Preparer:
 
     async def _compute(self, num_chars: int, work: Callable[[], T]) -> T:
         """Run work on a text of `num_chars`, in a thread if the text is long."""
-        if not self._in_event_loop or num_chars <= self._settings.inline_tokenize_chars:
+        if not self._in_event_loop or num_chars <= self.settings.inline_tokenize_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
@@ -195,10 +195,10 @@ class Preparer:
         return prompts
 
     def _check_choices(self, prompts: int, n: int) -> None:
-        if prompts * n > self._settings.max_choices:
+        if prompts * n > self.settings.max_choices:
             message = (
                 f"n={n} for {pluralize(prompts, 'prompt')} makes {prompts * n} choices, more than this server's "
-                f"limit of {self._settings.max_choices}."
+                f"limit of {self.settings.max_choices}."
             )
             raise bad_request("n" if n > prompts else "prompt", message)
 

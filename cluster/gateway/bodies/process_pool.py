@@ -59,11 +59,9 @@ class OutcomeCounter(Protocol):
 class BodyProcessPool:
     """Reads bodies in other processes. Start it on the loop that uses it; `close` ends the processes."""
 
-    def __init__(
-        self, module: str, model: ServedModel, max_choices: int, num_processes: int, counters: OutcomeCounter
-    ) -> None:
+    def __init__(self, module: str, model: ServedModel, num_processes: int, counters: OutcomeCounter) -> None:
         """Take the main module of the processes, by its full name."""
-        self._model, self._max_choices, self._counters = model, max_choices, counters
+        self._model, self._counters = model, counters
         self._most_waiting = MAX_WAITING * num_processes
         self._processes = [_BodyProcess(module, self._setup, self._tokenizer) for _ in range(num_processes)]
         self._queue = SmallestFirstQueue(num_processes)
@@ -168,7 +166,6 @@ class BodyProcessPool:
             model.vocab_size,
             list(model.eos_token_ids),
             dict(model.generation_defaults),
-            self._max_choices,
             MEMORY_BYTES,
             TIMEOUT_S,
         )

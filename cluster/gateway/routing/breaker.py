@@ -74,6 +74,12 @@ class Circuit:
         self._trial: object | None = None  # the attempt that is let through while the circuit is half open
         self.newest_s = clock()
 
+    def reconfigure(self, limits: BreakerSettings) -> None:
+        """Take other limits. Events are counted anew where the window is another one."""
+        if limits.window_s != self._limits.window_s:
+            self._window = SlidingWindow(limits.window_s, self._clock)
+        self._limits = limits
+
     @property
     def state(self) -> CircuitState:
         if self._state is CircuitState.OPEN and self._clock() >= self._opened_s + self._limits.open_s:
@@ -150,6 +156,12 @@ class Breakers:
     def num_trials(self) -> int:
         """The number of circuits that wait for the outcome of a single attempt."""
         return sum(circuit.has_trial for circuit in self._circuits.values())
+
+    def reconfigure(self, limits: BreakerSettings) -> None:
+        """Take other limits: open circuits, too, follow them."""
+        self._limits = limits
+        for circuit in self._circuits.values():
+            circuit.reconfigure(limits)
 
     def sent(self, keys: Iterable[CircuitKey], attempt: object) -> None:
         """Note an attempt in each circuit. Call `left` with it in the end, whatever it told meanwhile."""

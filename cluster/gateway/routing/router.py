@@ -90,6 +90,12 @@ class Router:
         self.prefixes = PrefixIndex(clock)
         self.loads = LoadTracker(self.prefixes)
 
+    def reconfigure(self, rates: CostRates, session_patience_s: float, local_prefill_max_tokens: int) -> None:
+        """Take other settings from the next choice on."""
+        self._cost = Cost(rates)
+        self._session_patience_s = session_patience_s
+        self._local_prefill_max_tokens = local_prefill_max_tokens
+
     def read(
         self,
         request: EngineRequest,

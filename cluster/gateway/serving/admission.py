@@ -32,6 +32,11 @@ class AdmissionControl:
         self._num_by_key: Counter[bytes] = Counter()
         self.num_inflight = 0
 
+    def reconfigure(self, settings: GatewaySettings) -> None:
+        """Take other limits from the next request on: those that run go on, also if they are more."""
+        self._settings = settings
+        self._speeds.assumed = settings.cost.prefill_tokens_per_s
+
     @contextmanager
     def admit(self, key: bytes | None) -> Iterator[None]:
         """Count a request with this API key until it ends. Raises `ApiError` (429) if there are too many."""
@@ -62,9 +67,9 @@ class AdmissionControl:
 
     def are_full(self, engines: Sequence[EngineView], refused_by: Collection[EngineKey] = ()) -> bool:
         """Return True if no engine that could compute a prompt has room: it has told so, or has refused a prompt."""
-        limits = self._settings.queue_limits
+        bound = self._settings.queue_limits.bound
         return all(
-            engine_key(view.record) in refused_by or (view.stats is not None and limits.reached(view.stats))
+            engine_key(view.record) in refused_by or (view.stats is not None and bound.is_reached(view.stats))
             for view in _prompt_engines(engines)
         )
 
@@ -93,7 +98,7 @@ class PromptSpeeds:
 
     def __init__(self, assumed: float, clock: Callable[[], float]) -> None:
         """`assumed` are the tokens a second of engines without a measurement."""
-        self._assumed, self._clock = assumed, clock
+        self.assumed, self._clock = assumed, clock
         self._samples: dict[EngineKey, _Sample] = {}
 
     def sample(self, engines: Sequence[EngineView]) -> None:
@@ -117,7 +122,7 @@ class PromptSpeeds:
         if view.stats is None:
             return 0.0
         sample = self._samples.get(engine_key(view.record))
-        return view.stats.num_waiting_tokens / ((sample and sample.per_s) or self._assumed)
+        return view.stats.num_waiting_tokens / ((sample and sample.per_s) or self.assumed)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class WiredEngine:
     hangs.
     """
 
-    def __init__(self, rank: int, role: Role, wire: Wire, limits: QueueLimits) -> None:
+    def __init__(self, rank: int, role: Role, wire: Wire) -> None:
         self.runs, self.moves = threading.Event(), threading.Event()
         self.runs.set()
         self.moves.set()
@@ -53,9 +53,7 @@ class WiredEngine:
         self._connector = FakeConnector(wire, runner.memory)
         self._core = EngineCore(CONFIG, runner, self._connector)
         name = f"{role}-{rank}"
-        self.server = EngineServer(
-            self, engine_id=name, epoch=100 + rank, key=KEY, host="127.0.0.1", queue_limits=limits
-        )
+        self.server = EngineServer(self, engine_id=name, epoch=100 + rank, key=KEY, host="127.0.0.1")
         self.record = EngineRecord(
             engine_id=name,
             group_id=name,
@@ -131,7 +129,7 @@ class WiredGateway:
 class WiredFleet:
     def __init__(self, *roles: Role, limits: QueueLimits = QueueLimits()) -> None:
         wire = Wire()
-        self.engines = [WiredEngine(rank, role, wire, limits) for rank, role in enumerate(roles)]
+        self.engines = [WiredEngine(rank, role, wire) for rank, role in enumerate(roles)]
         self._limits = limits
 
     @asynccontextmanager
@@ -139,7 +137,7 @@ class WiredFleet:
         """One that starts, hears of all engines and, at the end, leaves."""
         source = ListedSource()
         source.show(*(engine.record for engine in self.engines))
-        client = ZmqEngineClient(source, KEY, name)
+        client = ZmqEngineClient(source, KEY, name, queue=self._limits.bound)
         await client.start()
         metrics = GatewayMetrics("tiny", client.engines)
         app = create_app(client, MODEL, GatewaySettings(gateway_id=name, queue_limits=self._limits), metrics=metrics)

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray.serve._private.application_state import override_deployment_info
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve._private.deployment_state import DeploymentTargetState
+from ray.serve._private.version import DeploymentVersion
+from ray.serve.schema import ServeApplicationSchema
 
 from baton.cluster.app import build_app
 from baton.cluster.contracts import Role
 from baton.cluster.engines.group import GroupCannotStart
 from baton.cluster.engines.replica import check_gpus
+from baton.cluster.gateway.settings import Change, change_of
 from baton.cluster.membership.draining import LONGEST_S
-from baton.cluster.spec import load_spec
+from baton.cluster.spec import GatewaySpec, load_spec
 from baton.kv_transfer.tiers.settings import TierSettings
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
@@ -108,3 +115,89 @@ def test_a_fleet_that_is_scaled_has_its_bounds_and_no_delays_but_the_policys(dep
     assert (scaled.upscale_delay_s, scaled.downscale_delay_s) == (0, 0)
     assert parts["decode"]._deployment_config.autoscaling_config is None
     assert parts["decode"].num_replicas == 2
+
+
+# Another value of each setting of gateways.
+OTHER: dict[str, Any] = {
+    **{"api_keys": ["other"], "allowed_origins": ["other"]},
+    **dict.fromkeys(("api_keys_file", "host"), "other"),
+    **{
+        "min_priority": -3,
+        "port": 8003,
+        "resources": {"other": 1},
+        "isolate_keys": True,
+        "special_tokens_in_messages": True,
+    },
+    **{"queue_limits": {"tokens": 3}, "breaker": {"failures": 3}, "cost": {"handoff_s": 3.0}},
+}
+ALWAYS = {"api_keys": ["sk"]}  # else keys could not isolate anybody
+INTERNAL_OPTIONS = {
+    "replicas": {"num_replicas": 3},
+    "max_surge_percent": {"max_surge_percent": 3},
+    "num_cpus": {"ray_actor_options": {"num_cpus": 3}},
+    "resources": {"ray_actor_options": {"num_cpus": 0.1, "resources": {"other": 1}}},
+}
+SETTINGS = sorted(GatewaySpec.model_fields.keys() - {"gateway_id"})
+
+
+def versions(parts: dict[str, serve.Deployment], args: dict[str, Any], *given: Any) -> dict[str, DeploymentVersion]:
+    """Return the version that Serve gives each deployment of an application in a Serve config file."""
+    file = {"import_path": "baton.cluster.app:build_app", "args": args, "deployments": list(given)}
+    config = ServeApplicationSchema.model_validate(file)
+    infos = {
+        name: DeploymentInfo(part._deployment_config, part._replica_config, 0, "", version=get_app_code_version(config))
+        for name, part in parts.items()
+    }
+    targets = {
+        name: DeploymentTargetState.create(info, 1) for name, info in override_deployment_info(infos, config).items()
+    }
+    return {name: target.version for name, target in targets.items() if target.version is not None}
+
+
+@pytest.mark.parametrize("mode", ["internal", "hybrid"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_gateways_that_changes_restarts_no_engine(deployed: Any, mode: str, name: str) -> None:
+    """Serve compares versions: with another one it replaces replicas, or calls their `reconfigure`."""
+    change, value = change_of(GatewaySpec, name), OTHER.get(name, 3)
+    args = {"load_balancing": mode, "gateway": ALWAYS}
+    parts = deployed(**args)
+    option = INTERNAL_OPTIONS.get(name) if mode == "internal" else None
+    if change is Change.ALL or (change is Change.OPTION and option is None):
+        return  # refused under `deployments`: see test_spec.py
+    old = versions(parts, args)
+    new = versions(parts, args, {"name": "gateway", **(option or {"user_config": {"gateway": {name: value}}})})
+    engines = {"prefill", "decode"}
+    assert {each: old[each] for each in engines} == {each: new[each] for each in engines}
+    replaces_gateways = option is not None and "ray_actor_options" in option
+    assert old["gateway"].requires_actor_restart(new["gateway"]) == replaces_gateways
+    if option is None:
+        assert old["gateway"].requires_actor_reconfigure(new["gateway"])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_engines_are_bound_to_no_setting_of_gateways_but_one_that_they_use(deployed: Any, name: str) -> None:
+    both = [deployed(gateway=gateway) for gateway in (ALWAYS, ALWAYS | {name: OTHER.get(name, 3)})]
+    for role in ("prefill", "decode"):
+        old, new = (parts[role].init_args for parts in both)
+        assert (old == new) == (change_of(GatewaySpec, name) is not Change.ALL)
+        assert "sk" not in str(new), "API keys are none of the engines' business"
+    assert both[0]["gateway"].init_args != both[1]["gateway"].init_args
+
+
+def test_sizes_and_targets_that_change_beside_the_arguments_restart_nothing(deployed: Any) -> None:
+    args = {"fleets": {"prefill": {"min_replicas": 1, "max_replicas": 3}, "decode": {}}, "autoscaling": {}}
+    parts = deployed(**args)
+    targets = {"name": "gateway", "user_config": {"autoscaling": {"ttft_s": 0.2}}}
+    old, new = versions(parts, args), versions(parts, args, {"name": "decode", "num_replicas": 3}, targets)
+    assert [name for name in parts if old[name].requires_actor_restart(new[name])] == []
+    assert old["gateway"].requires_actor_reconfigure(new["gateway"])
+    assert deployed(**(args | {"autoscaling": {"ttft_s": 0.2}}))["prefill"].init_args == parts["prefill"].init_args
+
+
+def test_a_setting_that_is_gone_from_the_file_is_as_in_the_arguments_again(deployed: Any) -> None:
+    """Serve tells a replica nothing where there is no `user_config` at all."""
+    parts = deployed()
+    given = {"name": "gateway", "user_config": {"gateway": {"max_choices": 3}}}
+    old, new = versions(parts, {}, given), versions(parts, {})
+    assert old["gateway"].requires_actor_reconfigure(new["gateway"])
+    assert new["gateway"].deployment_config.user_config == {}

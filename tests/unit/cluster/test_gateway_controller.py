@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from baton.cluster.ingress.gateway_placement import GatewayPlacement, PortAlloca
 
 from ...helpers.fakes import make_gateway, make_record
 
+DEMO = Path(__file__).parents[3] / "configs/demo/model"
 ENGINES = [
     make_record(rank=0, role=Role.PREFILL, node="a"),
     make_record(rank=1, role=Role.DECODE, node="b"),
@@ -117,6 +119,84 @@ def test_a_gateway_that_lives_but_is_not_listed_for_long_hangs() -> None:
     assert hanging.has_ended(101.0 + SILENT_S)
     hanging.update_listing({"g"}, now_s=120.0)
     assert not hanging.has_ended(200.0), "it has registered again"
+
+
+class Controller(gateway_controller.GatewayController):
+    """A controller that runs, with a gateway that takes what it is told as the test says."""
+
+    def __init__(self, outcomes: list[Exception | None]) -> None:
+        self.told: list[Any] = []
+        self.ended = 0
+        self._args = {"model": str(DEMO), "load_balancing": "hybrid", "fleets": {"unified": {}}}
+        self._outcomes = outcomes
+        self._changed = asyncio.Event()
+        self._tasks = [asyncio.create_task(asyncio.sleep(60))]
+        self._ports = PortAllocator(8000)
+        self.placement = GatewayPlacement(Reach(mode=LoadBalancing.HYBRID, node_id="b"), "b", "127.0.0.1")
+        self.started: list[Any] = []
+
+    async def give(self, user_config: dict[str, Any]) -> None:
+        await self.reconfigure(user_config)
+        await self._reconcile(self.placement, needed=True)
+
+    async def has_gateway(self) -> None:
+        await self.reconfigure({})
+        actor: Any = SimpleNamespace(reconfigure=SimpleNamespace(remote=self._tell))
+        record = msgspec.structs.replace(make_gateway("g"), application=self._version)
+        self._gateways = {self.placement.name: RunningGateway(actor, record, asyncio.Future())}
+
+    async def _tell(self, user_config: dict[str, Any]) -> None:
+        self.told.append(user_config)
+        if error := self._outcomes.pop(0) if self._outcomes else None:
+            raise error
+
+    async def _start(self, placement: GatewayPlacement) -> None:
+        self.started.append(self._ports.port_of(placement))
+
+    async def _end(self, gateway: RunningGateway) -> None:
+        self._gateways.clear()
+        self.ended += 1
+
+
+LESS = {"gateway": {"max_inflight_requests": 7}}
+
+
+async def test_gateways_that_run_take_what_the_controller_is_told_once() -> None:
+    controller = Controller([])
+    await controller.has_gateway()
+    await controller.give({})
+    assert controller.told == [{}], "it may be the gateway of an earlier controller"
+    for _ in range(2):
+        await controller.give(LESS)
+    assert (controller.told, controller.ended) == ([{}, LESS], 0)
+
+
+async def test_a_gateway_that_could_not_take_settings_is_told_again() -> None:
+    controller = Controller([ray.exceptions.GetTimeoutError(), None])
+    await controller.has_gateway()
+    for _ in range(3):
+        await controller.give(LESS)
+    assert controller.told == [LESS, LESS]
+
+
+async def test_wrong_settings_reach_no_gateway_but_to_be_refused_there() -> None:
+    controller = Controller([])
+    await controller.has_gateway()
+    await controller.give(LESS)
+    await controller.give({"gateway": {"max_inflight_requests": 0}})
+    assert controller.told == [LESS, {"gateway": {"max_inflight_requests": 0}}]
+    controller.told.clear()
+    await controller._reconcile(controller.placement, needed=True)
+    assert (controller.told, controller._gateway.max_inflight_requests) == ([], 7)
+
+
+@pytest.mark.parametrize("setting", [{"port": 9000}, {"host": "127.0.0.1"}, {"num_cpus": 1}, {"body_processes": 1}])
+async def test_a_gateway_is_replaced_for_what_it_keeps_from_its_start_on(setting: dict[str, Any]) -> None:
+    controller = Controller([])
+    await controller.has_gateway()
+    await controller.give({"gateway": setting})
+    assert (controller.ended, controller.told) == (1, [])
+    assert controller.started == [setting.get("port", 8000)]
 
 
 class SlowServer:

@@ -214,7 +214,27 @@ def test_the_sizes_that_serve_is_given_beside_the_arguments_are_the_application_
             "autoscaling_config of decode follows from `args`: give fleets.*",
         ),
         ({"name": "decode", "ray_actor_options": {}}, "give fleets.decode.num_cpus and fleets.decode.resources"),
-        ({"name": "gateway", "ray_actor_options": {}}, "give gateway.num_cpus and gateway.resources"),
+        ({"name": "gateway", "ray_actor_options": {"num_gpus": 1}}, "num_gpus: may hold num_cpus and resources"),
+        ({"name": "gateway", "ray_actor_options": 3}, "3: may hold num_cpus and resources"),
+        ({"name": "gateway", "max_ongoing_requests": 3}, "give gateway.max_inflight_requests"),
+        (
+            {"name": "gateway", "user_config": 3},
+            "user_config of gateway must be a mapping with gateway and autoscaling",
+        ),
+        ({"name": "gateway", "user_config": {"gateway": 3}}, "user_config of gateway: gateway must be a mapping"),
+        ({"name": "gateway", "user_config": {"engine": {}}}, "'engine' cannot change while the application runs"),
+        ({"name": "gateway", "user_config": {"gateway": {"replicas": 2}}}, "give num_replicas beside it"),
+        ({"name": "gateway", "user_config": {"gateway": {"max_surge_percent": 2}}}, "give max_surge_percent beside it"),
+        ({"name": "gateway", "user_config": {"gateway": {"num_cpus": 2}}}, "give ray_actor_options.num_cpus beside it"),
+        (
+            {"name": "gateway", "user_config": {"gateway": {"engine_silence_s": 2}}},
+            "gateway.engine_silence_s is the engines' setting, too: give it in `args`",
+        ),
+        (
+            {"name": "gateway", "user_config": {"gateway": {"drain_s": -1}}},
+            "gateway.drain_s: is -1, must be at least 0",
+        ),
+        ({"name": "gateway", "user_config": {"gateway": {"max_choice": 1}}}, "did you mean 'max_choices'?"),
         (
             {"name": "decode", "user_config": 1},
             "user_config of decode follows from `args`: only num_replicas may be given",
@@ -226,6 +246,31 @@ def test_what_serve_would_change_behind_the_application_s_back_is_refused(
 ) -> None:
     with pytest.raises(InvalidSpec, match=re.escape(said)):
         specs_in_file(with_deployments(tmp_path, pair(model=model), deployment))
+
+
+def test_what_serve_changes_while_the_application_runs_is_over_its_arguments(model: str, tmp_path: Path) -> None:
+    gateway = {"port": 9000, "breaker": {"failures": 9, "open_s": 2.0}, "allowed_origins": ["https://a.example"]}
+    args = pair(model=model, gateway=gateway)
+    changed = {"breaker": {"open_s": 7.0}, "allowed_origins": [], "max_choices": 3, "port": 9001}
+    options = {"ray_actor_options": {"num_cpus": 2, "resources": {"east": 1}}, "max_surge_percent": 50}
+    deployment = {"name": "gateway", "user_config": {"gateway": changed}, **options}
+    (spec,) = specs_in_file(with_deployments(tmp_path, args, deployment)).values()
+    assert (spec.gateway.breaker.failures, spec.gateway.breaker.open_s) == (9, 7.0)
+    assert (spec.gateway.allowed_origins, spec.gateway.max_choices, spec.gateway.port) == ([], 3, 9001)
+    assert (spec.gateway.num_cpus, spec.gateway.resources, spec.gateway.max_surge_percent) == (2, {"east": 1}, 50)
+    beside_ranks = args | {"load_balancing": "hybrid"}
+    deployment = {"name": "gateway", "user_config": {"gateway": {"num_cpus": 3}}}
+    (spec,) = specs_in_file(with_deployments(tmp_path, beside_ranks, deployment)).values()
+    assert spec.gateway.num_cpus == 3
+
+
+def test_targets_of_the_autoscaler_may_change_while_the_application_runs(model: str, tmp_path: Path) -> None:
+    args = {"model": model, "fleets": {"unified": {"min_replicas": 1, "max_replicas": 3}}}
+    deployment = {"name": "gateway", "user_config": {"autoscaling": {"ttft_s": 0.2}}}
+    file = with_deployments(tmp_path, args | {"autoscaling": {"inter_token_s": 0.1}}, deployment)
+    (spec,) = specs_in_file(file).values()
+    assert spec.scale_plan is not None
+    assert (spec.scale_plan.ttft_s, spec.scale_plan.inter_token_s) == (0.2, 0.1)
 
 
 def test_a_size_is_given_once_and_not_to_a_fleet_that_is_scaled(model: str, tmp_path: Path) -> None:
