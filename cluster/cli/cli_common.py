@@ -46,7 +46,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     def plan(options: PlanOptions) -> None: ...
     """
     hints = get_type_hints(command, include_extras=True)
-    tables = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    tables: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
