@@ -1,4 +1,4 @@
-"""The attempts of one sequence: which engine has it, which is about to, and how each of them ends.
+"""The attempts and the KV offer of one sequence: an attempt, an early one beside it, and an offer, each at most once.
 
 current    its outputs are read
 early      fetches the prompt's KV while the current one computes it; becomes the current one with `begin_early`
