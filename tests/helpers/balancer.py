@@ -110,10 +110,15 @@ def wait_until_healthy(port: int) -> None:
 
 
 def answered_by(port: int) -> float:
-    """How many requests the gateway has served."""
-    lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
-    name = 'baton_http_responses_total{route="/v1/completions",status="200"} '
-    return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
+    """How many requests the gateway at this port has served; its scrape may have those of others, too."""
+    url = f"http://127.0.0.1:{port}"
+    gateway = httpx.get(f"{url}/v1/cluster/ranks").json()["gateway"]
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    names = [
+        f'baton_http_responses_total{{{own}route="/v1/completions",status="200"}} '
+        for own in ("", f'gateway="{gateway}",')
+    ]
+    return sum(float(line.removeprefix(name)) for line in lines for name in names if line.startswith(name))
 
 
 @dataclass
