@@ -140,6 +140,7 @@ class GatewayController:
         self._args = args
         self._app = serve.get_replica_context().app_name
         self._tasks: list[asyncio.Task[None]] = []  # none before the first `reconfigure`
+        self._ports = PortAllocator(0)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Begin to keep gateways with these settings, or give them to those that run.
@@ -157,8 +158,8 @@ class GatewayController:
                     await gateway.actor.reconfigure.remote(user_config)
             return
         has_begun = bool(self._tasks)
-        if not has_begun or spec.gateway.port != self._ports.first:
-            self._ports: PortAllocator = PortAllocator(spec.gateway.port)
+        if spec.gateway.port != self._ports.first:
+            self._ports = PortAllocator(spec.gateway.port)
         self._user_config, self._gateway = user_config, spec.gateway
         self._version = digest(self._args, spec)
         if has_begun:

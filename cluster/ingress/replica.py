@@ -17,6 +17,8 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from baton.cluster.contracts import Reach
@@ -33,15 +35,15 @@ def _app_of_this_process() -> FastAPI:
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer as the application of this process, which Serve asks for before the gateway has started."""
-    if scope["type"] != "lifespan":
-        await _app_of_this_process()(scope, receive, send)
-        return
-    for _ in ("startup", "shutdown"):
-        await send({"type": f"{(await receive())['type']}.complete"})
+    await _app_of_this_process()(scope, receive, send)
 
 
-@serve.ingress(lambda: _answer)
+def app_behind_proxy() -> Starlette:
+    """Return what answers behind Serve's proxy, which asks for it before the gateway has started."""
+    return Starlette(routes=[Mount("/", _answer)])
+
+
+@serve.ingress(app_behind_proxy)
 class GatewayReplica:
     """Serve's replica of one gateway."""
 

@@ -26,7 +26,7 @@ import ray
 from ray.actor import ActorHandle
 
 from baton.cluster.autoscaling.load import GatewayLoad
-from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
+from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
 from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
 from baton.cluster.logs import LogSettings, configure
 from baton.cluster.process_metrics import MetricsExporter
@@ -97,12 +97,7 @@ class Directory:
         if self._members.version != version:
             state = f"serves at port {record.port}" if record.is_serving else "is listed"
             logger.info("gateway %s (pid %d on %s) %s", record.identity, record.pid, record.node_ip, state)
-        if record.scaling is None:
-            self._scaler = None
-        elif self._scaler is None or self._scaler.plan.fleets != record.scaling.fleets:
-            self._scaler = Scaler(record.scaling)
-        else:
-            self._scaler.plan = record.scaling  # targets may change while the application runs
+        self._scaler = scaler_for(record.scaling, self._scaler)
         if actor is not None:
             self._free_standing[record.identity] = actor
             self._watch(record.identity, None, f"gateway {record.identity} (pid {record.pid})", lambda: [actor])

@@ -23,7 +23,7 @@ from baton.cluster.autoscaling.load import (
     percentile,
 )
 from baton.cluster.autoscaling.policy import Moment, decide, desired_sizes
-from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
+from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
 from baton.cluster.cli.main import app
 from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, ScalePlan
 from baton.cluster.gateway.metrics import GatewayMetrics
@@ -428,6 +428,19 @@ def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_t
     assert scaled.gpu_seconds < 0.8 * largest.gpu_seconds
     assert scaled.ttft_attained > mean.ttft_attained + 0.2
     assert scaled.changes >= 3, "up and down"
+
+
+def test_other_targets_hold_at_once_and_what_was_decided_and_measured_stays() -> None:
+    scaler = scaler_for(UNIFIED, None)
+    assert scaler is not None
+    scaler.start_from({U: 2})
+    targets = msgspec.structs.replace(UNIFIED, ttft_s=UNIFIED.ttft_s / 2)
+    assert scaler_for(targets, scaler) is scaler
+    assert scaler.plan is targets
+    assert scaler.wanted(U) == FleetTarget(2, [])
+    bounds = scaler_for(msgspec.structs.replace(targets, fleets={U: Bounds(1, 9)}), scaler)
+    assert bounds is not scaler, "a fleet with other bounds is another fleet"
+    assert scaler_for(None, scaler) is None
 
 
 def test_a_steady_load_changes_nothing_once_it_is_served() -> None:

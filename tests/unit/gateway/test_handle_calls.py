@@ -8,9 +8,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
+from ray.serve._private.thirdparty.get_asgi_route_name import get_asgi_route_name
 
 from baton.cluster.contracts import Role
+from baton.cluster.ingress import replica
 from baton.cluster.ingress.handle_calls import CHAT, COMPLETIONS, RESPONSES, CallFailed, call, stream
 
 from ...helpers.gateway_service import Service
@@ -83,3 +86,22 @@ async def test_a_stream_whose_engine_fails_for_good_raises(start: Callable[..., 
         [chunk async for chunk in chunks]
     assert failed.value.status == 0
     assert failed.value.error["type"] == "service_unavailable"
+
+
+async def test_serves_proxy_is_answered_as_the_gateways_own_port_is(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve asks for what answers before the gateway has started, names its routes, and adds its prefix."""
+    behind = replica.app_behind_proxy()
+    service = start(Role.UNIFIED)
+    monkeypatch.setattr(replica, "_app", service.app)
+    scope = {"type": "http", "path": "/v1/models", "method": "GET", "root_path": ""}
+    assert get_asgi_route_name(behind, scope) == "", "all count for the application's prefix"
+    for root in ("", "/prefix"):
+        transport = httpx.ASGITransport(behind, root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as proxy:
+            for path in ("/v1/models", "/health", "/nowhere"):
+                answer, own = await proxy.get(root + path), await service.http.get(path)
+                assert answer.status_code == own.status_code
+                if path != "/nowhere":
+                    assert answer.json() == own.json()
