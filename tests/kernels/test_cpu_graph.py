@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kernels.activation import Activation, activation_and_mul
 from baton.kernels.embedding import embedding
 from baton.kernels.linear import RowNorm, gated_linear, linear, pack
 from baton.kernels.native.calls import CallRecorder, NotRecordable
 from baton.kernels.native.cpu_graph import Workspace, record
 from baton.kernels.rms_norm import rms_norm
-from baton.kernels.silu_and_mul import silu_and_mul
 
 GAIN = torch.randn(64).bfloat16()
 
@@ -44,7 +44,7 @@ def test_a_graph_serves_fewer_rows_and_leaves_the_others_as_they_were() -> None:
 
     def run() -> Tensor:
         hidden = rms_norm(embedding(ids, table), GAIN, 1e-6)
-        return silu_and_mul(rms_norm(embedding(wanted, hidden), GAIN, 1e-6))
+        return activation_and_mul(rms_norm(embedding(wanted, hidden), GAIN, 1e-6), Activation.SILU)
 
     recording = record(run, Workspace(), (8, 3))
     recording.graph.replay(8, 3)
@@ -58,11 +58,11 @@ def test_a_graph_serves_fewer_rows_and_leaves_the_others_as_they_were() -> None:
 
 def test_recording_computes_nothing() -> None:
     gate_up, out = torch.randn(5, 64), torch.zeros(5, 32)
-    recording = record(lambda: silu_and_mul(gate_up, out), Workspace())
+    recording = record(lambda: activation_and_mul(gate_up, Activation.SILU, out), Workspace())
     assert recording.answer is out
     assert not out.any()
     recording.graph.replay()
-    assert torch.equal(out, silu_and_mul(gate_up))
+    assert torch.equal(out, activation_and_mul(gate_up, Activation.SILU))
 
 
 def test_products_in_panels_can_be_recorded() -> None:
