@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.layout import KVLayout
 from ..models import families
-from ..models.family import CacheShape, Family
+from ..models.family import CacheShape, Family, Scales
 from ..weights.checkpoint import Checkpoint
 from .errors import (
     InvalidModelConfig,
@@ -29,7 +29,7 @@ from .folder import GenerationDefaults, ModelFolder, read_eos_token_ids, read_ge
 from .keys import Keys
 from .latent import LatentShape
 from .quantization import Quantization, read_quantization
-from .rope import Rope, default_positions, reachable_positions, read_rope
+from .rope import Rope, default_positions, reachable_positions, read_rope, read_ropes_by_window
 from .windows import read_layer_windows
 
 __all__ = [
@@ -69,11 +69,13 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     rope: Rope
+    window_rope: Rope | None  # of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
     num_draft_layers: int  # behind the last layer, for guessing further tokens: in the checkpoint, and never run
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
+    scales: Scales
     layer_windows: tuple[int | None, ...]  # of each layer: how many keys a query sees, itself included; None: all
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together
@@ -135,7 +137,9 @@ class ModelConfig:
         computed_in = _dtype(dtype, folder)
         max_positions = folder.keys.integer("max_position_embeddings")
         max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
-        computed["rope"] = computed["rope"].at_length(max_model_len, _rotary_dim(computed))
+        for name in ("rope", "window_rope"):
+            if computed[name] is not None:
+                computed[name] = computed[name].at_length(max_model_len, _rotary_dim(computed))
         return cls(
             folder=folder.path,
             **computed,
@@ -159,7 +163,13 @@ def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
 def _computed(folder: ModelFolder) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that say what the layers compute."""
     keys, family = folder.keys, folder.family
-    _refuse_what_no_layer_computes(keys)
+    _refuse_what_no_layer_computes(keys, family)
+    max_positions = keys.integer("max_position_embeddings")
+    rope, window_rope = (
+        read_ropes_by_window(keys.values, max_positions)
+        if family.windows is not None and family.windows.own_rope
+        else (read_rope(keys.values, max_positions), None)
+    )
     latent = None if family.latent is None else family.latent(keys)
     shape = _shape(keys, latent)
     num_layers = shape["num_layers"]
@@ -172,7 +182,9 @@ def _computed(folder: ModelFolder) -> dict[str, Any]:
         "attention_bias": keys.flag("attention_bias", False),
         "mlp_bias": keys.flag("mlp_bias", False),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
-        "rope": read_rope(keys.values, keys.integer("max_position_embeddings")),
+        "rope": rope,
+        "window_rope": window_rope,
+        "scales": family.scales(keys),
         "quantization": read_quantization(keys, folder.tensors),
         "moe": moe,
         "layer_windows": read_layer_windows(family.windows, keys, num_layers),
@@ -184,10 +196,17 @@ def _rotary_dim(computed: Mapping[str, Any]) -> int:
     return int(computed["head_dim"] if latent is None else latent.rope_dim)
 
 
-def _refuse_what_no_layer_computes(keys: Keys) -> None:
-    activation = keys.values.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
+def _refuse_what_no_layer_computes(keys: Keys, family: Family) -> None:
+    computed = family.activation
+    activation = keys.values.get(family.activation_key) or computed
+    if activation != computed and (activation, computed) != ("swish", "silu"):  # two names of one function
+        raise UnsupportedModel(
+            f"config.json: {family.activation_key} {activation!r} is not supported, only {computed!r}"
+        )
+    if keys.flag("use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            "config.json: use_bidirectional_attention is not supported: tokens see those before them"
+        )
 
 
 def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A family of models: the contract between a model file and everything that reads configs or builds layers.
 
-    config.json ──Family.defaults, windows, experts, latent──> ModelConfig ──Family.layer──> decoder layers
-                                                                    └──────Family.cache──> KVLayout, `baton plan`
+    config.json ──Family.defaults, windows, experts, latent, scales──> ModelConfig ──Family.layer──> decoder layers
+                                                                            └────────Family.cache──> KVLayout, plans
 
 Importing this package and its model files loads no torch: gateways and `baton plan` read configs, and never build one.
 """
@@ -31,6 +31,16 @@ class CacheShape:
     head_dim: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors and caps that a family reads from its config. By default there are none."""
+
+    embedding: float = 1.0  # of the embedding's rows; rounded to the model's dtype, as they are
+    score: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    score_cap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_cap: float | None = None  # and so do logits
+
+
 def keys_and_values(config: ModelConfig) -> CacheShape:
     """Keep a key and a value of every KV head."""
     return CacheShape(num_kv_heads=config.num_kv_heads, num_planes=2, head_dim=config.head_dim)
@@ -40,6 +50,10 @@ def latents(config: ModelConfig) -> CacheShape:
     """Keep a latent and the rotated part of a key, which all heads share."""
     assert config.latent is not None, "a config of this family has latents"
     return CacheShape(num_kv_heads=1, num_planes=1, head_dim=config.latent.rank + config.latent.rope_dim)
+
+
+def no_scales(keys: Keys) -> Scales:
+    return Scales()
 
 
 def no_tensors(config: ModelConfig) -> tuple[str, ...]:
@@ -58,4 +72,8 @@ class Family:
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
     experts: Callable[[Keys, int], ExpertsConfig] | None = None  # of so many layers; None: there are none
     latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
+    scales: Callable[[Keys], Scales] = no_scales
+    norm_offset: float = 0.0  # added to the weights of norms, which are stored without it
+    activation: str = "silu"  # that its layers compute; a config that names another is refused
+    activation_key: str = "hidden_act"  # under which a config names it
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
