@@ -42,7 +42,7 @@ class RMSNorm(Layer):
 
 
 class OffsetParameter(Parameter):
-    """What a checkpoint stores, plus `offset`, in float32."""
+    """The sum of what a checkpoint stores and `offset`, in float32."""
 
     __slots__ = ("offset",)
 

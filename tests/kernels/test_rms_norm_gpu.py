@@ -62,8 +62,9 @@ def test_shapes_that_do_not_fit_are_refused(residual: torch.Tensor | None) -> No
         gpu.rms_norm(torch.zeros(2, 32), weight, EPS, residual)
 
 
-def test_loads_are_wide_and_a_row_stays_in_registers() -> None:
-    types = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
+@pytest.mark.parametrize("weight", ["*bf16", "*fp32"])
+def test_loads_are_wide_and_a_row_stays_in_registers(weight: str) -> None:
+    types = {**dict.fromkeys(("x", "residual", "out", "total"), "*bf16"), "weight": weight}
     sizes = {"num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32"}
     for width in (1024, 4096, 16384):
         _, num_warps = gpu._shape(1, width)

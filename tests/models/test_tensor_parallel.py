@@ -57,7 +57,7 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3-more-ranks-than-kv-heads": ("qwen3", {"num_attention_heads": 8}, 4),
     "qwen2-more-ranks-than-kv-heads": ("qwen2", {"num_key_value_heads": 1}, 4),
     "olmo2-more-ranks-than-kv-heads": ("olmo2", {}, 4),
-    "gemma2-ranks-without-a-vocabulary": ("gemma2", {"vocab_size": 33}, 4),
+    "gemma2-four": ("gemma2", {}, 4),
     "deepseek_v2-four": ("deepseek_v2", {}, 4),
     "gpt_oss-four": ("gpt_oss", {}, 4),
     "qwen3_moe-odd-vocabulary": ("qwen3_moe", {"vocab_size": 251}, 4),
