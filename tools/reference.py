@@ -157,7 +157,7 @@ def metrics_page() -> str:
 def sample_status() -> Status:
     """Return the status of an engine that has everything of which there are metrics."""
     absent = ("num_late_compilations", "experts", "tiers")
-    counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
+    counts: dict[str, Any] = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
     return Status(1, EngineStats(**counts, tiers=TierStats()), TransferStats())
 
 

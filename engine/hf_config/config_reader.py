@@ -20,7 +20,7 @@ from .keys import Keys
 from .latent import LatentShape
 from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
-from .rope import Rope, default_positions, reachable_positions, read_rope
+from .rope import Rope, default_positions, reachable_positions, read_rope, read_ropes_by_window
 from .windows import read_layer_windows
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -48,7 +48,9 @@ def read_config(
     computed_in = _dtype(dtype, keys, folder.checkpoint)
     max_positions = keys.integer("max_position_embeddings")
     max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
-    computed["rope"] = computed["rope"].at_length(max_model_len, _rotary_dim(computed))
+    for name in ("rope", "window_rope"):
+        if computed[name] is not None:
+            computed[name] = computed[name].at_length(max_model_len, _rotary_dim(computed))
     return ModelConfig(
         folder=folder.path,
         rules=rules,
@@ -82,7 +84,13 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
 
 def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that say what the layers compute."""
-    _refuse_what_no_layer_computes(keys)
+    _refuse_what_no_layer_computes(keys, rules)
+    max_positions = keys.integer("max_position_embeddings")
+    rope, window_rope = (
+        read_ropes_by_window(keys.values, max_positions)
+        if rules.windows is not None and rules.windows.own_rope
+        else (read_rope(keys.values, max_positions), None)
+    )
     latent = None if rules.latent is None else rules.latent(keys)
     shape = _shape(keys, latent)
     num_layers = shape["num_layers"]
@@ -95,7 +103,9 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
         "attention_bias": keys.flag("attention_bias", False),
         "mlp_bias": keys.flag("mlp_bias", False),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
-        "rope": read_rope(keys.values, keys.integer("max_position_embeddings")),
+        "rope": rope,
+        "window_rope": window_rope,
+        "scales": rules.scales(keys),
         "quantization": read_quantization(keys, folder.tensors),
         "moe": moe,
         "layer_windows": read_layer_windows(rules.windows, keys, num_layers),
@@ -107,10 +117,17 @@ def _rotary_dim(computed: Mapping[str, Any]) -> int:
     return int(computed["head_dim"] if latent is None else latent.rope_dim)
 
 
-def _refuse_what_no_layer_computes(keys: Keys) -> None:
-    activation = keys.values.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
+def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
+    computed = rules.activation
+    activation = keys.values.get(rules.activation_key) or computed
+    if activation != computed and (activation, computed) != ("swish", "silu"):  # two names of one function
+        raise UnsupportedModel(
+            f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
+        )
+    if keys.flag("use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            "config.json: use_bidirectional_attention is not supported: tokens see those before them"
+        )
 
 
 def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:

@@ -35,6 +35,16 @@ class CacheShape:
     head_dim: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors and caps that a family reads from its config. By default there are none."""
+
+    embedding: float = 1.0  # of the embedding's rows; rounded to the model's dtype, as they are
+    score: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    score_cap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_cap: float | None = None  # and so do logits
+
+
 def keys_and_values(config: ModelConfig) -> CacheShape:
     """Keep a key and a value of every KV head."""
     return CacheShape(num_kv_heads=config.num_kv_heads, num_planes=2, head_dim=config.head_dim)
@@ -44,6 +54,10 @@ def latents(config: ModelConfig) -> CacheShape:
     """Keep a latent and the rotated part of a key, which all heads share."""
     assert config.latent is not None, "a config of this family has latents"
     return CacheShape(num_kv_heads=1, num_planes=1, head_dim=config.latent.rank + config.latent.rope_dim)
+
+
+def no_scales(keys: Keys) -> Scales:
+    return Scales()
 
 
 def no_tensors(config: ModelConfig) -> tuple[str, ...]:
@@ -61,6 +75,10 @@ class ConfigRules:
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
     experts: Callable[[Keys, int], ExpertsConfig] | None = None  # of so many layers; None: there are none
     latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
+    scales: Callable[[Keys], Scales] = no_scales
+    norm_offset: float = 0.0  # added to the weights of norms, which are stored without it
+    activation: str = "silu"  # that its layers compute; a config that names another is refused
+    activation_key: str = "hidden_act"  # under which a config names it
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
 
 
@@ -84,11 +102,13 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     rope: Rope
+    window_rope: Rope | None  # of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
     num_draft_layers: int  # behind the last layer, for guessing further tokens: in the checkpoint, and never run
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
+    scales: Scales
     layer_windows: tuple[int | None, ...]  # of each layer: how many keys a query sees, itself included; None: all
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together

@@ -18,6 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baton.kernels.linear import Activation
+
     from .attention import Attention
     from .decoder_layer import LayerStep
     from .mla import LatentAttention
@@ -25,9 +27,10 @@ if TYPE_CHECKING:
     from .moe import MoE
     from .norm import RMSNorm
 
-__all__ = ["Attention", "FeedForward", "GatedMLP", "LatentAttention", "LayerStep", "MoE", "RMSNorm"]
+__all__ = ["Activation", "Attention", "FeedForward", "GatedMLP", "LatentAttention", "LayerStep", "MoE", "RMSNorm"]
 
 _MODULES = {
+    "Activation": "mlp",
     "Attention": "attention",
     "FeedForward": "mlp",
     "GatedMLP": "mlp",

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope import Rope
+from baton.kernels.activation import soft_cap
 from baton.kernels.attention import AttentionBatch
 
-from .attention import LayerContext, SelfAttention
+from .attention import CosSin, LayerContext, SelfAttention
 from .base import Layer
 from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
@@ -26,9 +28,9 @@ class Decoder(Layer):
     """Embedding, layers, last norm: token ids [T] -> hidden states [T, hidden], or those of the `wanted` tokens [R]."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.scales.embedding)
         self.layers = layers
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.rules.norm_offset)
 
     def __call__(
         self,
@@ -64,7 +66,7 @@ class CausalLM(Layer):
             self.lm_head = TiedHead(self.model.embed_tokens)
         else:
             self.lm_head = Head(config.hidden_size, config.vocab_size)
-        self._cos_sin: Tensor | None = None
+        self._cos_sin: CosSin | None = None
 
     @property
     def num_heads(self) -> int:
@@ -88,7 +90,13 @@ class CausalLM(Layer):
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)
-        self._cos_sin = cos_sin_table(self.config.rope, self.config.rotary_dim, self.config.max_model_len, device)
+        config = self.config
+
+        def table(rope: Rope) -> Tensor:
+            return cos_sin_table(rope, config.rotary_dim, config.max_model_len, device)
+
+        of_all = table(config.rope)
+        self._cos_sin = CosSin(of_all, of_all if config.window_rope is None else table(config.window_rope))
 
     def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
         """Return what the layers' attention shares in a step, worked out once before the first of them."""
@@ -134,12 +142,14 @@ class CausalLM(Layer):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, vocab] of hidden states [R, hidden], in float32 on a CPU, elsewhere in the model's type.
+        """[R, vocab] of hidden states [R, hidden], capped, in float32 on a CPU, elsewhere in the model's type.
 
         Written to `out`, of the model's type, where one is given.
         """
-        logits = self.lm_head.logits(hidden, out=out)
-        return logits.float() if logits.is_cpu else logits
+        logits, cap = self.lm_head.logits(hidden, out=out), self.config.scales.logit_cap
+        if logits.is_cpu:
+            logits = logits.float()
+        return logits if cap is None else soft_cap(logits, cap)
 
 
 def _kernels_of(layer: Layer) -> tuple[object, ...]:

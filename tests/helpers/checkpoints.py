@@ -8,6 +8,7 @@ layer that leaves one out gives other logits. The same arguments give the same b
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ ARCHITECTURES = (
     "deepseek_v3",
     "gpt_oss",
     "olmo2",
+    "gemma2",
+    "gemma3_text",
 )
 
 # Values under which the variants differ visibly within a hundred positions of a tiny model.
@@ -63,6 +66,25 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 32, "sliding_window": 24},
     "qwen2": {},
     "olmo2": {},
+    "gemma2": {
+        "hidden_size": 96,  # its root is no number of 8 bits
+        "head_dim": 32,
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 2.0,  # so far down that they are met
+        "final_logit_softcapping": 2.5,
+    },
+    "gemma3_text": {
+        "hidden_size": 96,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 24,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {
         "head_dim": 32,
@@ -167,19 +189,22 @@ def make_model(
     """The `transformers` model that `write_checkpoint` saves: the yardstick of the parity tests."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    keys = {**SHAPE, **DIFFERENCES[architecture], "rope_parameters": dict(rope or ROPES["default"]), **config}
+    differences = DIFFERENCES[architecture]
+    ropes = copy.deepcopy(rope or differences.get("rope_parameters") or ROPES["default"])
+    keys = {**SHAPE, **differences, "rope_parameters": ropes, **config}
     hf_config = AutoConfig.for_model(architecture, **keys)
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
     for module in model.modules():
         if hasattr(module, "limit"):  # of gpt-oss's experts: some versions take 7 whatever the config says
             module.limit = hf_config.swiglu_limit
+    norm_center = 0.0 if architecture.startswith("gemma") else 1.0  # Gemma's norms add 1 to what is stored
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
         for name, parameter in {**dict(model.named_parameters()), **buffers}.items():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1.0 + 0.2 * noise)
+                parameter.copy_(norm_center + 0.2 * noise)
             elif parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:  # keeps activations near 1, so that attention is peaked enough for positions to matter

@@ -48,6 +48,8 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v3": ("deepseek_v3", {}, 2),
     "gpt_oss": ("gpt_oss", {}, 2),
     "olmo2": ("olmo2", {}, 2),
+    "gemma2": ("gemma2", {}, 2),
+    "gemma3_text": ("gemma3_text", {}, 2),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 2),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, 2),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, 2),
@@ -56,6 +58,7 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3-more-ranks-than-kv-heads": ("qwen3", {"num_attention_heads": 8}, 4),
     "qwen2-more-ranks-than-kv-heads": ("qwen2", {"num_key_value_heads": 1}, 4),
     "olmo2-more-ranks-than-kv-heads": ("olmo2", {}, 4),
+    "gemma2-four": ("gemma2", {}, 4),
     "deepseek_v2-four": ("deepseek_v2", {}, 4),
     "gpt_oss-four": ("gpt_oss", {}, 4),
     "qwen3_moe-odd-vocabulary": ("qwen3_moe", {"vocab_size": 251}, 4),
@@ -101,7 +104,19 @@ def test_divided_says_what_the_whole_says(pool: MemberPool, folder_of: Callable[
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmo2"]
+    "name",
+    [
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+        "olmo2",
+        "gemma2",
+        "gemma3_text",
+    ],
 )
 def test_divided_says_what_transformers_says(pool: MemberPool, folder_of: Callable[[str], Path], name: str) -> None:
     architecture, keys, ranks = DIVISIONS[name]

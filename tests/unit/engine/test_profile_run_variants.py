@@ -119,8 +119,21 @@ assert not variants[profiled:], variants[profiled:]
 )
 
 
+WITH_KERNELS_OF_THEIR_OWN = (
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "olmo2",
+    "gemma2",
+    "gemma3_text",
+)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("kind", WITH_KERNELS_OF_THEIR_OWN)
 def test_no_step_launches_what_the_profile_run_did_not(kind: str, tmp_path: Path) -> None:
     check(write_checkpoint(tmp_path, kind))
 

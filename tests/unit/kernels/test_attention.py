@@ -24,19 +24,19 @@ def queries(sequences: PagedSequences, num_heads: int, head_dim: int, dtype: tor
     return torch.randn(sequences.batch.num_tokens, num_heads, head_dim, generator=generator).to(dtype)
 
 
-def attend(q: Tensor, sequences: PagedSequences, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, sequences: PagedSequences, window: int | None = None, **rule: Any) -> Tensor:
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
-    rule = AttentionRule(q.shape[2] ** -0.5, window=window, sinks=sinks)
-    result = paged_attention(q, sequences.kv, LAYER, sequences.batch, rule, out=out)
+    made = AttentionRule(q.shape[2] ** -0.5, window=window, **rule)
+    result = paged_attention(q, sequences.kv, LAYER, sequences.batch, made, out=out)
     assert result is out
     return out
 
 
-def check(q: Tensor, sequences: PagedSequences, window: int | None = None, sinks: Tensor | None = None) -> None:
-    result, clean = attend(q, sequences, window, sinks), without_poison(sequences.kv)
-    rule = AttentionRule(q.shape[2] ** -0.5, window=window, sinks=sinks)
-    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
-    same = reference.paged_attention(q, clean, LAYER, sequences.batch, rule)
+def check(q: Tensor, sequences: PagedSequences, window: int | None = None, **rule: Any) -> None:
+    result, clean = attend(q, sequences, window, **rule), without_poison(sequences.kv)
+    made = AttentionRule(q.shape[2] ** -0.5, window=window, **rule)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, made)
+    same = reference.paged_attention(q, clean, LAYER, sequences.batch, made)
     assert_as_accurate(result, exact, same)
 
 
@@ -165,6 +165,22 @@ def test_a_cap_and_a_sink_do_what_the_formula_says() -> None:
         torch.testing.assert_close(out[0, head].double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", [{"soft_cap": 0.5}, {"soft_cap": 50.0}, {"soft_cap": 5.0, "window": 24}], ids=str)
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_scores_are_capped_before_the_mask(
+    dtype: torch.dtype, rule: dict[str, Any], head_dim: int, num_threads: int
+) -> None:
+    sequences = paged_sequences(*RAGGED, head_dim=head_dim, dtype=dtype)
+    check(queries(sequences, 4, head_dim, dtype) * 2, sequences, **rule)
+
+
+def test_capped_scores_are_served_by_the_native_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = paged_sequences(*RAGGED)
+    monkeypatch.setattr(reference, "paged_attention", lambda *args, **kwargs: pytest.fail("the reference served"))
+    attend(queries(sequences, 4, 64, torch.float32), sequences, soft_cap=5.0)
+
+
 def test_a_sink_without_weight_and_a_cap_out_of_reach_change_nothing() -> None:
     sequences = paged_sequences(*RAGGED)
     q, clean = queries(sequences, 4, 64, torch.float32), without_poison(sequences.kv)
@@ -181,7 +197,7 @@ def test_sinks_take_weight_once_however_keys_are_shared_out(
 ) -> None:
     sequences = paged_sequences(*RAGGED, dtype=dtype)
     sinks = torch.tensor([1.5, -20.0, 6.0, -float("inf")])
-    check(queries(sequences, 4, 64, dtype), sequences, window, sinks)
+    check(queries(sequences, 4, 64, dtype), sequences, window, sinks=sinks)
 
 
 def test_a_sink_far_above_all_scores_leaves_nothing() -> None:

@@ -81,7 +81,7 @@ def test_query_heads_share_key_value_heads_in_any_ratio(
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
 def test_heads_have_any_multiple_of_16_dimensions(triton_device: torch.device, head_dim: int) -> None:
     sequences = decodes(triton_device, [70, 5], head_dim=head_dim)
     check(queries(sequences, 4), sequences, 3)
@@ -108,6 +108,12 @@ def test_scores_are_capped_and_sinks_take_weight_once(triton_device: torch.devic
     sinks = torch.tensor([0.5, -3.0, 4.0, 100.0], device=triton_device)
     check(queries(sequences, 4) * 20, sequences, num_shares, soft_cap=5.0)
     check(queries(sequences, 4), sequences, num_shares, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_wide_heads_have_windows_and_caps_too(triton_device: torch.device, dtype: torch.dtype) -> None:
+    sequences = decodes(triton_device, [150, 20], head_dim=256, num_kv_heads=1, dtype=dtype)
+    check(queries(sequences, 2), sequences, soft_cap=5.0, window=70)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -219,7 +225,7 @@ SIGNATURE = {
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     **{f"{name}_stride": "i32:16" for name in ("q_token", "kv_block", "kv_head", "kv_layer", "kv_half")},
 }
-SHAPE = {"HEADS": 8, "ROWS": 16, "DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16}
+SHAPE = {"HEADS": 8, "ROWS": 16, "BLOCK_SIZE": 16}
 
 
 def compile_decode(
@@ -227,6 +233,7 @@ def compile_decode(
     *,
     options: dict[str, int] = decode.DEFAULT,
     group: int = 4,
+    dim: int = 128,
     spill_bytes: int = 0,
     **constexprs: object,
 ) -> Compiled:
@@ -237,10 +244,12 @@ def compile_decode(
         signature,
         {
             **SHAPE,
+            "DIM": dim,
+            "PADDED_DIM": dim,
             **absent,
             "GROUP": group,
             "PADDED_GROUP": group,
-            "PARTS": decode.ELEMENTS_AT_ONCE // (group * SHAPE["DIM"]),
+            "PARTS": decode.ELEMENTS_AT_ONCE // (group * dim),
             "UNIT": options["unit_tokens"],
             "EARLY_UNITS": options["early_units"],
             "APART": bool(options["apart"]),
@@ -278,6 +287,22 @@ def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, option
 def test_every_option_together_spills_nothing() -> None:
     options = dict.fromkeys(("sinks", "k_scale", "v_scale"), "*fp32")
     compile_decode({**SIGNATURE, **options, "kv": "*fp8e4nv"}, HAS_CAP=True)
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_nothing_spills(cache: str, group: int) -> None:
+    options = decode.DEFAULT_OF_WIDE_HEADS
+    compiled = compile_decode({**SIGNATURE, "kv": f"*{cache}"}, options=options, group=group, dim=256, HAS_CAP=True)
+    assert compiled.widest_load_bytes == 16
+    assert -(-compiled.registers // 8) * 8 * 32 * options["num_warps"] * options["programs"] <= 65536
+    assert (compiled.shared_bytes + 1024) * options["programs"] <= 228 * 1024
+
+
+def test_plans_of_wide_heads_have_smaller_units() -> None:
+    batch = decodes(torch.device("cpu"), [40, 5]).batch
+    plans = [decode.plan_decode(batch, num_heads=4, num_kv_heads=2, head_dim=dim) for dim in (128, 256)]
+    assert [plan.unit_tokens for plan in plans] == [64, 32]
 
 
 def test_it_has_room_for_the_units_of_plans_for_fetched_caches_of_8_bits() -> None:

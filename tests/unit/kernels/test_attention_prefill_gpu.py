@@ -75,7 +75,7 @@ def test_more_query_heads_than_a_tile_has_rows_take_several_tiles(gpu: ModuleTyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
 def test_heads_have_any_number_of_dimensions(
     gpu: ModuleType, triton_device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
@@ -95,6 +95,10 @@ def test_blocks_hold_any_number_of_tokens(gpu: ModuleType, triton_device: torch.
 def test_scores_are_capped_before_the_mask(gpu: ModuleType, triton_device: torch.device) -> None:
     check(gpu, *MIXED, triton_device, soft_cap=0.5)
     check(gpu, *MIXED, triton_device, soft_cap=30.0, slack=30.0)  # tanh is accurate relative to the cap
+
+
+def test_wide_heads_have_windows_and_caps_too(gpu: ModuleType, triton_device: torch.device) -> None:
+    check(gpu, [3, 40], [70, 40], triton_device, head_dim=256, window=30, soft_cap=5.0, slack=5.0)
 
 
 def test_sinks_take_weight_and_give_no_value(gpu: ModuleType, triton_device: torch.device) -> None:
@@ -220,6 +224,13 @@ def test_as_many_heads_share_a_tile_as_divide_it(
 
 POINTERS = {"out": "*bf16", "items": "*i32", "block_tables": "*i32"}
 NUMBERS = {"layer": "i32", "window": "i32", "num_heads": "i32", "score_unit": "fp32", "cap_scale": "fp32"}
+TILE = {"sinks": None, "k_scale": None, "v_scale": None, "BLOCK_SIZE": 16}
+
+
+def tile_signature(cache: str) -> dict[str, str]:
+    strides = ("q_token", "q_head", "out_token", "out_head", "block", "head", "layer", "half", "table")
+    types = {**POINTERS, **NUMBERS, "q": "*bf16", "kv": f"*{cache}", "num_tiles": "*i32"}
+    return types | {f"{name}_stride": "i32:16" for name in strides}
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -228,12 +239,22 @@ def test_tiles_are_loaded_16_bytes_at_a_time_and_multiplied_by_warp_groups(rows:
     pytest.importorskip("triton")
     from baton.kernels.attention.gpu.prefill_tiles import attend_tile
 
-    strides = ("q_token", "q_head", "out_token", "out_head", "block", "head", "layer", "half", "table")
-    signature = {**POINTERS, **NUMBERS, "q": "*bf16", "kv": f"*{cache}", "num_tiles": "*i32"}
-    signature |= {f"{name}_stride": "i32:16" for name in strides}
-    constants = {"sinks": None, "k_scale": None, "v_scale": None, "GROUP": 4, "PACK": 4, "ROWS": rows, "KEYS": 64}
-    constants |= {"DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16, "HAS_WINDOW": False, "HAS_CAP": False}
-    kernel = compile_for_h200(attend_tile, signature, constants, num_warps=rows // 16, num_stages=3)
+    constants = {"GROUP": 4, "PACK": 4, "ROWS": rows, "KEYS": 64, "DIM": 128, "PADDED_DIM": 128}
+    constants |= {**TILE, "HAS_WINDOW": False, "HAS_CAP": False}
+    kernel = compile_for_h200(attend_tile, tile_signature(cache), constants, num_warps=rows // 16, num_stages=3)
+    assert kernel.wgmma
+    assert kernel.widest_load_bytes == 16
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
+def test_tiles_of_wide_heads_with_windows_and_caps_spill_little(rows: int, cache: str) -> None:
+    pytest.importorskip("triton")
+    from baton.kernels.attention.gpu.prefill_tiles import attend_tile
+
+    constants = {"GROUP": 2, "PACK": 2, "KEYS": 32, "DIM": 256, "PADDED_DIM": 256, "HAS_WINDOW": True, "HAS_CAP": True}
+    options = {"num_warps": rows // 16, "num_stages": 2, "max_spill_bytes": 64}
+    kernel = compile_for_h200(attend_tile, tile_signature(cache), {**TILE, "ROWS": rows, **constants}, **options)
     assert kernel.wgmma
     assert kernel.widest_load_bytes == 16
 
@@ -246,7 +267,10 @@ def boxes(*shape: int) -> str:
     return f"tensordesc<bf16[{','.join(map(str, shape))}],NVMMASharedLayout({BOXES.format(len(shape))})>"
 
 
-@pytest.mark.parametrize("options", [{}, {"HAS_WINDOW": True}, {"HAS_CAP": True}, {"DIM": 64}], ids=str)
+WIDE_HEADS = {"DIM": 256, "KEYS": 64, "HAS_WINDOW": True, "HAS_CAP": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"HAS_WINDOW": True}, {"HAS_CAP": True}, {"DIM": 64}, WIDE_HEADS], ids=str)
 def test_on_hopper_pages_are_copied_in_boxes_and_little_spills(options: dict[str, int]) -> None:
     pytest.importorskip("triton")
     from baton.kernels.attention.gpu.prefill_hopper import attend_pages

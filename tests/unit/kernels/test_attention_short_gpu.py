@@ -56,7 +56,7 @@ def test_the_result_is_right_however_many_programs_share_the_keys(triton_device:
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (3, 1), (8, 1), (16, 1)])
-@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
 def test_heads_come_in_any_ratio_and_any_multiple_of_16_dimensions(
     triton_device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
@@ -78,6 +78,11 @@ def test_scores_are_capped_sinks_take_weight_once_and_scales_count(triton_device
     check(queries(sequences, 4) * 20, sequences, soft_cap=5.0)
     check(queries(sequences, 4), sequences, sinks=sinks)
     check(queries(sequences, 4), sequences, **scales)
+
+
+def test_wide_heads_have_windows_and_caps_too(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [2 * short.KEYS + 5], head_dim=256, num_kv_heads=1)
+    check(queries(sequences, 2), sequences, soft_cap=5.0, window=150)
 
 
 def test_the_blocks_may_lie_in_any_row_of_the_tables(triton_device: torch.device) -> None:
@@ -123,16 +128,18 @@ SIGNATURE = {
 }
 
 
-def test_old_keys_are_read_before_the_wait_and_all_programs_fit_the_device() -> None:
-    constants = {"sinks": None, "k_scale": None, "v_scale": None, "HEADS": 8, "GROUP": 4, "ROWS": short.ROWS}
-    constants |= {"DIM": 128, "PADDED_DIM": 128, "KEYS": short.KEYS, "BLOCK_SIZE": 16, "HAS_CAP": False}
-    compiled = compile_for_h200(short.attend_split, SIGNATURE, constants, num_warps=short.WARPS)
+@pytest.mark.parametrize(("dim", "heads", "has_cap"), [(128, 8, False), (256, 4, True)])
+def test_old_keys_are_read_before_the_wait_and_all_programs_fit_the_device(dim: int, heads: int, has_cap: bool) -> None:
+    threads = 32 * short.warps_for(dim)
+    constants = {"sinks": None, "k_scale": None, "v_scale": None, "HEADS": heads, "GROUP": 4, "ROWS": short.ROWS}
+    constants |= {"DIM": dim, "PADDED_DIM": dim, "KEYS": short.KEYS, "BLOCK_SIZE": 16, "HAS_CAP": has_cap}
+    compiled = compile_for_h200(short.attend_split, SIGNATURE, constants, num_warps=threads // 32)
     before, _, after = compiled.ptx.partition("griddepcontrol.wait")
-    values_of_a_thread = 2 * short.KEYS * 128 // (32 * short.WARPS)
+    values_of_a_thread = 2 * short.KEYS * dim // threads
     assert before.count("ld.global.v4.b32") == values_of_a_thread // 8
     assert after
-    programs = 8 * -(-LONGEST // short.KEYS)
-    assert -(-programs // 132) * compiled.registers * 32 * short.WARPS <= 65536
+    programs = heads * -(-LONGEST // short.KEYS)
+    assert -(-programs // 132) * compiled.registers * threads <= 65536
 
 
 @pytest.mark.gpu

@@ -84,7 +84,7 @@ def test_query_heads_share_key_value_heads_in_any_ratio(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_heads_have_any_number_of_dimensions(
     triton_device: torch.device, small_splits: None, dtype: torch.dtype, head_dim: int
 ) -> None:
@@ -196,6 +196,17 @@ def test_two_programs_fit_a_multiprocessor_and_nothing_spills(options: dict[str,
     assert kernel.widest_load_bytes == 16
     assert few.PROGRAMS * (kernel.shared_bytes + 1024) <= 228 * 1024
     assert few.PROGRAMS * 128 * kernel.registers <= 65536
+
+
+def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_spill_little() -> None:
+    constants = {"sinks": None, "k_scale": None, "v_scale": None, "GROUP": 2, "PACK": 2, "ROWS": 64, "KEYS": 32}
+    constants |= {"DIM": 256, "PADDED_DIM": 256, "BLOCK_SIZE": 16, "LEAST_KEYS": few.LEAST_KEYS}
+    constants |= {"HAS_WINDOW": True, "HAS_CAP": True}
+    options = {"num_warps": 4, "num_stages": 2, "max_spill_bytes": 96}
+    kernel = compile_for_h200(few.attend_key_split, SIGNATURE, constants, **options)
+    assert kernel.wgmma
+    assert few.PROGRAMS * (kernel.shared_bytes + 1024) <= 228 * 1024
+    assert few.PROGRAMS * 128 * -(-kernel.registers // 8) * 8 <= 65536
 
 
 @pytest.mark.gpu

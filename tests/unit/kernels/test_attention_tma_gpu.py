@@ -134,6 +134,7 @@ def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(kernel: Modu
 def test_every_option_together_spills_nothing(apart: bool) -> None:
     compile_fetched(decode_hopper, {"sinks": "*fp32"}, HAS_CAP=True, APART=apart)
     compile_fetched(decode_fp8_hopper, {"sinks": "*fp32", **SCALES}, HAS_CAP=True, APART=apart)
+    compile_fetched(decode_hopper, {}, dim=256, group=2, HAS_CAP=True, APART=apart)
 
 
 def test_values_of_8_bits_are_loaded_by_pairs_and_no_product_is_of_8_bits() -> None:

@@ -51,7 +51,7 @@ from baton.kernels import jit
 from baton.kernels.attention import AttentionBatch, AttentionRule
 from baton.kernels.attention.gpu import decode_fp8_hopper
 from baton.kernels.compiler import Compiler, Variant, recording
-from baton.kernels.silu_and_mul import gpu as silu
+from baton.kernels.activation import Activation, gpu as activation
 from baton.kernels.step import gpu as step
 
 def attend():
@@ -66,7 +66,7 @@ def attend():
 def launch():
     memory, values = torch.zeros(64, dtype=torch.int32), torch.ones(64, dtype=torch.int32)
     step.apply_writes(memory, torch.zeros(1, 3, dtype=torch.int64), values, values)
-    silu.silu_and_mul(torch.zeros(2, 64))
+    activation.activation_and_mul(torch.zeros(2, 64), Activation.SILU)
     launch_every_kind()
     attend()
     return memory
@@ -97,7 +97,7 @@ assert len([name for name in compiled if name.endswith(".cubin")]) == 5, compile
 jit.mark_starting()
 launch()
 jit.mark_ready()
-assert launched == ["_apply_writes", "_silu_and_mul_kernel", "_every_kind", "write_shares", "attend_share"]
+assert launched == ["_apply_writes", "_activation_and_mul_kernel", "_every_kind", "write_shares", "attend_share"]
 assert cached() == compiled, set(cached()) - set(compiled)
 assert jit.compilations() == 5
 jit.mark_starting()
@@ -131,7 +131,7 @@ KEYS = """
 from triton.runtime.jit import DependenciesFinder, JITCallable
 from baton.kernels import compile_server, pdl
 from baton.kernels.rms_norm.gpu import _rms_norm_kernel as one
-from baton.kernels.silu_and_mul.gpu import _silu_and_mul_kernel as other
+from baton.kernels.activation.gpu import _activation_and_mul_kernel as other
 
 def ask_before_it_has_looked(finder, callee):  # as Triton 3.6 does
     finder.used_global_vals.update(callee.used_global_vals)

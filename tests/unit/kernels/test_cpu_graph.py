@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kernels.activation import Activation, activation_and_mul, soft_cap
+from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention
 from baton.kernels.embedding import embedding
 from baton.kernels.linear import RowNorm, gated_linear, linear, pack
 from baton.kernels.native.calls import CallRecorder, NotRecordable
 from baton.kernels.native.cpu_graph import Workspace, record
 from baton.kernels.rms_norm import rms_norm
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.rope_kv import rope_and_cache
 
 GAIN = torch.randn(64).bfloat16()
 
@@ -44,7 +46,7 @@ def test_a_graph_serves_fewer_rows_and_leaves_the_others_as_they_were() -> None:
 
     def run() -> Tensor:
         hidden = rms_norm(embedding(ids, table), GAIN, 1e-6)
-        return silu_and_mul(rms_norm(embedding(wanted, hidden), GAIN, 1e-6))
+        return activation_and_mul(rms_norm(embedding(wanted, hidden), GAIN, 1e-6), Activation.SILU)
 
     recording = record(run, Workspace(), (8, 3))
     recording.graph.replay(8, 3)
@@ -56,13 +58,37 @@ def test_a_graph_serves_fewer_rows_and_leaves_the_others_as_they_were() -> None:
     assert torch.equal(recording.answer[2], whole[2])
 
 
+def test_what_gemma_adds_can_be_recorded() -> None:
+    """Scaled embeddings, norms and head norms in float32, capped scores under a window, GELU, capped logits."""
+    table, ids, norm = torch.randn(9, 6 * 32).bfloat16(), torch.tensor([3, 8, 1]), 1 + torch.randn(6 * 32) / 10
+    blocks = torch.tensor([[1, 0], [2, 0], [0, 0]], dtype=torch.int32)
+    batch = AttentionBatch.plan([1, 1, 1], [5, 9, 1], blocks, 16)
+    kv = torch.randn(3, 1, 1, 2, 16, 32).bfloat16()
+    cos_sin, head_norm = torch.randn(16, 32), 1 + torch.randn(32) / 10
+    rule = AttentionRule(0.2, soft_cap=2.0, window=4)
+
+    def run() -> Tensor:
+        hidden = rms_norm(embedding(ids, table, 13.875), norm, 1e-6)
+        q, k, v = hidden.unflatten(1, (6, 32)).split([4, 1, 1], dim=1)
+        q = rope_and_cache(q, k, v, cos_sin, kv, 0, batch, q_norm=head_norm, k_norm=head_norm, eps=1e-6)
+        out = paged_attention(q, kv, 0, batch, rule).flatten(1)
+        return soft_cap(activation_and_mul(out, Activation.GELU_TANH), 2.0)
+
+    before = kv.clone()
+    recording = record(run, Workspace(), (3,))
+    assert torch.equal(kv, before)
+    ids.copy_(torch.tensor([0, 2, 7]))
+    recording.graph.replay(3)
+    assert torch.equal(recording.answer, run())
+
+
 def test_recording_computes_nothing() -> None:
     gate_up, out = torch.randn(5, 64), torch.zeros(5, 32)
-    recording = record(lambda: silu_and_mul(gate_up, out), Workspace())
+    recording = record(lambda: activation_and_mul(gate_up, Activation.SILU, out), Workspace())
     assert recording.answer is out
     assert not out.any()
     recording.graph.replay()
-    assert torch.equal(out, silu_and_mul(gate_up))
+    assert torch.equal(out, activation_and_mul(gate_up, Activation.SILU))
 
 
 def test_products_in_panels_can_be_recorded() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.linear import RowNorm, gated_linear, linear, pack, reference
+from baton.kernels.linear import Activation, RowNorm, gated_linear, linear, pack, reference
 
 from .kernel_checks import assert_as_accurate
 
@@ -63,16 +63,17 @@ def test_a_norm_before_and_a_sum_behind_the_product(dtype: torch.dtype, with_nor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_gate_and_up_are_one_product(dtype: torch.dtype, with_norm: bool) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_gate_and_up_are_one_product(dtype: torch.dtype, with_norm: bool, activation: Activation) -> None:
     x, weight, bias, gain = (torch.randn(shape).to(dtype) for shape in ((5, 64), (96, 64), (96,), (64,)))
 
     def expected(dtype: torch.dtype) -> torch.Tensor:
         norm = RowNorm(gain.to(dtype), 1e-6) if with_norm else None
-        return reference.gated_linear(x.to(dtype), weight.to(dtype), bias.to(dtype), norm=norm)
+        return reference.gated_linear(x.to(dtype), weight.to(dtype), bias.to(dtype), activation=activation, norm=norm)
 
     out = torch.full((5, 48), float("nan"), dtype=dtype)
     norm = RowNorm(gain, 1e-6) if with_norm else None
-    assert gated_linear(x, pack(weight), bias, norm=norm, out=out) is out
+    assert gated_linear(x, pack(weight), bias, activation=activation, norm=norm, out=out) is out
     assert_as_accurate(out, expected(torch.float64), expected(dtype))
 
 

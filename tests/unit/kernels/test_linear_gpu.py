@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from baton.kernels import pdl, tuned
-from baton.kernels.linear import RowNorm, reference
+from baton.kernels.linear import Activation, RowNorm, reference
 
 from ...helpers.aot import compile_for_h200
 from .kernel_checks import assert_as_accurate
@@ -32,7 +34,9 @@ class Layer:
         shape: tuple[int, int, int],
         *,
         gated: bool = False,
+        activation: Activation = Activation.SILU,
         with_norm: bool = False,
+        norm_dtype: torch.dtype | None = None,
         with_bias: bool = False,
         add: bool = False,
     ) -> None:
@@ -41,16 +45,20 @@ class Layer:
         self.x = torch.randn(tokens, depth).to(device, dtype)
         self.weight = (torch.randn(rows, depth) / depth**0.5).to(device, dtype)
         self.bias = torch.randn(rows).to(device, dtype) if with_bias else None
-        self.norm = RowNorm(torch.randn(depth).to(device, dtype), EPS) if with_norm else None
+        self.norm = RowNorm(torch.randn(depth).to(device, norm_dtype or dtype), EPS) if with_norm else None
         self.add_to = torch.randn(tokens, columns).to(device, dtype) if add else None
-        self.gated = gated
+        self.activation = activation if gated else None
 
     def expected(self, dtype: torch.dtype) -> Tensor:
-        norm = None if self.norm is None else RowNorm(self.norm.weight.to(dtype), EPS)
+        norm = (
+            None
+            if self.norm is None
+            else RowNorm(self.norm.weight.to(torch.promote_types(dtype, self.norm.weight.dtype)), EPS)
+        )
         bias, add_to = (None if value is None else value.to(dtype) for value in (self.bias, self.add_to))
         x, weight = self.x.to(dtype), self.weight.to(dtype)
-        if self.gated:
-            return reference.gated_linear(x, weight, bias, norm=norm)
+        if self.activation is not None:
+            return reference.gated_linear(x, weight, bias, activation=self.activation, norm=norm)
         return reference.linear(x, weight, bias, norm=norm, add_to=None if add_to is None else add_to.clone())
 
     def check(self, options: dict[str, int], **others: int) -> Tensor:
@@ -60,7 +68,7 @@ class Layer:
             norm=self.norm,
             add_to=add_to,
             out=None,
-            gated=self.gated,
+            activation=self.activation,
             options={**options, **others},
         )
         assert add_to is None or result is add_to
@@ -73,6 +81,7 @@ class Layer:
 EXTRAS = [{}, {"gated": True}, {"with_norm": True}, {"with_bias": True}, {"add": True}]
 EVERYTHING = [
     {"gated": True, "with_norm": True, "with_bias": True},
+    {"gated": True, "activation": Activation.GELU_TANH, "with_norm": True, "norm_dtype": torch.float32},
     {"with_norm": True, "with_bias": True, "add": True},
 ]
 
@@ -81,7 +90,7 @@ EVERYTHING = [
 @pytest.mark.parametrize("options", [FEW, TILES, LIBRARY], ids=["few", "tiles", "library"])
 @pytest.mark.parametrize("extras", [*EXTRAS, *EVERYTHING], ids=str)
 def test_what_stands_around_the_product(
-    options: dict[str, int], extras: dict[str, bool], triton_device: torch.device
+    options: dict[str, int], extras: dict[str, Any], triton_device: torch.device
 ) -> None:
     Layer(triton_device, torch.float16, (2, 24, 256), **extras).check(options)
 
@@ -111,7 +120,7 @@ def test_any_depth_in_any_steps(depth: int, changes: dict[str, int], triton_devi
 @pytest.mark.parametrize("split", [2, 4, 8])
 @pytest.mark.parametrize("extras", [{}, *EVERYTHING], ids=str)
 def test_the_parts_of_a_split_depth_are_added_up(
-    split: int, extras: dict[str, bool], triton_device: torch.device
+    split: int, extras: dict[str, Any], triton_device: torch.device
 ) -> None:
     layer = Layer(triton_device, torch.float16, (5, 40, 1024), **extras)
     first = layer.check(TILES, SPLIT=split)
@@ -129,7 +138,7 @@ def test_a_result_goes_where_it_is_wanted(triton_device: torch.device) -> None:
     for options in (FEW, TILES, LIBRARY):
         wide = torch.full((2, 40), float("nan"), dtype=torch.float16, device=triton_device)
         out = wide[:, 8:24] if options is not LIBRARY else wide[:, 8:24].contiguous()
-        operands = {"norm": None, "add_to": None, "out": out, "gated": False, "options": options}
+        operands = {"norm": None, "add_to": None, "out": out, "activation": None, "options": options}
         assert gpu.linear(layer.x, layer.weight, None, **operands) is out
         torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
         assert wide[:, :8].isnan().all()
@@ -178,14 +187,15 @@ def test_shapes_that_were_never_measured_get_options_that_serve_them(
 
 BFLOAT16 = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "num_tokens": "i32"}
 STRIDES = {"x_stride": "i32:16", "out_stride": "i32:16"}
-GATED = {"GATED": True, "ADD": False, "bias": None}
+GATED = {"ACTIVATION": "silu", "ADD": False, "bias": None}
 
 
-def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there() -> None:
-    types = {**BFLOAT16, **STRIDES, "norm": "*bf16", "eps": "fp32"}
+@pytest.mark.parametrize(("activation", "norm"), [("silu", "*bf16"), ("gelu_tanh", "*fp32")])
+def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there(activation: str, norm: str) -> None:
+    types = {**BFLOAT16, **STRIDES, "norm": norm, "eps": "fp32"}
     steps = {"BLOCK_N": 4, "BLOCK_K": 1024, "PRELOAD": 2, "PREFETCH": True, "THREAD": 8}
     for tokens in (1, 2, 4):
-        constants = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, **steps, **GATED}
+        constants = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, **steps, **GATED, "ACTIVATION": activation}
         compiled = compile_for_h200(gemv._gemv_kernel, types, constants, num_warps=4)
         before, after = compiled.ptx.split("griddepcontrol.wait")
         assert before.count("ld.global.v4") == 2 * 8, "of 8 rows, two steps"
@@ -193,12 +203,13 @@ def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there() -> None
         assert "ld.global" in after
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("split", [1, 4])
-def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int) -> None:
+def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int, activation: str) -> None:
     types = {**BFLOAT16, **STRIDES, "parts": "*fp32", "arrived": "*i32"}
     for tokens in (16, 64):
         sizes = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, "BLOCK_N": 32, "BLOCK_K": 128}
-        constants = {**sizes, "SPLIT": split, "PREFETCH": 4, **GATED}
+        constants = {**sizes, "SPLIT": split, "PREFETCH": 4, **GATED, "ACTIVATION": activation}
         compiled = compile_for_h200(gemm._gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert compiled.wgmma
         assert "cp.async" in compiled.ptx
@@ -209,9 +220,9 @@ def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int) -> None
 @pytest.mark.parametrize("extras", [*EXTRAS, *EVERYTHING], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 64, 100])
 @pytest.mark.parametrize(("columns", "depth"), [(1024, 3072), (4096, 2560)])
-def test_bfloat16_on_the_device(extras: dict[str, bool], tokens: int, columns: int, depth: int) -> None:
+def test_bfloat16_on_the_device(extras: dict[str, Any], tokens: int, columns: int, depth: int) -> None:
     layer = Layer("cuda", torch.bfloat16, (tokens, columns, depth), **extras)
-    layer.check(gpu.options_for(tokens, columns, depth, layer.x.device, gated=layer.gated))
+    layer.check(gpu.options_for(tokens, columns, depth, layer.x.device, gated=layer.activation is not None))
     layer.check({**TILES, "BLOCK_N": 64, "num_stages": 3})
     layer.check({**TILES, "BLOCK_N": 64, "num_stages": 3, "SPLIT": 4})
     if tokens <= 4:
@@ -226,7 +237,7 @@ def test_weights_past_4_gib_are_found(options: dict[str, int]) -> None:
     weight = torch.zeros(rows, depth, dtype=torch.bfloat16, device="cuda")
     weight[-8:] = torch.randn(8, depth)
     x = torch.randn(1, depth, dtype=torch.bfloat16, device="cuda")
-    operands = {"norm": None, "add_to": None, "out": None, "gated": False, "options": options}
+    operands = {"norm": None, "add_to": None, "out": None, "activation": None, "options": options}
     result = gpu.linear(x, weight, None, **operands)
     near = gpu.linear(x, weight[-8:].clone(), None, **operands)
     torch.testing.assert_close(result[:, -8:], near)
@@ -252,8 +263,8 @@ def test_kernels_that_start_early_in_a_graph_give_what_they_give_one_by_one(
     def run() -> Tensor:
         hidden = start.clone()
         for up, down in layers:
-            inner = gpu.linear(hidden, up.weight, norm=up.norm, add_to=None, gated=True, **around)
-            gpu.linear(inner, down.weight, norm=None, add_to=hidden, gated=False, **around)
+            inner = gpu.linear(hidden, up.weight, norm=up.norm, add_to=None, activation=Activation.SILU, **around)
+            gpu.linear(inner, down.weight, norm=None, add_to=hidden, activation=None, **around)
         return hidden
 
     with monkeypatch.context() as ordinary:

@@ -110,11 +110,12 @@ logging.basicConfig(format="LOG %(name)s %(levelname)s")
 from baton.kernels import native
 from baton.kernels.linear import linear, pack
 from baton.kernels.rms_norm import reference, rms_norm
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.activation import Activation, activation_and_mul
 x, weight = torch.randn(3, 32), torch.randn(32)
 assert torch.equal(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
 packed = pack(torch.randn(8, 32).bfloat16())
-assert not packed.in_panels and linear(x.bfloat16(), packed).shape == (3, 8) and silu_and_mul(x).shape == (3, 16)
+assert not packed.in_panels and linear(x.bfloat16(), packed).shape == (3, 8)
+assert activation_and_mul(x, Activation.SILU).shape == (3, 16)
 try:
     native.prepare()
 except native.NativeBuildError as error:
@@ -129,12 +130,12 @@ def test_torch_and_the_kernels_share_one_openmp_runtime_and_its_threads() -> Non
     code = """
 import os, torch
 from baton.kernels import native
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.activation import Activation, activation_and_mul
 torch.set_num_threads(3)
 torch.randn(1000, 1000).add_(1).sum()
 before = len(os.listdir("/proc/self/task"))
 native.prepare()
-silu_and_mul(torch.randn(1000, 2000))
+activation_and_mul(torch.randn(1000, 2000), Activation.SILU)
 torch.randn(1000, 1000).add_(1).sum()
 assert len(os.listdir("/proc/self/task")) == before, "the kernels started threads of their own"
 code = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line and " r-xp " in line}
@@ -152,7 +153,7 @@ def test_older_instructions_give_the_same_results(flags: tuple[str, ...]) -> Non
 import sys, pytest
 from baton.kernels.native import build
 build.COMPILE_FLAGS = (*(flag for flag in build.COMPILE_FLAGS if flag != "-march=native"), *{flags})
-files = [f"{folder}/test_{{op}}.py" for op in ("attention", "linear", "rope_kv", "silu_and_mul")]
+files = [f"{folder}/test_{{op}}.py" for op in ("attention", "linear", "rope_kv", "activation")]
 tests = "ratio or multiple_of_16_dim or cut or normalised or number_of_tokens or number_of_rows"
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", tests, *files]))
 """

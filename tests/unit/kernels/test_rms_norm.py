@@ -34,6 +34,24 @@ def test_the_residual_is_added_before_the_norm_and_given_back(dtype: torch.dtype
     assert_as_accurate(out, exact, expected_out)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_weight_in_float32_is_not_rounded(
+    dtype: torch.dtype, with_residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, residual, weight = torch.randn(9, 70).to(dtype), torch.randn(9, 70).to(dtype), 1 + torch.randn(70) / 100
+    given = (residual,) if with_residual else ()
+    expected = reference.rms_norm(x, weight, EPS, *given)
+    rounded = reference.rms_norm(x, weight.to(dtype), EPS, *given)
+    monkeypatch.setattr(reference, "rms_norm", lambda *args: pytest.fail("the reference served"))
+    out = rms_norm(x, weight, EPS, *given)
+    if with_residual:
+        assert torch.equal(out[1], expected[1])
+        out, expected, rounded = out[0], expected[0], rounded[0]
+    assert (out != expected).float().mean() < 0.01, "but for sums in another order"
+    assert (rounded != expected).float().mean() > 0.1
+
+
 def test_a_residual_of_another_type_is_read_as_what_it_is() -> None:
     x, residual, weight = torch.randn(3, 32).bfloat16(), torch.randn(3, 32), torch.randn(32).bfloat16()
     out, _ = rms_norm(x, weight, EPS, residual)

@@ -36,6 +36,15 @@ def test_rows_of_any_width_and_number(
     check(x, weight, residual if with_residual else None)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_weight_in_float32_is_not_rounded(with_residual: bool, triton_device: torch.device) -> None:
+    x, residual = torch.randn(2, 3, 70).to(triton_device, torch.float16)
+    weight = 1 + torch.randn(70, device=triton_device) / 100
+    check(x, weight, residual if with_residual else None)
+    result = gpu.rms_norm(x, weight, EPS)
+    assert (result != gpu.rms_norm(x, weight.half(), EPS)).any()
+
+
 def test_rows_may_be_a_view_with_a_stride(triton_device: torch.device) -> None:
     wide, weight = torch.randn(10, 100, device=triton_device), torch.randn(32, device=triton_device)
     check(wide[:, 20:52], weight, wide[:, 60:92])
@@ -54,8 +63,9 @@ def test_shapes_that_do_not_fit_are_refused(residual: torch.Tensor | None) -> No
         gpu.rms_norm(torch.zeros(2, 32), weight, EPS, residual)
 
 
-def test_loads_are_wide_and_a_row_stays_in_registers() -> None:
-    types = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
+@pytest.mark.parametrize("weight", ["*bf16", "*fp32"])
+def test_loads_are_wide_and_a_row_stays_in_registers(weight: str) -> None:
+    types = {**dict.fromkeys(("x", "residual", "out", "total"), "*bf16"), "weight": weight}
     sizes = {"num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32"}
     for width in (1024, 4096, 16384):
         _, num_warps = gpu._shape(1, width)

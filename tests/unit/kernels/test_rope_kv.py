@@ -28,7 +28,10 @@ class Step:
     norms: dict[str, Tensor | float]
 
     def to(self, dtype: torch.dtype) -> Step:
-        norms = {name: norm.to(dtype) if isinstance(norm, Tensor) else norm for name, norm in self.norms.items()}
+        norms = {
+            name: norm.to(torch.promote_types(norm.dtype, dtype)) if isinstance(norm, Tensor) else norm
+            for name, norm in self.norms.items()
+        }
         cast = (tensor.to(dtype, copy=True) for tensor in (self.q, self.k, self.v))
         return Step(*cast, self.cos_sin.clone(), self.kv.to(dtype, copy=True), self.batch, norms)
 
@@ -46,6 +49,7 @@ def step(
     head_dim: int = 64,
     rotary_dim: int | None = None,
     with_norms: bool = True,
+    norm_dtype: torch.dtype | None = None,
 ) -> Step:
     """Random inputs, a cache full of NaN."""
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +61,7 @@ def step(
     angles = torch.randn(max(seq_lens) + 1, (rotary_dim or head_dim) // 2, generator=generator)
     norms: dict[str, Tensor | float] = {}
     if with_norms:
-        q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(dtype)
+        q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(norm_dtype or dtype)
         norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
     kv = torch.full((tables.numel(), heads[1], NUM_LAYERS, 2, BLOCK_SIZE, head_dim), float("nan"), dtype=dtype)
     return Step(q, k, v, torch.cat([angles.cos(), angles.sin()], dim=1), kv, batch, norms)
@@ -99,6 +103,19 @@ def test_only_the_query_heads_may_have_a_norm() -> None:
     inputs = step()
     inputs.norms["k_norm"] = None  # type: ignore[assignment]
     check(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_norms_in_float32_are_not_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = step(dtype, norm_dtype=torch.float32)
+    check(inputs)
+    expected = inputs.to(dtype).run(reference.rope_and_cache)
+    monkeypatch.setattr(reference, "rope_and_cache", lambda *args, **kwargs: pytest.fail("the reference served"))
+    result = inputs.to(dtype).run()
+    assert (result.q != expected.q).float().mean() < 0.01, "but for sums in another order"
+    rounded = inputs.to(dtype)
+    rounded.norms = {name: norm.to(dtype) if isinstance(norm, Tensor) else norm for name, norm in inputs.norms.items()}
+    assert (rounded.run().q != expected.q).float().mean() > 0.1
 
 
 def test_an_empty_batch_changes_nothing() -> None:

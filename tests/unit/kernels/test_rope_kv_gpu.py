@@ -34,7 +34,9 @@ class Step:
         """A step like this one, done by `op` on copies."""
         dtype = dtype or self.qkv.dtype
         norms = {
-            name: value.to(dtype) if isinstance(value, Tensor) and name.endswith("norm") else value
+            name: value.to(torch.promote_types(value.dtype, dtype))
+            if isinstance(value, Tensor) and name.endswith("norm")
+            else value
             for name, value in self.options.items()
         }
         copy = replace(self, qkv=self.qkv.to(dtype, copy=True), kv=self.kv.to(kv_dtype or self.kv.dtype, copy=True))
@@ -61,6 +63,7 @@ def step(
     head_dim: int = 32,
     rotary_dim: int | None = None,
     with_norms: bool = True,
+    norm_dtype: torch.dtype | None = None,
 ) -> Step:
     torch.manual_seed(0)  # a rounding error close to what is allowed must not come and go
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
@@ -71,7 +74,7 @@ def step(
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
     options: dict[str, Tensor | float | None] = {}
     if with_norms:
-        q_norm, k_norm = torch.randn(2, head_dim).to(device, dtype)
+        q_norm, k_norm = torch.randn(2, head_dim).to(device, norm_dtype or dtype)
         options = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
     shape = (tables.numel(), heads[1], NUM_LAYERS, 2, BLOCK_SIZE, head_dim)
     kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -118,6 +121,10 @@ def test_a_program_of_a_large_batch_takes_more_heads(
 ) -> None:
     monkeypatch.setattr(gpu, "MANY_TOKENS", 1)
     check(step(triton_device, heads=(20, 3)))
+
+
+def test_norms_may_be_in_float32(triton_device: torch.device) -> None:
+    check(step(triton_device, torch.float16, norm_dtype=torch.float32))
 
 
 def test_only_the_query_heads_may_have_a_norm(triton_device: torch.device) -> None:
@@ -170,13 +177,15 @@ def test_tensors_that_do_not_fit_are_refused(triton_device: torch.device) -> Non
         replace(inputs, cos_sin=inputs.cos_sin.half()).run(gpu.rope_and_cache)
 
 
-@pytest.mark.parametrize("kv_type", ["bf16", "fp8e4nv"])
-def test_loads_are_wide(kv_type: str) -> None:
-    types = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm"), "*bf16")
+@pytest.mark.parametrize(
+    ("kv_type", "norm", "dim"), [("bf16", "*bf16", 128), ("fp8e4nv", "*bf16", 128), ("bf16", "*fp32", 256)]
+)
+def test_loads_are_wide(kv_type: str, norm: str, dim: int) -> None:
+    types = {**dict.fromkeys(("q", "k", "v"), "*bf16"), **dict.fromkeys(("q_norm", "k_norm"), norm)}
     types |= {"cos_sin": "*fp32", "planes": f"*{kv_type}", "positions": "*i64", "slots": "*i64"}
     types |= {f"{name}_stride": "i32:16" for name in ("q", "k", "v", "block", "head", "plane")}
     types |= {"k_scale": "*fp32", "v_scale": "*fp32", "eps": "fp32"}
-    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK_SIZE": 16}
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": dim, "HALF": dim // 2, "BLOCK_SIZE": 16}
     for heads, num_warps in (gpu.FEW, gpu.MANY):
         constants = {**shape, "HEADS": heads, "KV_HEADS": 8}
         compiled = compile_for_h200(gpu._rope_and_cache_kernel, types, constants, num_warps=num_warps)

@@ -13,13 +13,16 @@ from torch.nn import functional
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.layers.base import Layer, Parameter, Share, Slot
+from baton.engine.layers.embedding import Embedding
 from baton.engine.layers.linear import Linear, MergedLinear
-from baton.engine.layers.method import PLAIN, Activation, LinearMethod, LinearWeight
+from baton.engine.layers.method import PLAIN, LinearMethod, LinearWeight
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
 from baton.engine.layers.moe import MoE
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
 from baton.engine.layers.rows import TokenRows
+from baton.kernels.activation.reference import activate
+from baton.kernels.linear import Activation
 
 
 def filled(layer: Layer, path: str) -> dict[str, torch.Tensor]:
@@ -34,15 +37,16 @@ def filled(layer: Layer, path: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, CPU_SLICE, CPU_SLICE + 1, 2 * CPU_SLICE + 300])
-def test_a_gated_mlp_equals_its_formula_at_every_length(num_tokens: int) -> None:
-    mlp = GatedMLP(32, 48, bias=True)
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gated_mlp_equals_its_formula_at_every_length(activation: Activation, num_tokens: int) -> None:
+    mlp = GatedMLP(32, 48, bias=True, activation=activation)
     weights = filled(mlp, "mlp")
     x = torch.randn(num_tokens, 32)
 
     def part(name: str, value: torch.Tensor) -> torch.Tensor:
         return functional.linear(value, weights[f"mlp.{name}.weight"], weights[f"mlp.{name}.bias"])
 
-    expected = part("down_proj", functional.silu(part("gate_proj", x)) * part("up_proj", x))
+    expected = part("down_proj", activate(part("gate_proj", x), activation) * part("up_proj", x))
     torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -78,13 +82,11 @@ class HalvesWeight(LinearWeight):
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        activation: Activation = Activation.NONE,
+        activation: Activation | None = None,
         **around: Any,
     ) -> torch.Tensor:
         total = self.second.multiply(x, bias, add_to=self.first.multiply(x))
-        return (
-            total if activation is Activation.NONE else functional.silu(total.chunk(2, -1)[0]) * total.chunk(2, -1)[1]
-        )
+        return total if activation is None else functional.silu(total.chunk(2, -1)[0]) * total.chunk(2, -1)[1]
 
 
 def test_a_layer_is_stored_and_multiplied_as_its_method_says() -> None:
@@ -102,7 +104,7 @@ def test_a_layer_is_stored_and_multiplied_as_its_method_says() -> None:
         for name in ("gate", "up")
     )
     expected = (functional.silu(gate) * up)[:, share.slice]
-    torch.testing.assert_close(layer(x, activation=Activation.SILU_AND_MUL), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x, activation=Activation.SILU), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_slot_takes_its_own_shape_only_also_where_another_would_broadcast() -> None:
@@ -206,3 +208,26 @@ def test_slots_of_a_stack_fill_every_second_row_of_their_item() -> None:
     slot.place(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     assert stack.data.nonzero()[:, :2].unique(dim=0).tolist() == [[1, 1], [1, 3]]
     assert stack.data[1, 3].tolist() == [4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_with_an_offset_adds_it_to_what_is_stored_and_rounds_nothing(dtype: torch.dtype) -> None:
+    norm, stored, x = RMSNorm(64, 1e-6, offset=1.0), torch.randn(64).to(dtype) / 50, torch.randn(5, 64).to(dtype)
+    norm.allocate("cpu", dtype)
+    (slot,) = norm.slots("model.norm")
+    slot.place(stored)
+    assert slot.num_bytes(dtype) == 4 * 64
+    assert torch.equal(norm.weight.data, 1 + stored.float())
+    expected = functional.rms_norm(x.float(), (64,), 1 + stored.float(), 1e-6).to(dtype)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_scale_of_embeddings_is_rounded_to_their_type_as_transformers_does(dtype: torch.dtype) -> None:
+    embedding, ids = Embedding(20, 48, scale=3072**0.5), torch.tensor([3, 19, 0])
+    embedding.allocate("cpu", dtype)
+    for slot in embedding.slots("model.embed_tokens"):
+        slot.place(torch.randn(20, 48))
+    embedding.finish()
+    scale = {torch.float32: torch.tensor(3072**0.5).item(), torch.bfloat16: 55.5}[dtype]
+    assert torch.equal(embedding(ids), embedding.weight.data[ids] * torch.tensor(scale, dtype=dtype))

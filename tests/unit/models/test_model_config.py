@@ -20,7 +20,7 @@ from baton.engine.hf_config.errors import (
 )
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.latent import LatentShape
-from baton.engine.hf_config.model_config import CacheShape, ModelConfig
+from baton.engine.hf_config.model_config import CacheShape, ModelConfig, Scales
 from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
 from baton.engine.models import load_config
 
@@ -301,6 +301,140 @@ def test_mixtral_is_read(read: Callable[..., ModelConfig]) -> None:
         sparse_layers=(True, True),
     )
     assert read(**{**MIXTRAL_8X7B, "sliding_window": 4096}).layer_windows == (4096, 4096)
+
+
+GEMMA2_2B = {  # as on the Hub
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 144,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def test_gemma_2_is_read(read: Callable[..., ModelConfig]) -> None:
+    config = read(**GEMMA2_2B)
+    assert (config.head_dim, config.num_kv_heads, config.tie_word_embeddings) == (256, 4, True)
+    assert (config.rope, config.window_rope) == (Rope(10_000.0), None)
+    assert config.layer_windows == (4096, None, 4096, None)
+    assert config.scales == Scales(embedding=48.0, score=1 / 12, score_cap=50.0, logit_cap=30.0)
+
+
+def test_gemma_3_is_read_as_transformers_4_and_5_write_it(read: Callable[..., ModelConfig]) -> None:
+    config = read(**GEMMA3_1B)
+    assert (config.head_dim, config.num_kv_heads, config.tie_word_embeddings) == (256, 1, True)
+    assert (config.rope, config.window_rope) == (Rope(1e6), Rope(1e4))
+    assert config.layer_windows == (512, 512, 512, 512, 512, None, 512)
+    assert config.scales == Scales(embedding=1152**0.5, score=1 / 16)
+    scaled = read(**{**GEMMA3_1B, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (scaled.rope, scaled.window_rope) == (LinearRope(1e6, 8.0), Rope(1e4))
+    by_kind = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+    }
+    new = read(
+        **{**GEMMA3_1B, "rope_theta": None, "rope_local_base_freq": None, "rope_parameters": by_kind},
+        layer_types=["full_attention", *["sliding_attention"] * 6],
+    )
+    assert (new.rope, new.window_rope) == (LinearRope(2e6, 8.0), Rope(3e4))
+    assert new.layer_windows == (None, *(512,) * 6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (
+            {**GEMMA2_2B, "hidden_activation": "gelu"},
+            "hidden_activation 'gelu' is not supported, only 'gelu_pytorch_tanh'",
+        ),
+        ({**GEMMA2_2B, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({**GEMMA3_1B, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({**GEMMA3_1B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        (
+            {**GEMMA3_1B, "architectures": ["Gemma3ForConditionalGeneration"]},
+            r"Gemma3ForConditionalGeneration.*without images.*Gemma3ForCausalLM",
+        ),
+    ],
+)
+def test_what_of_gemma_is_not_served_is_refused_by_name(
+    read: Callable[..., ModelConfig], keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({**GEMMA2_2B, "attn_logit_softcapping": 0}, "'attn_logit_softcapping' must be more than 0"),
+        ({**GEMMA2_2B, "final_logit_softcapping": -1.0}, "'final_logit_softcapping' must be more than 0"),
+        ({**GEMMA2_2B, "query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' must be more than 0"),
+        (
+            {**GEMMA3_1B, "rope_parameters": {"rope_type": "default"}},
+            "'rope_parameters' must have those of full_attention",
+        ),
+        ({**GEMMA3_1B, "sliding_window": 0}, "'sliding_window' must be from 1"),
+    ],
+)
+def test_what_of_gemma_makes_no_sense_is_refused_by_name(
+    read: Callable[..., ModelConfig], keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidModelConfig, match=named):
+        read(**keys)
+
+
+def test_a_null_where_gemma_needs_a_number_is_refused(tmp_path: Path) -> None:
+    for family, key in ((GEMMA2_2B, "query_pre_attn_scalar"), (GEMMA3_1B, "sliding_window")):
+        (tmp_path / "config.json").write_text(json.dumps({**family, key: None}))
+        with pytest.raises(InvalidModelConfig, match=key):
+            ModelConfig.from_folder(tmp_path, load_format="dummy")
+
+
+def test_null_caps_of_gemma_2_are_none_and_absent_ones_what_transformers_assumes(tmp_path: Path) -> None:
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    without = {key: value for key, value in GEMMA2_2B.items() if key not in caps}
+    for config, expected in ((without, (50.0, 30.0)), ({**without, **dict.fromkeys(caps)}, (None, None))):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        scales = ModelConfig.from_folder(tmp_path, load_format="dummy").scales
+        assert (scales.score_cap, scales.logit_cap) == expected
 
 
 def test_deepseek_v3_is_read(read: Callable[..., ModelConfig]) -> None:

@@ -32,6 +32,7 @@ MISROUTED = (
     0.125  # of a mixture's tokens: rounding sends those whose experts are nearly tied to others, by any distance
 )
 
+KINDS = ("full_attention", "sliding_attention")
 # name: (architecture, config keys): what the differences of an architecture, and options within one, look like
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
@@ -85,6 +86,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biases": ("olmo2", {"attention_bias": True}),
     "olmo2-multi-head": ("olmo2", {"num_key_value_heads": None}),
     "olmo2-yarn": ("olmo2", {"rope": ROPES["yarn"]}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-untied": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2-layer-types": ("gemma2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+    "gemma2-wide-heads": ("gemma2", {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "gemma3_text-one-rope": ("gemma3_text", {"rope": dict.fromkeys(KINDS, ROPES["theta"])}),
+    "gemma3_text-layer-types": (
+        "gemma3_text",
+        {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3_text-logit-cap": ("gemma3_text", {"final_logit_softcapping": 2.5, "tie_word_embeddings": False}),
+    "gemma3_text-every-sixth": ("gemma3_text", {"sliding_window_pattern": 6, "num_hidden_layers": 7}),
     "qwen3_moe-raw-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "qwen3_moe-every-second": ("qwen3_moe", {"decoder_sparse_step": 2}),
@@ -189,6 +201,35 @@ def test_a_rope_scaling_that_were_dropped_would_show(variant: str, pair: Callabl
     assert error > 1000 * TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        ("gemma2", {"embedding": 1.0}),
+        ("gemma2", {"score": 32**-0.5}),
+        ("gemma2", {"score_cap": None}),
+        ("gemma2", {"logit_cap": None}),
+        ("gemma3_text", {"embedding": 1.0}),
+        ("gemma3_text", {"score": 32**-0.5}),
+        ("gemma3_text-logit-cap", {"logit_cap": None}),
+    ],
+)
+def test_a_factor_or_a_cap_that_were_dropped_would_show(
+    variant: str, change: dict[str, Any], pair: Callable[..., Pair]
+) -> None:
+    model, reference = pair(variant)
+    config = dataclasses.replace(model.config, scales=dataclasses.replace(model.config.scales, **change))
+    tokens = random_tokens(100)
+    other = chunked_logprobs(load_model(config), tokens, 100)
+    assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 100 * TOLERANCE
+
+
+def test_a_rope_of_layers_with_a_window_that_were_dropped_would_show(pair: Callable[..., Pair]) -> None:
+    model, reference = pair("gemma3_text")
+    tokens = random_tokens(100)
+    other = chunked_logprobs(load_model(dataclasses.replace(model.config, window_rope=None)), tokens, 100)
+    assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("kind", ["linear", "dynamic"])
 def test_a_context_beyond_the_stated_one_is_scaled_as_transformers_scales_it(kind: str, tmp_path: Path) -> None:
     """Dynamic scaling is that of the longest sequence that is served: here one of that very length."""
@@ -199,7 +240,9 @@ def test_a_context_beyond_the_stated_one_is_scaled_as_transformers_scales_it(kin
     assert_close(chunked_logprobs(model, tokens, 37), reference_logprobs(make_model("llama", **keys), tokens))
 
 
-@pytest.mark.parametrize("variant", ["mistral", "qwen2-window", "qwen3-window", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "variant", ["mistral", "qwen2-window", "qwen3-window", "mixtral", "gpt_oss", "gemma2", "gemma3_text"]
+)
 def test_a_sliding_window_of_one_key_more_or_less_would_show(variant: str, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)
     tokens = random_tokens(100)

@@ -37,6 +37,8 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 WIDER = {"hidden_size": 512, "vocab_size": 1024}  # so that biases and norms, which a plan leaves out, weigh little
 SERVED = {  # a config: the model's shapes, GPUs of a node, GB of each, nodes that it takes
