@@ -298,6 +298,9 @@ def router(
         int, typer.Option(min=0, help="Blocks that the host's memory has room for behind each engine's own.")
     ] = 0,
     disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks that the disk has room for.")] = 0,
+    link_gb_per_s: Annotated[
+        float, typer.Option(min=1e-3, help="GB/s of the link of each engine, for hand-offs of an 8B model's KV.")
+    ] = 131.0,
     trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None,
     num_prompts: Count = 4000,
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0,
@@ -314,12 +317,13 @@ def router(
 
     from baton.cluster.simulation.router_simulation import InvalidSimulation, SimulatedFleets, compare, table
     from baton.cluster.simulation.traffic import InvalidTrace, TrafficShape
+    from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, Speed
 
     unified = 0 if prefill or decode else unified
     fleets = SimulatedFleets(unified, prefill, decode, num_blocks, gateways, host_blocks, disk_blocks)
     shape = TrafficShape(num_prompts, request_rate, input_len, output_len, seed)
     try:
-        rows = compare(fleets, shape, trace, policies or ())
+        rows = compare(fleets, shape, trace, policies or (), Speed(kv_tokens_per_s=link_gb_per_s * 1e9 / KV_TOKEN_BYTES))
     except (InvalidSimulation, InvalidTrace) as error:
         fail(str(error))
     _show(table(rows), msgspec.to_builtins(rows), json_file)

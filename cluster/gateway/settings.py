@@ -67,7 +67,7 @@ class GatewaySettings(BaseModel):
     retry_budget: float = Field(0.2, ge=0)  # further attempts, as a share of the requests of the last seconds
     retry_budget_min: int = Field(10, ge=0)  # so many are allowed in any case
     breaker: BreakerSettings = BreakerSettings()
-    local_prefill_max_tokens: int = Field(8192, ge=0)  # a decode engine prefills at most this much when it must
+    local_prefill_max_tokens: int = Field(32768, ge=0)  # of a prompt that a decode engine computes
     drain_s: float = Field(5.0, ge=0)  # how long /health says 503 before the port closes: longer than balancers' checks
     drain_timeout_s: float = Field(30.0, gt=0)  # for open answers, from then on
     session_patience_s: float = Field(0.1, ge=0)  # so much later a session's request may be at its home engine

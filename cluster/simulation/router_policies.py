@@ -15,7 +15,9 @@ from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.load import Placement
 from baton.cluster.gateway.routing.prefix_index import EngineKey, engine_key
+from baton.cluster.gateway.routing.rates import LearntRates
 from baton.cluster.gateway.routing.router import Router
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineRequest
 
 
@@ -76,7 +78,11 @@ class ExactPrefixes:
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self._router = Router(
-            name, rates=CostRates(), session_patience_s=0.0, local_prefill_max_tokens=8192, clock=clock
+            name,
+            rates=LearntRates(CostRates(), clock),
+            session_patience_s=0.0,
+            local_prefill_max_tokens=GatewaySettings().local_prefill_max_tokens,
+            clock=clock,
         )
 
     def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:

@@ -210,7 +210,7 @@ def view(rank: int, role: Role, *, draining: bool = False, fingerprint: str = "f
 
 
 def router() -> Router:
-    return Router("g", rates=CostRates(), session_patience_s=0.0, local_prefill_max_tokens=8192)
+    return Router("g", rates=LearntRates(CostRates(), time.monotonic), session_patience_s=0.0, local_prefill_max_tokens=8192)
 
 
 def chosen(engines: list[EngineView]) -> tuple[int, Path] | None:

@@ -112,7 +112,7 @@ def home_of(fleet: WiredFleet, gateway: WiredGateway, session_id: str) -> WiredE
     from baton.cluster.gateway.routing.cost import CostRates
     from baton.cluster.gateway.routing.router import Router
 
-    router = Router("any", rates=CostRates(), session_patience_s=10.0, local_prefill_max_tokens=0)
+    router = Router("any", rates=LearntRates(CostRates(), time.monotonic), session_patience_s=10.0, local_prefill_max_tokens=0)
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
     route = router.route(gateway.client.engines(), router.read(request, session_id=session_id))
     assert route is not None

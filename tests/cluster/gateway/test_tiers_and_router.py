@@ -130,7 +130,7 @@ def asked(tokens: list[int], request_id: str = "r") -> EngineRequest:
 
 
 def a_router() -> Router:
-    return Router("g", rates=CostRates(), session_patience_s=0.0, local_prefill_max_tokens=8192)
+    return Router("g", rates=LearntRates(CostRates(), time.monotonic), session_patience_s=0.0, local_prefill_max_tokens=8192)
 
 
 def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:
