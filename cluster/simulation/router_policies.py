@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -21,11 +21,18 @@ from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineRequest
 
 
+class Start(NamedTuple):
+    """The engine that reads a prompt."""
+
+    placement: Placement
+    hands_off: bool
+
+
 class Policy(Protocol):
     """Chooses engines for one gateway, and is told what becomes of its choices."""
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
-        """Choose the engine that reads the prompt. It hands over if it is a prefill engine."""
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+        """Choose the engine that reads the prompt."""
         ...
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
@@ -47,8 +54,9 @@ class LoadOnly:
     def __init__(self, choose: Callable[[Sequence[EngineView]], EngineView]) -> None:
         self._choose = choose
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
-        return self._place([view for view in views if view.record.role is not Role.DECODE])
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+        placement = self._place([view for view in views if view.record.role is not Role.DECODE])
+        return Start(placement, placement.engine.role is Role.PREFILL)
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
         return self._place([view for view in views if view.record.role is Role.DECODE])
@@ -85,10 +93,10 @@ class ExactPrefixes:
             clock=clock,
         )
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         route = self._router.route(views, self._router.read(request))
         assert route is not None, "every fleet of a replay can serve every request"
-        return route.placement
+        return Start(route.placement, route.hands_off)
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
         placement = self._router.decode_placement(views, self._router.read(request), source)
@@ -108,7 +116,7 @@ class ExactPrefixes:
 class ExactPools(ExactPrefixes):
     """The gateway's own router, where engines report the blocks of their pools and not of their tiers."""
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         return super().reader([msgspec.structs.replace(view, cached=PoolAlone(view.cached)) for view in views], request)
 
 
@@ -123,7 +131,7 @@ class ApproximatePrefixes(ExactPrefixes):
         super().__init__(name, clock)
         self._remembered: dict[EngineKey, RememberedBlocks] = {}
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         return super().reader([self._as_remembered(view) for view in views], request)
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:

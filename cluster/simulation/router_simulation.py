@@ -118,8 +118,7 @@ class RouterSimulation:
         number = index % len(self._gateways)
         sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=arrival.prompt, sampling=sampling)
-        placement = self._gateways[number].policy.reader(self._views(number), request)
-        hands_off = placement.engine.role is Role.PREFILL
+        placement, hands_off = self._gateways[number].policy.reader(self._views(number), request)
         request = msgspec.structs.replace(request, keep_kv=hands_off)
         self._served[request.request_id] = _RoutedRequest(arrival, number, request, placement)
         self._send(request, number, placement)

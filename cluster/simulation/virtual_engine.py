@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import deque
@@ -29,7 +30,7 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import StepPlan
 from baton.engine.core.tiers import KVTiers
-from baton.kv_transfer.handoff.reads import ReadPace
+from baton.kv_transfer.handoff.reads import MEASURED_S, ReadPace
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 from .traffic import VOCAB_SIZE
@@ -132,11 +133,9 @@ class VirtualConnector:
         over_s = now_s
         if (source := self._offers.get(ticket)) is not None:
             began_s = max(now_s, source._sends_until_s, self._takes_until_s)
-            over_s = source._sends_until_s = self._takes_until_s = (
-                began_s + len(block_ids) * BLOCK_SIZE / speed.kv_tokens_per_s
-            )
-            before = self._pace(source._name).num_blocks
-            self._time.after(over_s - now_s, lambda: self._measure(source._name, before, len(block_ids), now_s))
+            seconds = len(block_ids) * BLOCK_SIZE / speed.kv_tokens_per_s
+            over_s = source._sends_until_s = self._takes_until_s = began_s + seconds
+            self._read(source._name, len(block_ids), began_s, seconds)
         self._time.after(over_s - now_s + speed.handoff_s, lambda: self._arrive(transfer_id, ticket))
         return transfer_id
 
@@ -155,11 +154,21 @@ class VirtualConnector:
             self._paces[holder] = ReadPace(KV_TOKEN_BYTES * BLOCK_SIZE, rate, self._time())
         return self._paces[holder]
 
-    def _measure(self, holder: str, blocks_before: int, num_blocks: int, asked_s: float) -> None:
-        pace, now_s = self._pace(holder), self._time()
-        self._stats = None
-        pace.num_blocks += num_blocks
-        pace.measured(pace.num_blocks - blocks_before, now_s - asked_s, now_s)
+    def _read(self, holder: str, num_blocks: int, began_s: float, seconds: float) -> None:
+        """Let blocks come, and measure them, in pieces of `MEASURED_S` as `BlockReads` does."""
+        pace, asked_s = self._pace(holder), self._time()
+        num_pieces = max(1, min(num_blocks, int(seconds / MEASURED_S)))
+        came, since_s, before = 0, asked_s, pace.num_blocks
+
+        def arrive(upto: int) -> None:
+            nonlocal came, since_s, before
+            pace.num_blocks += upto - came
+            pace.measured(pace.num_blocks - before, self._time() - since_s, self._time())
+            came, since_s, before, self._stats = upto, self._time(), pace.num_blocks, None
+
+        for piece in range(1, num_pieces + 1):
+            share = piece / num_pieces
+            self._time.after(began_s - asked_s + share * seconds, functools.partial(arrive, round(share * num_blocks)))
 
     def _arrive(self, transfer_id: TransferId, ticket: bytes) -> None:
         if transfer_id not in self._pulls:

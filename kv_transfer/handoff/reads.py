@@ -2,8 +2,8 @@
 
 While the holder is still writing, a read learns piece by piece which blocks are written. It is finished with the last.
 
-Each read, or piece of one that had to wait for its holder, is timed: what reading blocks of a peer takes is known by
-what it took lately (`ReadPace`).
+Each read, or piece of one that had to wait for its holder, is timed, and a long one several times: what reading blocks
+of a peer takes is known by what it took lately (`ReadPace`).
 
 A transport may neither finish nor fail a batch whose path carries messages but no data any more. A read of which no
 batch has ended for `stall_s` fails; a batch that was begun is released when the transport says so, however late.
@@ -25,6 +25,7 @@ from ..group.tp_read_group import TpReadGroup
 from ..transports import PeerHandle, ReadHandle, ReadState
 from ..transports.common import PROBE_BYTES
 
+MEASURED_S = 0.1  # a read that takes longer is measured before its end: so a link that has become slow is known soon
 BATCH_S = 2e-3  # to begin a batch takes the CPU 0.2 ms, and a read that was given up goes on until its batches end
 
 
@@ -199,7 +200,7 @@ class BlockReads:
         if reason and not entry.ended_early:
             entry.ended_early = True
             events.append(ReadEvent(entry.receive, ReadOutcome.FAILED, reason))
-        if entry.began_at is not None and not entry.running and not entry.waiting:
+        if entry.began_at is not None:
             self._measure(entry, entry.began_at)
         entry.releasing = [read for read in entry.releasing if not self._group.release(read)]
         if not entry.is_under_way and (entry.ended_early or entry.has_all):
@@ -227,12 +228,14 @@ class BlockReads:
         return reason
 
     def _measure(self, entry: _BlockRead, began_at: float) -> None:
-        """Note the time of a piece that has been read, or given up."""
-        entry.began_at = None
+        """Note the time of a piece that has been read, and of what has come of a long one."""
         pace, now = self.pace(entry.peer), self._clock()
-        num_blocks = pace.num_blocks - entry.blocks_before
+        num_blocks, goes_on = pace.num_blocks - entry.blocks_before, bool(entry.running or entry.waiting)
+        if goes_on and (num_blocks <= 0 or now - began_at < MEASURED_S):
+            return
         if num_blocks > 0 and not entry.ended_early:
             pace.measured(num_blocks, now - began_at, now)
+        entry.began_at, entry.blocks_before = (now, pace.num_blocks) if goes_on else (None, 0)
 
     def _start_batches(self, entry: _BlockRead) -> list[ReadHandle]:
         started = []

@@ -52,6 +52,7 @@ class CostRates(BaseModel):
     stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
     lease_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
     handoff_s: float = Field(0.003, ge=0)  # of a hand-off beside the read
+    slow_handoff_s: float = Field(0.02, ge=0)  # one that takes no longer is made without comparing costs
     node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node; a guess
     network_tokens_per_s: float = Field(250_000.0, gt=0)  # between nodes; a guess
 

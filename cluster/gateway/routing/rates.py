@@ -6,13 +6,17 @@
 
 Engines measure, so all gateways know the same, and one that starts knows it with the first messages. An engine that has
 measured nothing yet is taken to be like the median of the others. So is one whose figure is within `ALIKE` of it:
-equal engines measure a little different times, and chance must not send all requests to one of them.
+equal engines measure a little different times, and chance must not send all requests to one of them. A pair of engines
+that was not measured for `STALE_S` is taken to be like others of the same two nodes that were.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
@@ -23,8 +27,18 @@ from .cost import CostRates
 from .prefix_index import EngineKey, engine_key
 
 ALIKE = 1.5
+STALE_S = 60.0
+NEWEST = 5  # measurements of the pairs of two nodes, whose median is that of the pairs
 RENEWED_S = 1.0  # between two looks at the medians
-TYPICAL_TOKENS = 1024  # of prompts, at which engines are compared
+TYPICAL_TOKENS = 1024  # of prompts, at which lines are compared
+
+
+Nodes = tuple[str, str]  # of the engine that is read, and of the reader
+
+
+class _Measured(NamedTuple):
+    at_s: float  # when this gateway heard of it
+    read_s: Line  # by tokens
 
 
 class _Lanes:
@@ -33,15 +47,22 @@ class _Lanes:
     def __init__(self) -> None:
         self.told: TransferStats | None = None
         self.by_peer: dict[str, PeerLane] = {}
-        self.measured_s: dict[str, float] = {}  # when this gateway heard of the newest measurement
+        self.measured: dict[str, _Measured] = {}  # the newest of each peer, or what was known at pairing
 
-    def update(self, told: TransferStats, now_s: float) -> None:
+    def update(self, told: TransferStats, now_s: float) -> list[tuple[str, _Measured]]:
+        """Take in what the reader tells. Returns what it has measured of which peers since."""
         self.told, old = told, self.by_peer
         self.by_peer = {lane.engine_id: lane for lane in told.lanes}
-        self.measured_s = {
-            peer: self.measured_s[peer] if peer in old and old[peer].num_reads == lane.num_reads else now_s
-            for peer, lane in self.by_peer.items()
-        }
+        self.measured = {peer: known for peer, known in self.measured.items() if peer in self.by_peer}
+        news = []
+        for peer, lane in self.by_peer.items():
+            is_new = peer not in old or old[peer].num_reads != lane.num_reads
+            if lane.read_s is not None and is_new:
+                by_tokens = Line(lane.read_s.base_s, lane.read_s.unit_s / BLOCK_SIZE)
+                self.measured[peer] = _Measured(now_s, by_tokens)
+                if lane.num_reads:
+                    news.append((peer, self.measured[peer]))
+        return news
 
 
 class LearntRates:
@@ -52,6 +73,8 @@ class LearntRates:
         self._clock = clock
         self._renewed_s = -RENEWED_S
         self._lanes: dict[EngineKey, _Lanes] = {}
+        self._nodes: dict[str, str] = {}  # by engine
+        self._between: defaultdict[Nodes, deque[_Measured]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._prefill = Line(0.0, 1 / guesses.prefill_tokens_per_s)  # the median
         self._request_s = guesses.decode_request_s
         self._step_s = 0.0  # of the fastest; 0: not known
@@ -64,10 +87,13 @@ class LearntRates:
         self._renewed_s = now_s
         alive = {engine_key(view.record) for view in engines}
         self._lanes = {key: lanes for key, lanes in self._lanes.items() if key in alive}
+        self._nodes = {view.record.engine_id: view.record.node_id for view in engines}
+        for nodes in [nodes for nodes, newest in self._between.items() if now_s - newest[-1].at_s > STALE_S]:
+            del self._between[nodes]
         times = [view.stats.step_times for view in engines if view.stats is not None]
         prefills = [each.prefill for each in times if each.prefill is not None]
         if prefills:
-            self._prefill = sorted(prefills, key=_typical_s)[(len(prefills) - 1) // 2]
+            self._prefill = _median_line(prefills)
         decodes = [each.decode for each in times if each.decode is not None]
         self._step_s = min((line.at(1) for line in decodes), default=0.0)
         slopes = [line.unit_s * self.guesses.answer_tokens for line in decodes if line.unit_s]
@@ -96,25 +122,39 @@ class LearntRates:
 
     def read_s(self, reader: EngineView, source: EngineRecord) -> Line:
         """Return the time in which an engine reads another's tokens, by their number."""
-        lane = self._lanes_of(reader).by_peer.get(source.engine_id)
-        if lane is not None and lane.read_s is not None:
-            return Line(lane.read_s.base_s, lane.read_s.unit_s / BLOCK_SIZE)
-        same_node = reader.record.node_id == source.node_id
+        own = self._lanes_of(reader).measured.get(source.engine_id)
+        now_s = self._clock()
+        if own is not None and now_s - own.at_s <= STALE_S:
+            return own.read_s
+        nodes = source.node_id, reader.record.node_id
+        others = [each.read_s for each in self._between.get(nodes, ()) if now_s - each.at_s <= STALE_S]
+        if others:
+            return _median_line(others)
+        if own is not None:
+            return own.read_s
+        same_node = nodes[0] == nodes[1]
         return Line(0.0, 1 / (self.guesses.node_tokens_per_s if same_node else self.guesses.network_tokens_per_s))
 
     def measured_s(self, reader: EngineView, source: EngineRecord) -> float:
-        """Return when this gateway heard of the newest measurement of a pair; never: the distant past."""
-        return self._lanes_of(reader).measured_s.get(source.engine_id, -float("inf"))
+        """Return when this gateway heard of the newest measurement of a pair, or of the pair; never: minus infinity."""
+        own = self._lanes_of(reader).measured.get(source.engine_id)
+        return -math.inf if own is None else own.at_s
 
     def _lanes_of(self, view: EngineView) -> _Lanes:
         lanes = self._lanes.setdefault(engine_key(view.record), _Lanes())
         if view.transfers is not None and view.transfers is not lanes.told:
-            lanes.update(view.transfers, self._clock())
+            for peer, measured in lanes.update(view.transfers, self._clock()):
+                if (node := self._nodes.get(peer)) is not None:
+                    self._between[node, view.record.node_id].append(measured)
         return lanes
 
 
-def _typical_s(prefill: Line) -> float:
-    return prefill.at(TYPICAL_TOKENS)
+def _typical_s(line: Line) -> float:
+    return line.at(TYPICAL_TOKENS)
+
+
+def _median_line(lines: Sequence[Line]) -> Line:
+    return sorted(lines, key=_typical_s)[(len(lines) - 1) // 2]
 
 
 def _are_alike(one: float, other: float) -> bool:

@@ -33,7 +33,7 @@ NO_PREFILL_ENGINE = "no-prefill-engine"
 SLOW_HANDOFF = "slow-handoff"
 MEASURING = "measuring"
 WORTHWHILE_HIT = 256  # cached tokens with which a decode engine may be the better one to compute a prompt
-WORTHWHILE_S = 0.01  # by which a hand-off must be longer than computing the prompt, so that it may do so without them
+SLOW_SHARE = 0.15  # of the time to compute a prompt: a hand-off that takes no longer is made without comparing costs
 TRIAL_SHARE = 1 / 600  # of the time since the last one that a hand-off which only measures may cost a request
 NUM_RECEIVERS = 8  # decode engines, those with the least load, between which and a prefill engine links are compared
 
@@ -44,6 +44,7 @@ class Path(enum.StrEnum):
     DISAGGREGATED = "disaggregated"  # a prefill engine computes the prompt, a decode engine goes on
     UNIFIED = "unified"
     LOCAL_PREFILL = "local-prefill"  # a decode engine does both: there is no prefill engine, or it costs more
+    LOCAL_DECODE = "local-decode"  # a prefill engine does both: a hand-off costs more
     RECOMPUTED = "recomputed"  # an attempt was lost, and another engine computes all tokens so far
 
 
@@ -207,9 +208,14 @@ class Router:
                 options.append(_Option(is_full, self._cost.whole_s(view, load, work), placement, Path.UNIFIED))
                 continue
             ready_s = self._cost.ready_s(view, load, work)
-            if (handoff := receivers.cheapest(record, load.num_requests, ready_s)) is not None:
-                cost_s = ready_s + self._cost.lease_s(view) + handoff.cost_s
-                options.append(_Option(is_full, cost_s, placement, handoff=handoff))
+            if (handoff := receivers.cheapest(record, load.num_requests, ready_s)) is None:
+                continue
+            cost_s = ready_s + self._cost.lease_s(view) + handoff.cost_s
+            options.append(_Option(is_full, cost_s, placement, handoff=handoff))
+            is_slow = self._is_slow(handoff.seconds, self._rates.prefill_s(view, query.num_tokens))
+            if is_slow and query.pinned_rank in (None, record.rank):
+                cost_s = self._cost.whole_s(view, load, work)
+                options.append(_Option(is_full, cost_s, placement, Path.LOCAL_DECODE, SLOW_HANDOFF))
         if options:
             slow_s = min((option.handoff.seconds for option in options if option.handoff is not None), default=0.0)
             options += self._local_options(decoders, query, avoid, min_hit=WORTHWHILE_HIT, slow_s=slow_s)
@@ -226,7 +232,7 @@ class Router:
     ) -> list[_Option]:
         """Return the decode engines that can compute the prompt themselves.
 
-        Those that have less than `min_hit` of it may do so where that takes less than a hand-off, `slow_s`.
+        Those that have less than `min_hit` of it may do so where a hand-off, which takes `slow_s`, is slow.
         """
         options = []
         for view in engines:
@@ -242,7 +248,7 @@ class Router:
                 reason = NO_PREFILL_ENGINE
             elif query.num_tokens - work.uncached >= min_hit:
                 reason = "cheaper"
-            elif slow_s >= self._cost.compute_s(view, work) + WORTHWHILE_S:
+            elif self._is_slow(slow_s, self._cost.compute_s(view, work)):
                 reason = SLOW_HANDOFF
             else:
                 continue
@@ -251,6 +257,9 @@ class Router:
             is_full = _is_full(view, query.num_tokens)
             options.append(_Option(is_full, cost_s, placement, Path.LOCAL_PREFILL, reason))
         return options
+
+    def _is_slow(self, handoff_s: float, compute_s: float) -> bool:
+        return handoff_s > max(SLOW_SHARE * compute_s, self._rates.guesses.slow_handoff_s)
 
     def _best(self, options: Collection[_Option], query: RoutingQuery) -> _Option | None:
         """Return the cheapest option; among equal ones, the first in the request's own order.
@@ -262,7 +271,10 @@ class Router:
             return None
         cheapest = min(options, key=lambda option: option.cost_s)
         limit_s = cheapest.cost_s + self._session_patience_s if query.session else cheapest.cost_s * EQUAL
-        equals = [option for option in options if option.cost_s <= limit_s and option.path is cheapest.path]
+        hands_off = cheapest.handoff is not None
+        equals = [
+            option for option in options if option.cost_s <= limit_s and (option.handoff is not None) is hands_off
+        ]
         return min(equals, key=lambda option: _order(query.tie, option.placement.engine))
 
     def _prefill_work(self, view: EngineView, query: RoutingQuery) -> PrefillWork:
