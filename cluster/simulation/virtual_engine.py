@@ -102,6 +102,7 @@ class VirtualConnector:
         self._stats: TransferStats | None = None  # None: to be computed
         self._sends_until_s = self._takes_until_s = 0.0
         self.on_event: Callable[[], None] = lambda: None
+        self.on_measured: Callable[[], None] = lambda: None
 
     def stats(self) -> TransferStats:
         """Return what an engine tells of all engines that it may read."""
@@ -165,6 +166,7 @@ class VirtualConnector:
             pace.num_blocks += upto - came
             pace.measured(pace.num_blocks - before, self._time() - since_s, self._time())
             came, since_s, before, self._stats = upto, self._time(), pace.num_blocks, None
+            self.on_measured()
 
         for piece in range(1, num_pieces + 1):
             share = piece / num_pieces
@@ -227,7 +229,7 @@ class VirtualEngine:
         self._heard: dict[int, EngineStats] = {}  # by gateways, since all were told
         self._told_at_s = 0.0
         self._busy = False
-        connector.on_event = self.wake
+        connector.on_event, connector.on_measured = self.wake, self._tell_if_idle
 
     @property
     def stats(self) -> EngineStats:
@@ -279,6 +281,11 @@ class VirtualEngine:
         for output in outputs:
             self._publish(output)
         self._step()
+
+    def _tell_if_idle(self) -> None:
+        """Tell how slowly blocks come, while no step would do so."""
+        if not self._busy:
+            self._tell()
 
     def _tell(self) -> None:
         self._told_at_s = self._time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -13,6 +14,7 @@ from baton.cluster.contracts import EnginePulse, EngineRecord, EngineView, Role
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import LearntRates
 from baton.cluster.gateway.routing.router import Path, Router
 from baton.cluster.membership import draining
 from baton.cluster.membership.draining import drain

@@ -49,7 +49,7 @@ LANE = PeerLane(engine_id="p", transport="nixl/UCX", bytes_per_s=1e9, is_slow=Fa
 
 def gateway_metrics(tiers: TierStats, transfers: TransferStats) -> GatewayMetrics:
     """Of a gateway that reaches one engine."""
-    absent = ("num_late_compilations", "experts", "tiers")
+    absent = ("num_late_compilations", "experts", "tiers", "step_times")
     counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
     stats, mail = EngineStats(**counts, tiers=tiers), MessageCounters()
     view = EngineView(ENGINE, stats, outstanding=0, transfers=transfers, mail=mail)

@@ -6,8 +6,10 @@
 
 Engines measure, so all gateways know the same, and one that starts knows it with the first messages. An engine that has
 measured nothing yet is taken to be like the median of the others. So is one whose figure is within `ALIKE` of it:
-equal engines measure a little different times, and chance must not send all requests to one of them. A pair of engines
-that was not measured for `STALE_S` is taken to be like others of the same two nodes that were.
+equal engines measure a little different times, and chance must not send all requests to one of them.
+
+A pair of engines that was not measured for `STALE_S` is taken to be like others of the same two nodes that were, and
+sooner where all of these have become much slower.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from .prefix_index import EngineKey, engine_key
 ALIKE = 1.5
 STALE_S = 60.0
 NEWEST = 5  # measurements of the pairs of two nodes, whose median is that of the pairs
+SLOWED_DOWN = 3.0  # times as long as a pair took: where all newer measurements show it, it holds for the pair, too
 RENEWED_S = 1.0  # between two looks at the medians
 TYPICAL_TOKENS = 1024  # of prompts, at which lines are compared
 
@@ -124,12 +127,12 @@ class LearntRates:
         """Return the time in which an engine reads another's tokens, by their number."""
         own = self._lanes_of(reader).measured.get(source.engine_id)
         now_s = self._clock()
-        if own is not None and now_s - own.at_s <= STALE_S:
-            return own.read_s
         nodes = source.node_id, reader.record.node_id
-        others = [each.read_s for each in self._between.get(nodes, ()) if now_s - each.at_s <= STALE_S]
+        others = [each for each in self._between.get(nodes, ()) if now_s - each.at_s <= STALE_S]
+        if own is not None and now_s - own.at_s <= STALE_S and not _all_slowed_down(own, others):
+            return own.read_s
         if others:
-            return _median_line(others)
+            return _median_line([each.read_s for each in others])
         if own is not None:
             return own.read_s
         same_node = nodes[0] == nodes[1]
@@ -151,6 +154,12 @@ class LearntRates:
 
 def _typical_s(line: Line) -> float:
     return line.at(TYPICAL_TOKENS)
+
+
+def _all_slowed_down(own: _Measured, others: Sequence[_Measured]) -> bool:
+    """Tell whether the newest measurements between two nodes all show what a pair has not felt yet."""
+    much_s = SLOWED_DOWN * _typical_s(own.read_s)
+    return len(others) == NEWEST and all(each.at_s > own.at_s and _typical_s(each.read_s) > much_s for each in others)
 
 
 def _median_line(lines: Sequence[Line]) -> Line:

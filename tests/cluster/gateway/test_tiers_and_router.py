@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway import GatewaySettings, create_app
 from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, KVRegion
