@@ -13,7 +13,7 @@ import msgspec
 
 from baton.cluster.contracts import LoadBalancing, Role
 from baton.cluster.gateway.routing.breaker import BreakerSettings
-from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.gateway.settings import QueueLimits
 from baton.cluster.logs import LogFormat, LogLevel
 from baton.cluster.spec import NOT_AN_ENGINES, AutoscalingSpec, Fleet, GatewaySpec, KVTierSpec

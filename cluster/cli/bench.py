@@ -323,7 +323,9 @@ def router(
     fleets = SimulatedFleets(unified, prefill, decode, num_blocks, gateways, host_blocks, disk_blocks)
     shape = TrafficShape(num_prompts, request_rate, input_len, output_len, seed)
     try:
-        rows = compare(fleets, shape, trace, policies or (), Speed(kv_tokens_per_s=link_gb_per_s * 1e9 / KV_TOKEN_BYTES))
+        rows = compare(
+            fleets, shape, trace, policies or (), Speed(kv_tokens_per_s=link_gb_per_s * 1e9 / KV_TOKEN_BYTES)
+        )
     except (InvalidSimulation, InvalidTrace) as error:
         fail(str(error))
     _show(table(rows), msgspec.to_builtins(rows), json_file)

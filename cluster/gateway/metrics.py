@@ -322,7 +322,9 @@ class _EngineCollector(Collector):
 def _lanes(transfers: Iterable[tuple[list[str], TransferStats]]) -> Metric:
     labels = ["model_name", "engine", "role", "peer", "transport"]
     family = GaugeMetricFamily(
-        "baton_kv_peer_bytes_per_second", "Bytes per second from a peer, as measured at pairing.", labels=labels
+        "baton_kv_peer_bytes_per_second",
+        "Bytes per second from a peer lately; before its first blocks, as measured at pairing.",
+        labels=labels,
     )
     for own, stats in transfers:
         for lane in stats.lanes:

@@ -11,7 +11,7 @@ from baton.engine.core.messages import LOWEST_PRIORITY, EngineStats
 from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
 
 from .routing.breaker import BreakerSettings
-from .routing.cost import CostRates
+from .routing.rates import CostRates
 
 
 def check_api_key(key: str) -> str:

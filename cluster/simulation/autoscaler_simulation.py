@@ -15,9 +15,8 @@ import msgspec
 
 from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad, bucket_of
 from baton.cluster.contracts import EngineGroup, EnginePulse, EngineView, Role
-from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.load import Placement
-from baton.cluster.gateway.routing.rates import LearntRates
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
@@ -117,7 +116,11 @@ class AutoscalerSimulation:
         self._world, self._sizer = world, sizer
         self._time = VirtualTime()
         self._router = Router(
-            GATEWAY, rates=LearntRates(world.rates, self._time), session_patience_s=0.0, local_prefill_max_tokens=8192, clock=self._time
+            GATEWAY,
+            rates=LearntRates(world.rates, self._time),
+            session_patience_s=0.0,
+            local_prefill_max_tokens=8192,
+            clock=self._time,
         )
         self._network = VirtualNetwork(self._time, world.speed)
         self._config = make_config(world.num_blocks)

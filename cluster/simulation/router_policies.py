@@ -12,10 +12,9 @@ import msgspec
 
 from baton.cluster.cached_blocks import BlockName, CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.load import Placement
 from baton.cluster.gateway.routing.prefix_index import EngineKey, engine_key
-from baton.cluster.gateway.routing.rates import LearntRates
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineRequest

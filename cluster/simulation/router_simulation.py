@@ -21,7 +21,15 @@ from baton.engine.core.sampling import SamplingParams
 
 from .router_policies import OF_TIERS, POLICIES, Policy, PolicyMaker
 from .traffic import RequestArrival, TrafficShape, shared, trace, unshared
-from .virtual_engine import Speed, VirtualConnector, VirtualEngine, VirtualNetwork, VirtualTime, make_config, make_record
+from .virtual_engine import (
+    Speed,
+    VirtualConnector,
+    VirtualEngine,
+    VirtualNetwork,
+    VirtualTime,
+    make_config,
+    make_record,
+)
 from .virtual_tiers import VirtualTiers
 
 CONVERSATIONS_PER_ENGINE = 8

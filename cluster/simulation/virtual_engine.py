@@ -242,7 +242,9 @@ class VirtualEngine:
         return 0 if tiers is None else tiers.restored_tokens
 
     def view(self, outstanding: int, gateway: int = 0) -> EngineView:
-        return EngineView(self.record, self._heard.get(gateway, self._stats), outstanding, self._transfers, self._cached)
+        return EngineView(
+            self.record, self._heard.get(gateway, self._stats), outstanding, self._transfers, self._cached
+        )
 
     def heard_by(self, gateway: int) -> None:
         """Give a gateway the statistics that come with its tokens."""

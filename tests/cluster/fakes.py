@@ -96,7 +96,15 @@ class CountingEngine:
 
     def stats(self) -> EngineStats:
         values = dict.fromkeys(EngineStats.__struct_fields__, 0)
-        return EngineStats(**{**values, "num_requests_running": len(self.running), "experts": None, "tiers": None, "step_times": StepTimes()})
+        return EngineStats(
+            **{
+                **values,
+                "num_requests_running": len(self.running),
+                "experts": None,
+                "tiers": None,
+                "step_times": StepTimes(),
+            }
+        )
 
 
 class ListedSource:

@@ -41,7 +41,10 @@ class Cut:
         self.metrics = GatewayMetrics("m", client.engines, client.listed)
         rates = LearntRates(settings.cost, time.monotonic)
         router = Router("g", rates=rates, session_patience_s=0.0, local_prefill_max_tokens=64)
-        breakers, admission = Breakers(settings.breaker, time.monotonic), AdmissionControl(settings, rates, time.monotonic)
+        breakers, admission = (
+            Breakers(settings.breaker, time.monotonic),
+            AdmissionControl(settings, rates, time.monotonic),
+        )
         self.serving = ServingContext(client, router, settings, self.metrics, admission, breakers)
 
     async def stream_at_the_first_engine(self) -> ServedSequence:

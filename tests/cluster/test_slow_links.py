@@ -24,7 +24,9 @@ def link(gb_per_s: float) -> Speed:
 SLOW, FAST = link(0.4), link(131)
 
 
-def run(fleets: SimulatedFleets, arrivals: list[RequestArrival], speed: Speed, policy: str = "exact") -> RouterSimulation:
+def run(
+    fleets: SimulatedFleets, arrivals: list[RequestArrival], speed: Speed, policy: str = "exact"
+) -> RouterSimulation:
     simulation = RouterSimulation(fleets, policy, speed)
     simulation.run(arrivals)
     return simulation
@@ -38,9 +40,7 @@ def latencies_s(simulation: RouterSimulation) -> list[float]:
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_no_client_is_worse_off_than_with_unified_engines(traffic: str, gb_per_s: float) -> None:
     arrivals = TRAFFIC[traffic]
-    unified, divided = (
-        run(fleets, arrivals, link(gb_per_s))._report() for fleets in (UNIFIED, DIVIDED)
-    )
+    unified, divided = (run(fleets, arrivals, link(gb_per_s))._report() for fleets in (UNIFIED, DIVIDED))
     for figure in ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms"):
         assert getattr(divided, figure) <= WORSE * getattr(unified, figure), figure
 

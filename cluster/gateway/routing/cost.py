@@ -23,38 +23,15 @@ Times to compute, to read and to decode are measured (`rates.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.tiers import Tier, TierStats
 
-if TYPE_CHECKING:
-    from .rates import LearntRates  # which are made of the settings below
+from .rates import LearntRates
 
 UNTRIED = 0.5  # of the time to compute a block: an engine without a measurement restores it to get one
-
-
-class CostRates(BaseModel):
-    """Settings of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
-
-    Rates are first guesses, until engines have measured theirs.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine; a guess
-    decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine; a guess
-    answer_tokens: int = Field(256, ge=0)  # steps for which that is counted, once they are measured
-    stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
-    lease_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
-    handoff_s: float = Field(0.003, ge=0)  # of a hand-off beside the read
-    slow_handoff_s: float = Field(0.02, ge=0)  # one that takes no longer is made without comparing costs
-    node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node; a guess
-    network_tokens_per_s: float = Field(250_000.0, gt=0)  # between nodes; a guess
 
 
 @dataclass(frozen=True)

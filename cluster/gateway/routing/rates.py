@@ -1,4 +1,6 @@
-"""The rates of the cost formula (`cost.py`): measured by the engines, told with their status; before that, the settings.
+"""The rates of the cost formula (`cost.py`): engines measure them, and tell them with their status.
+
+Before that, they are those of the settings.
 
     prefill of a prompt    by its tokens, in each engine (`StepTimes.prefill`)
     one more request       by which it lengthens an engine's steps (`StepTimes.decode`)
@@ -20,12 +22,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.pace import Line
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
-from .cost import CostRates
 from .prefix_index import EngineKey, engine_key
 
 ALIKE = 1.5
@@ -34,6 +37,25 @@ NEWEST = 5  # measurements of the pairs of two nodes, whose median is that of th
 SLOWED_DOWN = 3.0  # times as long as a pair took: where all newer measurements show it, it holds for the pair, too
 RENEWED_S = 1.0  # between two looks at the medians
 TYPICAL_TOKENS = 1024  # of prompts, at which lines are compared
+
+
+class CostRates(BaseModel):
+    """Settings of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
+
+    Rates are first guesses, until engines have measured theirs.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine; a guess
+    decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine; a guess
+    answer_tokens: int = Field(256, ge=0)  # steps for which that is counted, once they are measured
+    stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
+    lease_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
+    handoff_s: float = Field(0.003, ge=0)  # of a hand-off beside the read
+    slow_handoff_s: float = Field(0.02, ge=0)  # one that takes no longer is made without comparing costs
+    node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node; a guess
+    network_tokens_per_s: float = Field(250_000.0, gt=0)  # between nodes; a guess
 
 
 Nodes = tuple[str, str]  # of the engine that is read, and of the reader
@@ -74,7 +96,7 @@ class LearntRates:
     def __init__(self, guesses: CostRates, clock: Callable[[], float]) -> None:
         self.guesses = guesses
         self._clock = clock
-        self._renewed_s = -RENEWED_S
+        self._renewed_s, self._is_measured = -RENEWED_S, False
         self._lanes: dict[EngineKey, _Lanes] = {}
         self._nodes: dict[str, str] = {}  # by engine
         self._between: defaultdict[Nodes, deque[_Measured]] = defaultdict(lambda: deque(maxlen=NEWEST))
@@ -83,9 +105,9 @@ class LearntRates:
         self._step_s = 0.0  # of the fastest; 0: not known
 
     def renew(self, engines: Sequence[EngineView]) -> None:
-        """Look at what engines tell, once a second."""
+        """Look at what engines tell: once a second, and until one of them has measured something."""
         now_s = self._clock()
-        if now_s - self._renewed_s < RENEWED_S:
+        if self._is_measured and now_s - self._renewed_s < RENEWED_S:
             return
         self._renewed_s = now_s
         alive = {engine_key(view.record) for view in engines}
@@ -95,11 +117,12 @@ class LearntRates:
             del self._between[nodes]
         times = [view.stats.step_times for view in engines if view.stats is not None]
         prefills = [each.prefill for each in times if each.prefill is not None]
+        self._is_measured = bool(prefills)
         if prefills:
             self._prefill = _median_line(prefills)
-        decodes = [each.decode for each in times if each.decode is not None]
+        decodes = [each.decode for each in times if each.decode is not None and each.decode.unit_s]
         self._step_s = min((line.at(1) for line in decodes), default=0.0)
-        slopes = [line.unit_s * self.guesses.answer_tokens for line in decodes if line.unit_s]
+        slopes = [line.unit_s * self.guesses.answer_tokens for line in decodes]
         self._request_s = _median(slopes, self._request_s)
 
     def prefill_s(self, view: EngineView, num_tokens: int) -> float:
@@ -117,9 +140,12 @@ class LearntRates:
         return own_s if own_s and not _are_alike(own_s, self._request_s) else self._request_s
 
     def slowness_s(self, view: EngineView) -> float:
-        """Return the time by which an answer is later than in the engine whose steps are fastest, without others."""
+        """Return the time by which an answer is later than in the engine whose steps are fastest, without others.
+
+        While an engine's batches had about one size, its steps cannot be compared.
+        """
         decode = None if view.stats is None else view.stats.step_times.decode
-        if decode is None or not self._step_s or _are_alike(decode.at(1), self._step_s):
+        if decode is None or not decode.unit_s or not self._step_s or _are_alike(decode.at(1), self._step_s):
             return 0.0
         return (decode.at(1) - self._step_s) * self.guesses.answer_tokens
 

@@ -64,4 +64,6 @@ def view(
     blocks.apply(
         BlocksCached(0, *(pack_names(block_hashes(each or [], BLOCK_SIZE, salt)) for each in (cached, host, disk)))
     )
-    return EngineView(record, EngineStats(**values), outstanding, TransferStats(lanes=list(lanes)) if lanes else None, blocks)
+    return EngineView(
+        record, EngineStats(**values), outstanding, TransferStats(lanes=list(lanes)) if lanes else None, blocks
+    )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from engine_views import view
 from fake_cluster import FakeEngine
@@ -15,8 +14,7 @@ from gateway_service import Clock, Service, events, until
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError
-from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.gateway.routing.rates import RENEWED_S, LearntRates
+from baton.cluster.gateway.routing.rates import RENEWED_S, CostRates, LearntRates
 from baton.cluster.gateway.serving.admission import MAX_RETRY_S, WINDOW_S, AdmissionControl
 from baton.cluster.gateway.settings import GatewaySettings, QueueLimits
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind

@@ -7,8 +7,7 @@ from engine_views import view
 from gateway_service import Clock
 
 from baton.cluster.contracts import EngineView, Role
-from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.gateway.routing.rates import ALIKE, NEWEST, RENEWED_S, STALE_S, LearntRates
+from baton.cluster.gateway.routing.rates import ALIKE, NEWEST, RENEWED_S, STALE_S, CostRates, LearntRates
 from baton.cluster.gateway.routing.router import TRIAL_SHARE, Path, Route, Router
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
@@ -130,7 +129,7 @@ def test_a_link_between_nodes_that_becomes_slow_is_slow_for_pairs_that_have_not_
     assert known_s == pytest.approx(1.0)
 
 
-def steps(prefill_s: float, step_s: float = 0.01, request_s: float = 0.0) -> StepTimes:
+def steps(prefill_s: float, step_s: float = 0.01, request_s: float = 1e-5) -> StepTimes:
     return StepTimes(Line(0.0, prefill_s), Line(step_s, request_s))
 
 

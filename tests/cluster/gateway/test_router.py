@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView, Role
-from baton.cluster.gateway.routing.cost import UNTRIED, Cost, CostRates, Load
+from baton.cluster.gateway.routing.cost import UNTRIED, Cost, Load
 from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
-from baton.cluster.gateway.routing.rates import LearntRates
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Path, Route, Router, RoutingQuery
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
@@ -329,7 +329,9 @@ class TestTiers:
         found, compute_s = FoundPrefix(0, 20, 10), 30 * BLOCK_SIZE / RATES.prefill_tokens_per_s
         share = (20 * 0.1 + 10 * 0.5) / 30
         readings = [
-            Cost(LearntRates(RATES, Clock())).prefill_work(view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found)
+            Cost(LearntRates(RATES, Clock())).prefill_work(
+                view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found
+            )
             for number in (0, 1, 9)
         ]
         assert [reading.uncached for reading in readings] == [20, 20, 500]

@@ -110,8 +110,7 @@ def pin(engine: WiredEngine) -> dict[str, str]:
 
 
 def home_of(fleet: WiredFleet, gateway: WiredGateway, session_id: str) -> WiredEngine:
-    from baton.cluster.gateway.routing.cost import CostRates
-    from baton.cluster.gateway.routing.rates import LearntRates
+    from baton.cluster.gateway.routing.rates import CostRates, LearntRates
     from baton.cluster.gateway.routing.router import Router
 
     rates = LearntRates(CostRates(), time.monotonic)

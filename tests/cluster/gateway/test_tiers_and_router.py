@@ -19,8 +19,7 @@ from baton.cluster.contracts import EngineView
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway import GatewaySettings, create_app
-from baton.cluster.gateway.routing.cost import CostRates
-from baton.cluster.gateway.routing.rates import LearntRates
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, KVRegion
@@ -132,7 +131,9 @@ def asked(tokens: list[int], request_id: str = "r") -> EngineRequest:
 
 
 def a_router() -> Router:
-    return Router("g", rates=LearntRates(CostRates(), time.monotonic), session_patience_s=0.0, local_prefill_max_tokens=8192)
+    return Router(
+        "g", rates=LearntRates(CostRates(), time.monotonic), session_patience_s=0.0, local_prefill_max_tokens=8192
+    )
 
 
 def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:
