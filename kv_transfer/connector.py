@@ -194,7 +194,10 @@ class TransferConnector(GrowingConnector):
         if (
             pause_s >= STATS_EVERY_S or self._has_emitted or now >= self._stats_due
         ):  # not in each round of a thread that polls
+            lanes = self._stats.lanes
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
+            if self._stats.lanes != lanes and not self._has_emitted:
+                self._wake()  # an engine that only waits for blocks tells how slowly they come
         return pause_s
 
     def _commands_given(self) -> Iterator[Callable[[HandoffCoordinator], None]]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import typer
 from prometheus_client.core import Metric
@@ -156,7 +157,7 @@ def metrics_page() -> str:
 
 def sample_status() -> Status:
     """Return the status of an engine that has everything of which there are metrics."""
-    absent = ("num_late_compilations", "experts", "tiers")
+    absent = ("num_late_compilations", "experts", "tiers", "step_times")
     counts: dict[str, Any] = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
     return Status(1, EngineStats(**counts, tiers=TierStats()), TransferStats())
 
@@ -164,7 +165,7 @@ def sample_status() -> Status:
 def rows(collectors: Iterable[Collector], without: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """Return a row for each family that the collectors have, by name."""
     found = [
-        row(family, getattr(family, "_labelnames", None) or getattr(collector, "_labelnames", ()), without)
+        row(family, getattr(family, "_labelnames", ()) or getattr(collector, "_labelnames", ()), without)
         for collector in collectors
         for family in collector.collect()
     ]

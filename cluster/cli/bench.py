@@ -230,6 +230,7 @@ def router(options: RouterOptions, json_file: JsonFile = None) -> None:
 
     from baton.cluster.simulation.router_simulation import InvalidSimulation, SimulatedFleets, compare, table
     from baton.cluster.simulation.traffic import InvalidTrace
+    from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, Speed
 
     fleets = SimulatedFleets(
         num_unified=0 if options.prefill or options.decode else options.unified,
@@ -241,7 +242,8 @@ def router(options: RouterOptions, json_file: JsonFile = None) -> None:
         num_disk_blocks=options.disk_blocks,
     )
     try:
-        rows = compare(fleets, _traffic(options), options.trace, options.policies or ())
+        speed = Speed(kv_tokens_per_s=options.link_gb_per_s * 1e9 / KV_TOKEN_BYTES)
+        rows = compare(fleets, _traffic(options), options.trace, options.policies or (), speed)
     except (InvalidSimulation, InvalidTrace) as error:
         fail(str(error))
     _show(table(rows), msgspec.to_builtins(rows), json_file)

@@ -29,6 +29,9 @@ class ListedModel(msgspec.Struct):
     id: str
 
 
+MANY_TOKENS = 4096  # of the prompt whose speed is shown
+
+
 class ModelList(msgspec.Struct):
     """The answer of /v1/models, with the fields that clients here need."""
 
@@ -55,6 +58,8 @@ class ChatSettings:
 def print_ranks(console: Console, answer: dict[str, Any]) -> None:
     """Print the answer of /v1/cluster/ranks as tables."""
     console.print(_engine_table(answer["data"]))
+    if any(_step_times(rank) for rank in answer["data"]):
+        console.print(_speed_table(answer["data"]))
     if any(rank["reads_from"] for rank in answer["data"]):
         console.print(_lane_table(answer["data"]))
     console.print(_gateway_table(answer["gateways"]))
@@ -78,6 +83,30 @@ def _engine_table(ranks: list[dict[str, Any]]) -> Table:
         cells = (rank["rank"], role, rank["engine_id"], rank["pid"], rank["node_ip"])
         blocks = f"{stats.get('num_blocks_free', '?')}/{rank['num_blocks']}"
         table.add_row(*map(str, cells), str(stats.get("num_requests_running", "?")), str(waiting), blocks)
+    return table
+
+
+def _step_times(rank: dict[str, Any]) -> dict[str, Any]:
+    """Return the lines that an engine has measured, by kind of step; none of one that is not reached."""
+    return {kind: line for kind, line in ((rank["stats"] or {}).get("step_times") or {}).items() if line}
+
+
+def _speed_table(ranks: list[dict[str, Any]]) -> Table:
+    """Create the table of what engines' steps took lately (`docs/concepts/routing.md`)."""
+    table = _narrow_table("Measured lately")
+    for column in ("engine", "prompt tokens/s", "ms a decode step", "ms more a request"):
+        table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
+    for rank in ranks:
+        times = _step_times(rank)
+        prefill, decode = times.get("prefill"), times.get("decode")
+        tokens = MANY_TOKENS / (prefill["base_s"] + MANY_TOKENS * prefill["unit_s"]) if prefill else None
+        step_ms = 1e3 * (decode["base_s"] + decode["unit_s"]) if decode else None
+        more_ms = 1e3 * decode["unit_s"] if decode and decode["unit_s"] else None
+        shown = (
+            ("?" if figure is None else f"{figure:{form}}")
+            for figure, form in zip((tokens, step_ms, more_ms), (",.0f", ".1f", ".3f"), strict=True)
+        )
+        table.add_row(rank["engine_id"], *shown)
     return table
 
 

@@ -175,6 +175,9 @@ class RouterOptions:
         int, typer.Option(min=0, help="Blocks that the host's memory has room for behind each engine's own.")
     ] = 0
     disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks that the disk has room for.")] = 0
+    link_gb_per_s: Annotated[
+        float, typer.Option(min=1e-3, help="GB/s of the link of each engine, for hand-offs of an 8B model's KV.")
+    ] = 131.0
     trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None
     num_prompts: Count = 4000
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0

@@ -12,7 +12,7 @@ from rich.table import Table
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.gateway.routing.ranks import spell_ranks
 from baton.cluster.planning.model_checks import check_model, check_model_files, needs_weights
-from baton.cluster.planning.plan import GB, Plan, RankPlan
+from baton.cluster.planning.plan import GB, THROUGH_TCP, Plan, RankPlan
 from baton.cluster.planning.sizing import HostNeeds
 from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import FleetSpec, has_model, is_ray_cluster, load_ray_cluster, load_specs, read_mapping
@@ -122,7 +122,8 @@ def check_file(file: Path) -> Iterator[tuple[str, bool]]:
     if is_ray_cluster(content):
         cluster = load_ray_cluster(content)
         workers = pluralize(cluster.max_workers, "worker")
-        yield f"{cluster.name} is fine: a Ray cluster of a head and up to {workers}", True
+        slow = f"; but {cluster.tcp_only}: {THROUGH_TCP}" if cluster.tcp_only and cluster.max_workers else ""
+        yield f"{cluster.name} is fine: a Ray cluster of a head and up to {workers}{slow}", True
         return
     for name, spec in load_specs(content, needs_model=False).items():
         yield _check_application(name, spec)

@@ -200,7 +200,7 @@ class EngineMetrics(Collector):
             yield family
 
     def _lanes(self, transfers: TransferStats) -> Metric:
-        help = "Bytes per second from a peer, as measured at pairing."
+        help = "Bytes per second from a peer lately; before its first blocks, as measured at pairing."
         family = GaugeMetricFamily("baton_kv_peer_bytes_per_second", help, labels=[*LABELS, "peer", "transport"])
         for lane in transfers.lanes:
             if lane.bytes_per_s is not None:

@@ -29,6 +29,7 @@ from .middleware import FAILURE, Drain, RequestMiddleware
 from .model import ServedModel
 from .routing.breaker import Breakers
 from .routing.ranks import rank_table
+from .routing.rates import LearntRates
 from .routing.router import Router
 from .serving.admission import AdmissionControl
 from .serving.context import ServingContext
@@ -68,13 +69,14 @@ def create_app(
     keys = ApiKeys(settings)
     drain = drain or Drain()
     metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.counters)
+    rates = LearntRates(settings.cost, time.monotonic)
     router = Router(
         settings.gateway_id,
-        rates=settings.cost,
+        rates=rates,
         session_patience_s=settings.session_patience_s,
         local_prefill_max_tokens=settings.local_prefill_max_tokens,
     )
-    admission = AdmissionControl(settings, time.monotonic)
+    admission = AdmissionControl(settings, rates, time.monotonic)
     breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
     serving = ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
     bodies = bodies or BodyService(model, settings, metrics)

@@ -14,7 +14,7 @@ from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
 from baton.engine.strict_model import StrictModel
 
 from .routing.breaker import BreakerSettings
-from .routing.cost import CostRates
+from .routing.rates import CostRates
 
 LONGEST_DRAIN_S = 3600.0  # of each part: Serve must know a bound, and these may change
 
@@ -85,7 +85,7 @@ class GatewaySettings(StrictModel):
     retry_budget: float = Field(0.2, ge=0)  # further attempts, as a share of the requests of the last seconds
     retry_budget_min: int = Field(10, ge=0)  # so many are allowed in any case
     breaker: BreakerSettings = BreakerSettings()
-    local_prefill_max_tokens: int = Field(8192, ge=0)  # a decode engine prefills at most this much when it must
+    local_prefill_max_tokens: int = Field(32768, ge=0)  # of a prompt that a decode engine computes
     # How long /health says 503 before the port closes: longer than balancers' checks.
     drain_s: float = Field(5.0, ge=0, le=LONGEST_DRAIN_S)
     drain_timeout_s: float = Field(30.0, gt=0, le=LONGEST_DRAIN_S)  # for open answers, from then on

@@ -266,7 +266,22 @@ def _bandwidth(plan: Plan) -> Bandwidth | None:
     return Bandwidth(request, total, total / holders, total / readers)
 
 
+THROUGH_TCP = "KV blocks of GPUs go from machine to machine through TCP, at 1 GB/s or less: hand-offs will be avoided"
+
+
 def _note_what_is_slow(plan: Plan) -> None:
+    _note_spread_engines(plan)
+    nodes = {role: {rank.node for rank in plan.ranks if rank.role is role} for role in (Role.PREFILL, Role.DECODE)}
+    on_gpus = any(fleet.role is Role.DECODE and fleet.device == "cuda" for fleet in plan.fleets)
+    crosses_nodes = any(one != other for one in nodes[Role.PREFILL] for other in nodes[Role.DECODE])
+    if on_gpus and crosses_nodes and plan.spec.transfer.transport == "ucx":
+        plan.notes.append(
+            f"transfer.transport ucx: the UCX of its package has no InfiniBand, so {THROUGH_TCP}; take nixl, or start "
+            "Ray with RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true where the machines have a UCX of their own"
+        )
+
+
+def _note_spread_engines(plan: Plan) -> None:
     groups: dict[tuple[Role, int, int], set[int]] = {}
     for rank in plan.ranks:
         groups.setdefault((rank.role, rank.group, rank.dp_rank), set()).add(rank.node)

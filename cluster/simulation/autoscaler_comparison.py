@@ -11,7 +11,7 @@ from rich.progress import track
 from rich.table import Table
 
 from baton.cluster.contracts import Bounds, Role, ScalePlan
-from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import CostRates
 
 from .autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
 from .fleet_sizing import Autoscaled, FixedSizes, OngoingRequests, Sizer

@@ -15,8 +15,8 @@ import msgspec
 
 from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad, bucket_of
 from baton.cluster.contracts import EngineGroup, EnginePulse, EngineView, Role
-from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.load import Placement
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
@@ -27,6 +27,7 @@ from .virtual_engine import (
     Speed,
     VirtualConnector,
     VirtualEngine,
+    VirtualNetwork,
     VirtualTime,
     make_config,
     make_record,
@@ -115,9 +116,13 @@ class AutoscalerSimulation:
         self._world, self._sizer = world, sizer
         self._time = VirtualTime()
         self._router = Router(
-            GATEWAY, rates=world.rates, session_patience_s=0.0, local_prefill_max_tokens=8192, clock=self._time
+            GATEWAY,
+            rates=LearntRates(world.rates, self._time),
+            session_patience_s=0.0,
+            local_prefill_max_tokens=8192,
+            clock=self._time,
         )
-        self._offers: dict[bytes, VirtualConnector] = {}
+        self._network = VirtualNetwork(self._time, world.speed)
         self._config = make_config(world.num_blocks)
         self._groups: dict[str, _Group] = {}
         self._served: dict[str, _ServedRequest] = {}
@@ -194,7 +199,7 @@ class AutoscalerSimulation:
         world = self._world
         record = msgspec.structs.replace(make_record(self._num_started, group.role, world.num_blocks), node_id="node")
         record = msgspec.structs.replace(record, engine_id=group.name, group_id=group.name)
-        connector = VirtualConnector(self._time, world.speed, self._offers)
+        connector = VirtualConnector(record, self._network)
         group.engine = VirtualEngine(record, self._config, self._time, world.speed, connector, self._on_output)
 
     def _drain(self, group: _Group) -> None:

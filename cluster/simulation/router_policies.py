@@ -6,24 +6,32 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from baton.cluster.cached_blocks import BlockName, CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.cluster.gateway.routing.cost import CostRates
 from baton.cluster.gateway.routing.load import Placement
 from baton.cluster.gateway.routing.prefix_index import EngineKey, engine_key
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineRequest
+
+
+class Start(NamedTuple):
+    """The engine that reads a prompt."""
+
+    placement: Placement
+    hands_off: bool
 
 
 class Policy(Protocol):
     """Chooses engines for one gateway, and is told what becomes of its choices."""
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
-        """Choose the engine that reads the prompt. It hands over if it is a prefill engine."""
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+        """Choose the engine that reads the prompt."""
         ...
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
@@ -45,8 +53,9 @@ class LoadOnly:
     def __init__(self, choose: Callable[[Sequence[EngineView]], EngineView]) -> None:
         self._choose = choose
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
-        return self._place([view for view in views if view.record.role is not Role.DECODE])
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+        placement = self._place([view for view in views if view.record.role is not Role.DECODE])
+        return Start(placement, placement.engine.role is Role.PREFILL)
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
         return self._place([view for view in views if view.record.role is Role.DECODE])
@@ -76,13 +85,17 @@ class ExactPrefixes:
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self._router = Router(
-            name, rates=CostRates(), session_patience_s=0.0, local_prefill_max_tokens=8192, clock=clock
+            name,
+            rates=LearntRates(CostRates(), clock),
+            session_patience_s=0.0,
+            local_prefill_max_tokens=GatewaySettings().local_prefill_max_tokens,
+            clock=clock,
         )
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         route = self._router.route(views, self._router.read(request))
         assert route is not None, "every fleet of a replay can serve every request"
-        return route.placement
+        return Start(route.placement, route.hands_off)
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
         placement = self._router.decode_placement(views, self._router.read(request), source)
@@ -102,7 +115,7 @@ class ExactPrefixes:
 class ExactPools(ExactPrefixes):
     """The gateway's own router, where engines report the blocks of their pools and not of their tiers."""
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         return super().reader([msgspec.structs.replace(view, cached=PoolAlone(view.cached)) for view in views], request)
 
 
@@ -117,7 +130,7 @@ class ApproximatePrefixes(ExactPrefixes):
         super().__init__(name, clock)
         self._remembered: dict[EngineKey, RememberedBlocks] = {}
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Placement:
+    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         return super().reader([self._as_remembered(view) for view in views], request)
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:

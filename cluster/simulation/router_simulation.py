@@ -21,7 +21,15 @@ from baton.engine.core.sampling import SamplingParams
 
 from .router_policies import OF_TIERS, POLICIES, Policy, PolicyMaker
 from .traffic import RequestArrival, TrafficShape, shared, trace, unshared
-from .virtual_engine import Speed, VirtualConnector, VirtualEngine, VirtualTime, make_config, make_record
+from .virtual_engine import (
+    Speed,
+    VirtualConnector,
+    VirtualEngine,
+    VirtualNetwork,
+    VirtualTime,
+    make_config,
+    make_record,
+)
 from .virtual_tiers import VirtualTiers
 
 CONVERSATIONS_PER_ENGINE = 8
@@ -54,6 +62,9 @@ class SimulationReport(msgspec.Struct, frozen=True):
     ttft_p99_ms: float
     tpot_mean_ms: float  # from the first token to the last, over the tokens behind the first
     tpot_p99_ms: float
+    latency_p50_ms: float  # to the last token
+    latency_p99_ms: float
+    handed_off: float  # share of the requests
     hit_rate: float  # prompt tokens found in the prefix cache, or restored, where the prompt was read
     restored_rate: float  # prompt tokens restored
     imbalance: float  # prompt tokens computed by the busiest engine over the mean of those that read prompts
@@ -70,6 +81,7 @@ class _RoutedRequest:
     first_s: float = 0.0
     last_s: float = 0.0
     num_cached: int = 0
+    handed_off: bool = False
 
 
 class _Gateway:
@@ -88,11 +100,11 @@ class RouterSimulation:
         self.gateways = [_Gateway(make_policy(number, self._time)) for number in range(fleets.num_gateways)]
         counts = {Role.UNIFIED: fleets.num_unified, Role.PREFILL: fleets.num_prefill, Role.DECODE: fleets.num_decode}
         config = make_config(fleets.num_blocks)
-        offers: dict[bytes, VirtualConnector] = {}
+        self.network = VirtualNetwork(self._time, speed)
         self.engines: list[VirtualEngine] = []
         for role in [role for role, count in counts.items() for _ in range(count)]:
             record = make_record(len(self.engines), role, fleets.num_blocks, fleets.num_tier_blocks)
-            connector, tiers = VirtualConnector(self._time, speed, offers), self._tiers(fleets, speed)
+            connector, tiers = VirtualConnector(record, self.network), self._tiers(fleets, speed)
             engine = VirtualEngine(record, config, self._time, speed, connector, self._on_output, tiers)
             if tiers is not None:
                 tiers.on_event = engine.wake
@@ -114,8 +126,7 @@ class RouterSimulation:
         number = index % len(self.gateways)
         sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=arrival.prompt, sampling=sampling)
-        placement = self.gateways[number].policy.reader(self._views(number), request)
-        hands_off = placement.engine.role is Role.PREFILL
+        placement, hands_off = self.gateways[number].policy.reader(self._views(number), request)
         request = msgspec.structs.replace(request, keep_kv=hands_off)
         self.served[request.request_id] = _RoutedRequest(arrival, number, request, placement)
         self._send(request, number, placement)
@@ -146,7 +157,7 @@ class RouterSimulation:
             request = msgspec.structs.replace(
                 served.request, keep_kv=False, kv_source=output.kv_source, output_token_ids=output.token_ids
             )
-            source = served.placement.engine
+            source, served.handed_off = served.placement.engine, True
             placement = gateway.policy.writer(self._views(served.gateway), request, source)
             served.placement = placement
             self._send(request, served.gateway, placement)
@@ -159,6 +170,7 @@ class RouterSimulation:
             for each in served
             if each.arrival.output_tokens > 1
         ]
+        latency_ms = [1e3 * (each.last_s - each.arrival.at_s) for each in served]
         num_prompt_tokens = sum(len(each.arrival.prompt) for each in served)
         work = [engine.prompt_tokens for engine in self.engines if engine.record.role is not Role.DECODE]
         return SimulationReport(
@@ -169,6 +181,9 @@ class RouterSimulation:
             ttft_p99_ms=_p99(ttft_ms),
             tpot_mean_ms=statistics.fmean(tpot_ms) if tpot_ms else 0.0,
             tpot_p99_ms=_p99(tpot_ms),
+            latency_p50_ms=statistics.median(latency_ms),
+            latency_p99_ms=_p99(latency_ms),
+            handed_off=statistics.fmean(each.handed_off for each in served),
             hit_rate=sum(each.num_cached for each in served) / num_prompt_tokens,
             restored_rate=sum(engine.restored_tokens for engine in self.engines) / num_prompt_tokens,
             imbalance=max(work) / statistics.fmean(work) if any(work) else 1.0,
@@ -189,7 +204,11 @@ class RouterRow(msgspec.Struct, frozen=True):
 
 
 def compare(
-    fleets: SimulatedFleets, shape: TrafficShape, trace_file: Path | None, policies: Collection[str]
+    fleets: SimulatedFleets,
+    shape: TrafficShape,
+    trace_file: Path | None,
+    policies: Collection[str],
+    speed: Speed = Speed(),
 ) -> list[RouterRow]:
     """Simulate all policies on all traffic, and show the progress. Raises `InvalidSimulation` and `InvalidTrace`."""
     _check(fleets, policies)
@@ -203,16 +222,18 @@ def compare(
     chosen = policies or _policies(fleets)
     pairs = [(name, policy) for name in traffic for policy in chosen]
     return [
-        RouterRow(name, RouterSimulation(fleets, policy, Speed()).run(traffic[name]))
+        RouterRow(name, RouterSimulation(fleets, policy, speed).run(traffic[name]))
         for name, policy in track(pairs, description="replaying", transient=True)
     ]
 
 
 def table(rows: Sequence[RouterRow]) -> Table:
-    """Tabulate the reports. The column of restored tokens is left out where there are none."""
-    columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "hits", "busiest"]
-    any_restored = any(row.report.restored_rate for row in rows)
-    shown = Table(*columns, *(["restored"] if any_restored else []))
+    """Tabulate the reports. Columns of hand-offs and restored tokens are left out where there are none."""
+    columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "whole p50", "p99 ms", "hits"]
+    any_restored, any_handed_off = (
+        any(getattr(row.report, share) for row in rows) for share in ("restored_rate", "handed_off")
+    )
+    shown = Table(*columns, "busiest", *["handed off"] * any_handed_off, *["restored"] * any_restored)
     for row in rows:
         report = row.report
         shown.add_row(
@@ -220,8 +241,10 @@ def table(rows: Sequence[RouterRow]) -> Table:
             report.policy,
             *(f"{value:.0f}" for value in (report.ttft_mean_ms, report.ttft_p50_ms, report.ttft_p99_ms)),
             *(f"{value:.1f}" for value in (report.tpot_mean_ms, report.tpot_p99_ms)),
+            *(f"{value:.0f}" for value in (report.latency_p50_ms, report.latency_p99_ms)),
             f"{report.hit_rate:.0%}",
             f"{report.imbalance:.2f}x",
+            *([f"{report.handed_off:.0%}"] if any_handed_off else []),
             *([f"{report.restored_rate:.0%}"] if any_restored else []),
         )
     return shown

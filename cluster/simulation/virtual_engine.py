@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
@@ -27,9 +30,12 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import StepPlan
 from baton.engine.core.tiers import KVTiers
+from baton.kv_transfer.handoff.reads import MEASURED_S, ReadPace
+from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 from .traffic import VOCAB_SIZE
 
+KV_TOKEN_BYTES = 128 << 10  # of an 8B model
 STATUS_PERIOD_S = 0.05  # as `engines.status_publisher.STATUS_PERIOD_S`
 
 
@@ -73,17 +79,42 @@ class VirtualTime:
             call()
 
 
-class VirtualConnector:
-    """A `KVConnector` whose transfers take time and never fail."""
+class VirtualNetwork:
+    """The links between engines: each engine sends one prompt's KV at a time, and takes one."""
 
-    def __init__(self, time: VirtualTime, speed: Speed, offers: dict[bytes, VirtualConnector]) -> None:
-        self._time = time
-        self._speed = speed
-        self._offers = offers  # of all engines, by ticket
+    def __init__(self, time: VirtualTime, speed: Speed) -> None:
+        self.time, self.speed = time, speed
+        self.offers: dict[bytes, VirtualConnector] = {}  # by ticket
+        self.connectors: dict[str, VirtualConnector] = {}  # by engine
+
+
+class VirtualConnector:
+    """A `KVConnector` whose transfers take time and never fail. It measures them as a real one does."""
+
+    def __init__(self, engine: EngineRecord, network: VirtualNetwork) -> None:
+        self._name, self._role, self._network = engine.engine_id, engine.role, network
+        self._time, self._offers = network.time, network.offers
+        network.connectors[self._name] = self
         self._ids = itertools.count()
         self._events: deque[ConnectorEvent] = deque()
         self._pulls: set[TransferId] = set()
+        self._paces: dict[str, ReadPace] = {}  # by holder
+        self._stats: TransferStats | None = None  # None: to be computed
+        self._sends_until_s = self._takes_until_s = 0.0
         self.on_event: Callable[[], None] = lambda: None
+        self.on_measured: Callable[[], None] = lambda: None
+
+    def stats(self) -> TransferStats:
+        """Return what an engine tells of all engines that it may read."""
+        holders = [each for each in self._network.connectors.values() if each._role is self._role.complement]
+        if self._role is Role.DECODE and (self._stats is None or len(self._stats.lanes) != len(holders)):
+            self._stats = TransferStats(lanes=[self._lane(each._name) for each in holders])
+        return self._stats or TransferStats()
+
+    def _lane(self, holder: str) -> PeerLane:
+        pace = self._pace(holder)
+        lane = PeerLane(engine_id=holder, transport="virtual", bytes_per_s=None, is_slow=False)
+        return msgspec.structs.replace(lane, num_reads=pace.num_reads, read_s=pace.line())
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
         transfer_id = next(self._ids)
@@ -99,8 +130,14 @@ class VirtualConnector:
     ) -> TransferId:
         transfer_id = next(self._ids)
         self._pulls.add(transfer_id)
-        seconds = self._speed.handoff_s + len(block_ids) * BLOCK_SIZE / self._speed.kv_tokens_per_s
-        self._time.after(seconds, lambda: self._arrive(transfer_id, ticket))
+        now_s, speed = self._time(), self._network.speed
+        over_s = now_s
+        if (source := self._offers.get(ticket)) is not None:
+            began_s = max(now_s, source._sends_until_s, self._takes_until_s)
+            seconds = len(block_ids) * BLOCK_SIZE / speed.kv_tokens_per_s
+            over_s = source._sends_until_s = self._takes_until_s = began_s + seconds
+            self._read(source._name, len(block_ids), began_s, seconds)
+        self._time.after(over_s - now_s + speed.handoff_s, lambda: self._arrive(transfer_id, ticket))
         return transfer_id
 
     def cancel(self, transfer_id: TransferId) -> None:
@@ -111,6 +148,29 @@ class VirtualConnector:
         events = list(self._events)
         self._events.clear()
         return events
+
+    def _pace(self, holder: str) -> ReadPace:
+        if holder not in self._paces:
+            rate = KV_TOKEN_BYTES * self._network.speed.kv_tokens_per_s  # as when the two are paired
+            self._paces[holder] = ReadPace(KV_TOKEN_BYTES * BLOCK_SIZE, rate, self._time())
+        return self._paces[holder]
+
+    def _read(self, holder: str, num_blocks: int, began_s: float, seconds: float) -> None:
+        """Let blocks come, and measure them, in pieces of `MEASURED_S` as `BlockReads` does."""
+        pace, asked_s = self._pace(holder), self._time()
+        num_pieces = max(1, min(num_blocks, int(seconds / MEASURED_S)))
+        came, since_s, before = 0, asked_s, pace.num_blocks
+
+        def arrive(upto: int) -> None:
+            nonlocal came, since_s, before
+            pace.num_blocks += upto - came
+            pace.measured(pace.num_blocks - before, self._time() - since_s, self._time())
+            came, since_s, before, self._stats = upto, self._time(), pace.num_blocks, None
+            self.on_measured()
+
+        for piece in range(1, num_pieces + 1):
+            share = piece / num_pieces
+            self._time.after(began_s - asked_s + share * seconds, functools.partial(arrive, round(share * num_blocks)))
 
     def _arrive(self, transfer_id: TransferId, ticket: bytes) -> None:
         if transfer_id not in self._pulls:
@@ -157,6 +217,8 @@ class VirtualEngine:
         self.prompt_tokens = 0  # computed, those of repeated chunks too
         self.busy_s = 0.0
         self._time, self._speed, self._publish = time, speed, publish
+        self._connector = connector
+        self._transfers = connector.stats()
         self._scheduler = Scheduler(config, connector, clock=time, tiers=tiers)
         self._log = self._scheduler.tier_copies.block_log()
         self._cached = CachedBlocks(config.num_blocks, record.num_tier_blocks)
@@ -164,7 +226,7 @@ class VirtualEngine:
         self._stats = self._scheduler.stats()
         self._told_at_s = 0.0
         self._busy = False
-        connector.on_event = self.wake
+        connector.on_event, connector.on_measured = self.wake, self._tell_if_idle
 
     @property
     def stats(self) -> EngineStats:
@@ -177,7 +239,7 @@ class VirtualEngine:
         return 0 if tiers is None else tiers.restored_tokens
 
     def view(self, outstanding: int) -> EngineView:
-        return EngineView(self.record, self._stats, outstanding, None, self._cached)
+        return EngineView(self.record, self._stats, outstanding, self._transfers, self._cached)
 
     def add(self, request: EngineRequest) -> None:
         self._scheduler.add(request)
@@ -212,9 +274,15 @@ class VirtualEngine:
             self._publish(output)
         self._step()
 
+    def _tell_if_idle(self) -> None:
+        """Tell how slowly blocks come, while no step would do so."""
+        if not self._busy:
+            self._tell()
+
     def _tell(self) -> None:
         self._told_at_s = self._time()
         self._stats = self._scheduler.stats()
+        self._transfers = self._connector.stats()
         if (changes := self._log.take()) is not None:
             self._cached.apply(changes)
 

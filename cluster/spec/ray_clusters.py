@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ class RayCluster:
 
     name: str
     max_workers: int  # beside the head
+    tcp_only: str = ""  # the setting of UCX with which machines reach each other by TCP alone, such as `UCX_TLS=tcp`
 
 
 def is_ray_cluster(content: Mapping[str, Any]) -> bool:
@@ -46,4 +48,20 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
     except Exception as error:  # Ray's errors have no common type
         raise InvalidSpec(f"`ray up` would refuse it: {type(error).__name__}: {error}") from error
     sys.stderr.write(told.getvalue())
-    return RayCluster(config["cluster_name"], config["max_workers"])
+    return RayCluster(config["cluster_name"], config["max_workers"], _tcp_only(content))
+
+
+START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
+WITHIN_A_MACHINE = {"self", "sm", "shm", "posix", "sysv", "cma", "knem", "xpmem"} | {
+    *("cuda", "cuda_copy", "cuda_ipc", "gdr_copy"),
+}  # UCX's names of transports that leave none
+
+
+def _tcp_only(content: Mapping[str, Any]) -> str:
+    """Return the setting of `UCX_TLS` in the commands that start Ray which leaves only TCP between machines."""
+    commands = [str(command) for key in START_COMMANDS for command in content.get(key) or ()]
+    for name in re.findall(r"\bUCX_TLS=[\"']?([\w,]+)", "\n".join(commands)):
+        transports = set(name.split(","))
+        if "tcp" in transports and transports - {"tcp"} <= WITHIN_A_MACHINE:
+            return f"UCX_TLS={name}"
+    return ""

@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from .logprobs import Logprobs
+from .pace import StepTimes
 from .sampling import SamplingParams
 from .stages import Ages
 from .tiers import TierStats
@@ -133,3 +134,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_late_compilations: int = 0  # kernels that were compiled although the engine was ready
     experts: ExpertReview | None = None  # None: every rank has all of them
     tiers: TierStats | None = None  # None: there are none
+    step_times: StepTimes = StepTimes()  # as measured lately

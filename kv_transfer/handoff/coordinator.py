@@ -85,7 +85,7 @@ class HandoffCoordinator:
         self._clock = clock
         self._handshakes = HandshakeResponder(self._terms, group, self._router)
         self._peers = Peers(self._terms, channel, group, settings.retry_s)
-        self._reads = BlockReads(group, settings.batch_bytes, settings.reads_in_flight, settings.stall_s)
+        self._reads = BlockReads(group, settings.batch_bytes, settings.reads_in_flight, settings.stall_s, clock)
         verifies = settings.digest is DigestMode.VERIFY
         self._digest_check = DigestCheck(group, verifies=verifies, digest_blocks=digest_blocks)
         self._effects = Effects(self._router, self._peers, self._reads, self._digest_check, self.receives, clock, emit)
@@ -203,7 +203,7 @@ class HandoffCoordinator:
             messages_malformed=self._router.malformed,
             messages_unsent=self._router.unsent,
             peers_ready=self._peers.num_ready,
-            lanes=self._peers.lanes(),
+            lanes=self._peers.lanes(self._reads),
             reads_fallen_back=self._group.num_fallbacks,
         )
 

@@ -22,8 +22,9 @@ from ..net.channel import Channel, Route
 from ..protocol.messages import EngineKey, HandshakeAccepted, HandshakeRefused, encode
 from ..protocol.stats import PeerLane
 from ..settings import PeerInfo
-from ..transports import PeerHandle, PeerState
+from ..transports import Lane, PeerHandle, PeerState
 from .handshake import SERVE_AFTER_HANDSHAKE_S, PairingTerms
+from .reads import BlockReads, ReadPace
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,29 @@ class Peers:
     def num_ready(self) -> int:
         return sum(peer.status is PeerStatus.READY for peer in self._peers.values())
 
-    def lanes(self) -> list[PeerLane]:
-        """Return the ways in which peers that are ready are read."""
-        ready = (peer for peer in self._peers.values() if peer.status is PeerStatus.READY)
-        found = ((peer.key.engine_id, self._group.lane(peer.memory)) for peer in ready if peer.memory is not None)
-        return [
-            PeerLane(engine_id=name, transport=lane.transport, bytes_per_s=lane.bytes_per_s, is_slow=lane.is_slow)
-            for name, lane in found
-            if lane is not None
-        ]
+    def lanes(self, reads: BlockReads) -> list[PeerLane]:
+        """Return the ways in which peers that are ready are read, and what `reads` know of the time that it takes."""
+        ready = {
+            peer.memory: peer.key.engine_id
+            for peer in self._peers.values()
+            if peer.status is PeerStatus.READY and peer.memory is not None
+        }
+        reads.forget_paces(ready)
+        lanes = ((name, memory, self._group.lane(memory)) for memory, name in ready.items())
+        return [self._lane(name, lane, reads.pace(memory)) for name, memory, lane in lanes if lane is not None]
+
+    def _lane(self, name: str, lane: Lane, pace: ReadPace) -> PeerLane:
+        line, rate = pace.line(), lane.bytes_per_s
+        if line is not None and line.unit_s and pace.num_reads:
+            rate = self._group.block_bytes / line.unit_s
+        return PeerLane(
+            engine_id=name,
+            transport=lane.transport,
+            bytes_per_s=rate,
+            is_slow=lane.is_slow,
+            num_reads=pace.num_reads,
+            read_s=line,
+        )
 
     @property
     def warming_since(self) -> float | None:

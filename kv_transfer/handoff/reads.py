@@ -2,6 +2,9 @@
 
 While the holder is still writing, a read learns piece by piece which blocks are written. It is finished with the last.
 
+Each read, or piece of one that had to wait for its holder, is timed, and a long one several times: what reading blocks
+of a peer takes is known by what it took lately (`ReadPace`).
+
 A transport may neither finish nor fail a batch whose path carries messages but no data any more. A read of which no
 batch has ended for `stall_s` fails; a batch that was begun is released when the transport says so, however late.
 """
@@ -11,15 +14,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
+from baton.engine.core.pace import Line, LineFit
 
 from ..group.read_messages import MAX_ORDER_BLOCKS
 from ..group.tp_read_group import TpReadGroup
 from ..transports import PeerHandle, ReadHandle, ReadState
+from ..transports.common import PROBE_BYTES
 
+MEASURED_S = 0.1  # a read that takes longer is measured before its end: so a link that has become slow is known soon
 BATCH_S = 2e-3  # to begin a batch takes the CPU 0.2 ms, and a read that was given up goes on until its batches end
 
 
@@ -33,6 +39,31 @@ class ReadEvent(NamedTuple):
     receive: TransferId
     outcome: ReadOutcome
     reason: str = ""
+
+
+class ReadPace:
+    """The time that reads of one peer take, by their blocks.
+
+    It begins with the rate that was measured at pairing. Where several receives read from the peer at once, each of
+    them counts the blocks of all: so the line is the peer's, not a share of it.
+    """
+
+    def __init__(self, block_bytes: int, bytes_per_s: float | None, now_s: float) -> None:
+        """`block_bytes` and `bytes_per_s` are those of one rank: the others read their shares at the same time."""
+        self._fit = LineFit()
+        self.num_blocks = 0  # that have come
+        self.num_reads = 0
+        if bytes_per_s:
+            blocks = max(1, PROBE_BYTES // block_bytes)
+            self._fit.add(blocks, blocks * block_bytes / bytes_per_s, now_s)
+
+    def measured(self, num_blocks: int, seconds: float, now_s: float) -> None:
+        self.num_reads += 1
+        self._fit.add(num_blocks, seconds, now_s)
+
+    def line(self) -> Line | None:
+        """Return the line; None where nothing was measured."""
+        return self._fit.line()
 
 
 class _Batch(NamedTuple):
@@ -50,6 +81,8 @@ class _BlockRead:
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
     ended_early: bool = False  # stopped or failed: no further batch begins
     progress_at: float = 0.0  # when a batch ended, or the first of those that run began
+    began_at: float | None = None  # the piece that is read now
+    blocks_before: int = 0  # that had come of the peer by then
 
     @property
     def has_all(self) -> bool:
@@ -71,11 +104,20 @@ class BlockReads:
     block.
     """
 
-    def __init__(self, group: TpReadGroup, batch_bytes: int, reads_in_flight: int, stall_s: float) -> None:
+    def __init__(
+        self,
+        group: TpReadGroup,
+        batch_bytes: int,
+        reads_in_flight: int,
+        stall_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._group = group
         self._batch_bytes = batch_bytes
         self._reads_in_flight = reads_in_flight
         self._stall_s = stall_s
+        self._clock = clock
+        self._paces: dict[PeerHandle, ReadPace] = {}
         self._entries: dict[TransferId, _BlockRead] = {}
         self.num_early = 0  # blocks that came while others of the same receive were not written yet
 
@@ -101,6 +143,18 @@ class BlockReads:
     def given_up(self) -> set[PeerHandle]:
         """The memories from which a batch still runs although its read was stopped or failed."""
         return {entry.peer for entry in self._entries.values() if entry.ended_early}
+
+    def pace(self, peer: PeerHandle) -> ReadPace:
+        """Return what is known of the time that reads of a connected peer take."""
+        if peer not in self._paces:
+            lane = self._group.lane(peer)
+            rate = None if lane is None else lane.bytes_per_s
+            self._paces[peer] = ReadPace(self._group.block_bytes, rate, self._clock())
+        return self._paces[peer]
+
+    def forget_paces(self, kept: Collection[PeerHandle]) -> None:
+        """Forget what is known of peers that are not among those."""
+        self._paces = {peer: pace for peer, pace in self._paces.items() if peer in kept}
 
     def start(self, receive: TransferId, peer: PeerHandle, num_blocks: int) -> None:
         """Begin a read of `num_blocks` blocks, none of which may be read yet."""
@@ -136,6 +190,8 @@ class BlockReads:
         events: list[ReadEvent] = []
         if not entry.is_under_way:
             entry.progress_at = now
+        if entry.began_at is None and entry.waiting:
+            entry.began_at, entry.blocks_before = self._clock(), self.pace(entry.peer).num_blocks
         reason = self._settle(entry, list(entry.running), now)  # batches that have ended make room
         if not reason and not entry.ended_early:
             reason = self._settle(entry, self._start_batches(entry), now)  # some transports copy before `read` returns
@@ -144,6 +200,8 @@ class BlockReads:
         if reason and not entry.ended_early:
             entry.ended_early = True
             events.append(ReadEvent(entry.receive, ReadOutcome.FAILED, reason))
+        if entry.began_at is not None:
+            self._measure(entry, entry.began_at)
         entry.releasing = [read for read in entry.releasing if not self._group.release(read)]
         if not entry.is_under_way and (entry.ended_early or entry.has_all):
             del self._entries[entry.receive]
@@ -163,9 +221,21 @@ class BlockReads:
             entry.releasing.append(read)
             if state is ReadState.FAILED:
                 reason = self._group.reason(read)
-            elif entry.num_to_come:
+                continue
+            self.pace(entry.peer).num_blocks += num_blocks
+            if entry.num_to_come:
                 self.num_early += num_blocks
         return reason
+
+    def _measure(self, entry: _BlockRead, began_at: float) -> None:
+        """Note the time of a piece that has been read, and of what has come of a long one."""
+        pace, now = self.pace(entry.peer), self._clock()
+        num_blocks, goes_on = pace.num_blocks - entry.blocks_before, bool(entry.running or entry.waiting)
+        if goes_on and (num_blocks <= 0 or now - began_at < MEASURED_S):
+            return
+        if num_blocks > 0 and not entry.ended_early:
+            pace.measured(num_blocks, now - began_at, now)
+        entry.began_at, entry.blocks_before = (now, pace.num_blocks) if goes_on else (None, 0)
 
     def _start_batches(self, entry: _BlockRead) -> list[ReadHandle]:
         started = []

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
+from baton.engine.core.pace import Line
+
 
 class PeerLane(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which an engine reads a peer's memory."""
 
     engine_id: str  # of the peer
     transport: str
-    bytes_per_s: float | None  # as measured when the two were paired
+    bytes_per_s: float | None  # of reads on behalf of receives lately; before the first, as measured at pairing
     is_slow: bool  # a GPU's memory travels so slowly that it probably goes through TCP
+    num_reads: int = 0  # that were measured
+    read_s: Line | None = None  # the time of a read, by its blocks: of all ranks' shares of them; None: not known
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayReco
 from baton.cluster.engines.server import EngineServer
 from baton.engine.core.block_log import BlockLog
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
+from baton.engine.core.pace import StepTimes
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import SILENCE_S
@@ -95,7 +96,15 @@ class CountingEngine:
 
     def stats(self) -> EngineStats:
         values = dict.fromkeys(EngineStats.__struct_fields__, 0)
-        return EngineStats(**{**values, "num_requests_running": len(self.running), "experts": None, "tiers": None})
+        return EngineStats(
+            **{
+                **values,
+                "num_requests_running": len(self.running),
+                "experts": None,
+                "tiers": None,
+                "step_times": StepTimes(),
+            }
+        )
 
 
 class ListedSource:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
 from baton.cluster.gateway.routing.breaker import BreakerSettings
-from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.gateway.settings import Change, QueueLimits, change_of
 from baton.cluster.logs import LogSettings
 from baton.cluster.spec import Fleet, GatewaySpec

@@ -5,45 +5,33 @@ prefill engine P, decode engine D
 unified engine, or decode engine that computes the prompt itself
     queue(E) + prefill(E) + restore(E) + stall(E) + decode(E)
 
-queue    uncached tokens before it / prefill_tokens_per_s
-prefill  its own uncached tokens / prefill_tokens_per_s
-restore  (1 + requests in E whose KV is on its way) x tokens that tiers have / prefill_tokens_per_s x what restoring a
-         block took there lately / what computing one did (`UNTRIED` where it is not known). Where that is no less than
+queue    the time to compute the tokens before it
+prefill  the time to compute its own uncached tokens
+restore  (1 + requests in E whose KV is on its way) x time to compute tokens that tiers have x what restoring a block
+         took there lately / what computing one did (`UNTRIED` where it is not known). Where that is no less than
          to compute them, or the engine would not restore them, they are computed: then they count as uncached
 stall    prefill x requests in E x stall_weight: answers that are being written wait for the prompt's chunks
 release  share of P's blocks that wait for readers x block_release_s
-handoff  handoff_s + (1 + requests in D whose KV is on its way) x tokens that D lacks / rate of the link
-decode   requests in D x decode_request_s
+handoff  handoff_s + the time in which D reads from P the tokens that it lacks + the time in which it reads those of
+         requests before this one: requests in D whose KV is on its way, and those in P, as far as that takes longer
+         than P needs to compute the prompt
+decode   (requests in D x the time by which one more delays the answers of D) + the time by which D alone is slower
+
+Times to compute, to read and to decode are measured (`rates.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import Field
-
 from baton.cluster.cached_blocks import FoundPrefix
-from baton.cluster.contracts import EngineView
+from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.tiers import Tier, TierStats
-from baton.engine.strict_model import StrictModel
+
+from .rates import LearntRates
 
 UNTRIED = 0.5  # of the time to compute a block: an engine without a measurement restores it to get one
-
-
-class CostRates(StrictModel):
-    """The rates of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
-
-    Only their proportions decide. A factor of two is precise enough.
-    """
-
-    prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine
-    decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine
-    stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
-    block_release_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
-    handoff_s: float = Field(0.003, ge=0)  # of a hand-off without its bytes
-    node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node
-    network_tokens_per_s: float = Field(250_000.0, gt=0)  # between nodes
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,7 @@ class PrefillWork:
 class Cost:
     """Computes the terms of the formula above."""
 
-    def __init__(self, rates: CostRates) -> None:
+    def __init__(self, rates: LearntRates) -> None:
         self._rates = rates
 
     def prefill_work(self, view: EngineView, num_tokens: int, found: FoundPrefix) -> PrefillWork:
@@ -77,34 +65,38 @@ class Cost:
         share = (1 + stats.num_requests_waiting_for_kv) * _restoring_share(stats.tiers, found)
         if restorable < stats.tiers.min_tokens or not stats.tiers.answers or share >= 1:
             return PrefillWork(uncached)
-        return PrefillWork(uncached - restorable, self._prefill_s(restorable) * share)
+        return PrefillWork(uncached - restorable, self._rates.prefill_s(view, restorable) * share)
 
-    def prefill_only_s(self, view: EngineView, load: Load, work: PrefillWork) -> float:
-        """Return queue + prefill + restore + release."""
-        return self._prefill_s(load.queued_tokens + work.uncached) + work.restore_s + self._release_s(view)
+    def ready_s(self, view: EngineView, load: Load, work: PrefillWork) -> float:
+        """Return queue + prefill + restore."""
+        return self._rates.prefill_s(view, load.queued_tokens + work.uncached) + work.restore_s
 
-    def whole_s(self, load: Load, work: PrefillWork) -> float:
+    def whole_s(self, view: EngineView, load: Load, work: PrefillWork) -> float:
         """Return queue + prefill + restore + stall + decode."""
-        stall_s = self._prefill_s(work.uncached) * load.num_requests * self._rates.stall_weight
-        prefill_s = self._prefill_s(load.queued_tokens + work.uncached)
-        return prefill_s + work.restore_s + stall_s + self.decode_s(load)
+        stall_s = self.compute_s(view, work) * load.num_requests * self._rates.guesses.stall_weight
+        return self.ready_s(view, load, work) + stall_s + self.decode_s(view, load)
 
-    def handoff_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
-        rate = self._rates.node_tokens_per_s if same_node else self._rates.network_tokens_per_s
-        ahead = 0 if view.stats is None else view.stats.num_requests_waiting_for_kv
-        return self._rates.handoff_s + (1 + ahead) * missing / rate
+    def compute_s(self, view: EngineView, work: PrefillWork) -> float:
+        """Return prefill."""
+        return self._rates.prefill_s(view, work.uncached)
 
-    def decode_s(self, load: Load) -> float:
-        return load.num_requests * self._rates.decode_request_s
+    def handoff_s(
+        self, view: EngineView, source: EngineRecord, missing: int, *, before: int = 0, ready_s: float = 0.0
+    ) -> float:
+        """Return handoff. `before` requests are in `source`, which needs `ready_s` to compute them and the prompt."""
+        read_s = self._rates.read_s(view, source)
+        ahead = before + (0 if view.stats is None else view.stats.num_requests_waiting_for_kv)
+        wait_s = max(0.0, ahead * missing * read_s.unit_s - ready_s)
+        return self._rates.guesses.handoff_s + wait_s + read_s.at(missing)
 
-    def _prefill_s(self, num_tokens: int) -> float:
-        return num_tokens / self._rates.prefill_tokens_per_s
+    def decode_s(self, view: EngineView, load: Load) -> float:
+        return load.num_requests * self._rates.request_s(view) + self._rates.slowness_s(view)
 
-    def _release_s(self, view: EngineView) -> float:
+    def release_s(self, view: EngineView) -> float:
         stats = view.stats
         if stats is None or not stats.num_blocks:
             return 0.0
-        return self._rates.block_release_s * stats.num_blocks_held / stats.num_blocks
+        return self._rates.guesses.block_release_s * stats.num_blocks_held / stats.num_blocks
 
 
 def _restoring_share(tiers: TierStats, found: FoundPrefix) -> float:

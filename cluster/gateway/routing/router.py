@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import heapq
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.cluster.cached_blocks import BlockName, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView, Role
@@ -21,13 +23,19 @@ from baton.engine.core.block_log import unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
 
-from .cost import Cost, CostRates, PrefillWork
+from .cost import Cost, PrefillWork
 from .load import LoadTracker, Placement
 from .prefix_index import EngineKey, PrefixIndex, engine_key, prefix_names
+from .rates import CostRates, LearntRates
 
 EQUAL = 1.05  # costs closer than this are equal: gateways with the same reports must not all choose one engine
 NO_PREFILL_ENGINE = "no-prefill-engine"
+SLOW_HANDOFF = "slow-handoff"
+MEASURING = "measuring"
 WORTHWHILE_HIT = 256  # cached tokens with which a decode engine may be the better one to compute a prompt
+SLOW_SHARE = 0.15  # of the time to compute a prompt: a hand-off that takes no longer is made without comparing costs
+TRIAL_SHARE = 1 / 600  # of the time since the last one that a hand-off which only measures may cost a request
+NUM_RECEIVERS = 8  # decode engines, those with the least load, between which and a prefill engine links are compared
 
 
 class Path(enum.StrEnum):
@@ -36,6 +44,7 @@ class Path(enum.StrEnum):
     DISAGGREGATED = "disaggregated"  # a prefill engine computes the prompt, a decode engine goes on
     UNIFIED = "unified"
     LOCAL_PREFILL = "local-prefill"  # a decode engine does both: there is no prefill engine, or it costs more
+    LOCAL_DECODE = "local-decode"  # a prefill engine does both: a hand-off costs more
     RECOMPUTED = "recomputed"  # an attempt was lost, and another engine computes all tokens so far
 
 
@@ -69,6 +78,21 @@ class _Option:
     cost_s: float
     placement: Placement
     path: Path = Path.DISAGGREGATED
+    reason: str = ""  # empty: whether some of the prompt is cached
+    handoff: _Handoff | None = None
+
+    def route(self, query: RoutingQuery) -> Route:
+        found = "prefix-hit" if self.placement.uncached < query.num_tokens else "least-loaded"
+        return Route(self.placement, self.handoff is not None, self.path, self.reason or found)
+
+
+@dataclass(frozen=True)
+class _Handoff:
+    """The cheapest hand-off of one prefill engine."""
+
+    seconds: float
+    cost_s: float  # with what the reader's load costs
+    measured_s: float  # when the time of the pair's reads was last measured
 
 
 class Router:
@@ -78,21 +102,22 @@ class Router:
         self,
         gateway_id: str,
         *,
-        rates: CostRates,
+        rates: LearntRates,
         session_patience_s: float,
         local_prefill_max_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gateway_id = gateway_id
-        self._cost = Cost(rates)
+        self._rates, self._cost = rates, Cost(rates)
+        self._clock, self._tried_s = clock, clock()  # when a hand-off was last made to measure it
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self.prefixes = PrefixIndex(clock)
         self.loads = LoadTracker(self.prefixes)
 
-    def reconfigure(self, rates: CostRates, session_patience_s: float, local_prefill_max_tokens: int) -> None:
+    def reconfigure(self, guesses: CostRates, session_patience_s: float, local_prefill_max_tokens: int) -> None:
         """Take other settings from the next choice on."""
-        self._cost = Cost(rates)
+        self._rates.reconfigure(guesses)
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
 
@@ -118,20 +143,32 @@ class Router:
 
         An engine that drains is chosen only if no other can take it.
         """
+        self._rates.renew(engines)
         return self._route(_staying(engines), query, avoid) or self._route(engines, query, avoid)
 
     def _route(self, engines: Sequence[EngineView], query: RoutingQuery, avoid: Collection[EngineKey]) -> Route | None:
-        best = self._best(self._options(engines, query, avoid), query)
+        options = self._options(engines, query, avoid)
+        best = self._best(options, query)
         if best is not None:
-            if best.path is Path.LOCAL_PREFILL:
-                reason = "cheaper"
-            else:
-                reason = "prefix-hit" if best.placement.uncached < query.num_tokens else "least-loaded"
-            return Route(best.placement, best.path is Path.DISAGGREGATED, best.path, reason)
+            return (self._trial(options, best) or best).route(query)
         best = self._best(self._local_options(engines, query, avoid), query)
-        if best is None:
+        return None if best is None else best.route(query)
+
+    def _trial(self, options: Collection[_Option], best: _Option) -> _Option | None:
+        """Return a hand-off that is made although it costs more, to measure it anew.
+
+        All requests together lose no more than `TRIAL_SHARE` of the time, so a long prompt is seldom tried.
+        """
+        handoffs = [option for option in options if option.handoff is not None and not option.is_full]
+        if best.handoff is not None or not handoffs:
             return None
-        return Route(best.placement, False, Path.LOCAL_PREFILL, NO_PREFILL_ENGINE)
+        tried = min(handoffs, key=lambda option: option.cost_s)
+        assert tried.handoff is not None, "so they were chosen"
+        known_for_s = self._clock() - max(self._tried_s, tried.handoff.measured_s)
+        if tried.cost_s - best.cost_s > TRIAL_SHARE * known_for_s:
+            return None
+        self._tried_s = self._clock()
+        return dataclasses.replace(tried, reason=MEASURING)
 
     def decode_placement(
         self,
@@ -152,8 +189,8 @@ class Router:
             record = view.record
             if not _pairs(source, record) or engine_key(record) in avoid:
                 continue
-            missing = self._missing(view, query)
-            cost_s = self._receive_s(view, missing, same_node=record.node_id == source.node_id)
+            handoff_s = self._cost.handoff_s(view, source, self._missing(view, query))
+            cost_s = handoff_s + self._cost.decode_s(view, self.loads.of(view))
             options.append(_Option(_is_full(view, query.num_tokens), cost_s, Placement(record, 0)))
         best = self._best(options, query)
         return best.placement if best else None
@@ -170,24 +207,39 @@ class Router:
             record = view.record
             if engine_key(record) in avoid or record.role is Role.DECODE:
                 continue
-            work, load, path = self._prefill_work(view, query), self.loads.of(view), Path.UNIFIED
-            if record.role is Role.UNIFIED:
-                cost_s = self._cost.whole_s(load, work)
-            elif (receive_s := receivers.cheapest_s(record)) is not None:
-                cost_s = self._cost.prefill_only_s(view, load, work) + receive_s
-                path = Path.DISAGGREGATED
-            else:
-                continue
+            work, load = self._prefill_work(view, query), self.loads.of(view)
             placement = Placement(record, work.uncached, query.names)
-            options.append(_Option(_is_full(view, query.num_tokens), cost_s, placement, path))
+            is_full = _is_full(view, query.num_tokens)
+            if record.role is Role.UNIFIED:
+                options.append(_Option(is_full, self._cost.whole_s(view, load, work), placement, Path.UNIFIED))
+                continue
+            ready_s = self._cost.ready_s(view, load, work)
+            if (handoff := receivers.cheapest(record, load.num_requests, ready_s)) is None:
+                continue
+            cost_s = ready_s + self._cost.release_s(view) + handoff.cost_s
+            options.append(_Option(is_full, cost_s, placement, handoff=handoff))
+            is_slow = self._is_slow(handoff.seconds, self._rates.prefill_s(view, query.num_tokens))
+            if is_slow and query.pinned_rank in (None, record.rank):
+                cost_s = self._cost.whole_s(view, load, work)
+                options.append(_Option(is_full, cost_s, placement, Path.LOCAL_DECODE, SLOW_HANDOFF))
         if options:
-            options += self._local_options(decoders, query, avoid, min_hit=WORTHWHILE_HIT)
+            slow_s = min((option.handoff.seconds for option in options if option.handoff is not None), default=0.0)
+            options += self._local_options(decoders, query, avoid, min_hit=WORTHWHILE_HIT, slow_s=slow_s)
         return options
 
     def _local_options(
-        self, engines: Iterable[EngineView], query: RoutingQuery, avoid: Collection[EngineKey], min_hit: int = 0
+        self,
+        engines: Iterable[EngineView],
+        query: RoutingQuery,
+        avoid: Collection[EngineKey],
+        *,
+        min_hit: int = 0,
+        slow_s: float = 0.0,
     ) -> list[_Option]:
-        """Return the decode engines that can compute the prompt themselves."""
+        """Return the decode engines that can compute the prompt themselves.
+
+        Those that have less than `min_hit` of it may do so where a hand-off, which takes `slow_s`, is slow.
+        """
         options = []
         for view in engines:
             record = view.record
@@ -196,12 +248,24 @@ class Router:
             if query.pinned_rank not in (None, record.rank):
                 continue
             work = self._prefill_work(view, query)
-            if work.uncached > self._local_prefill_max_tokens or query.num_tokens - work.uncached < min_hit:
+            if work.uncached > self._local_prefill_max_tokens:
                 continue
-            cost_s = self._cost.whole_s(self.loads.of(view), work)
+            if not min_hit:
+                reason = NO_PREFILL_ENGINE
+            elif query.num_tokens - work.uncached >= min_hit:
+                reason = "cheaper"
+            elif self._is_slow(slow_s, self._cost.compute_s(view, work)):
+                reason = SLOW_HANDOFF
+            else:
+                continue
+            cost_s = self._cost.whole_s(view, self.loads.of(view), work)
             placement = Placement(record, work.uncached, query.names)
-            options.append(_Option(_is_full(view, query.num_tokens), cost_s, placement, Path.LOCAL_PREFILL))
+            is_full = _is_full(view, query.num_tokens)
+            options.append(_Option(is_full, cost_s, placement, Path.LOCAL_PREFILL, reason))
         return options
+
+    def _is_slow(self, handoff_s: float, compute_s: float) -> bool:
+        return handoff_s > max(SLOW_SHARE * compute_s, self._rates.guesses.slow_handoff_s)
 
     def _best(self, options: Collection[_Option], query: RoutingQuery) -> _Option | None:
         """Return the cheapest option; among equal ones, the first in the request's own order.
@@ -213,7 +277,10 @@ class Router:
             return None
         cheapest = min(options, key=lambda option: option.cost_s)
         limit_s = cheapest.cost_s + self._session_patience_s if query.session else cheapest.cost_s * EQUAL
-        equals = [option for option in options if option.cost_s <= limit_s and option.path is cheapest.path]
+        hands_off = cheapest.handoff is not None
+        equals = [
+            option for option in options if option.cost_s <= limit_s and (option.handoff is not None) is hands_off
+        ]
         return min(equals, key=lambda option: _order(query.tie, option.placement.engine))
 
     def _prefill_work(self, view: EngineView, query: RoutingQuery) -> PrefillWork:
@@ -226,33 +293,49 @@ class Router:
     def _found(self, view: EngineView, query: RoutingQuery) -> FoundPrefix:
         return self.prefixes.find(view.cached, engine_key(view.record), query.names)
 
-    def _receive_s(self, view: EngineView, missing: int, *, same_node: bool) -> float:
-        """Return handoff + decode of a decode engine."""
-        return self._cost.handoff_s(view, missing, same_node=same_node) + self._cost.decode_s(self.loads.of(view))
-
 
 class _Receivers:
     """Finds the cheapest decode engine for each prefill engine, without a look at every pair.
 
-    A link is within a node or between nodes, so each decode engine has two costs.
+    Candidates are those with the least load among all, and on the node of the prefill engine.
     """
 
     def __init__(self, router: Router, decoders: Iterable[EngineView], query: RoutingQuery) -> None:
-        near: defaultdict[tuple[str, str], list[float]] = defaultdict(list)  # by fingerprint and node
-        far: defaultdict[str, list[float]] = defaultdict(list)
+        self._cost, self._rates = router._cost, router._rates
+        everywhere: defaultdict[str, list[_Receiver]] = defaultdict(list)  # by fingerprint
+        near: defaultdict[tuple[str, str], list[_Receiver]] = defaultdict(list)  # and node
         for view in decoders:
-            record, missing = view.record, router._missing(view, query)
-            near[record.fingerprint, record.node_id].append(router._receive_s(view, missing, same_node=True))
-            far[record.fingerprint].append(router._receive_s(view, missing, same_node=False))
-        self._near_s = {place: min(costs_s) for place, costs_s in near.items()}
-        self._far_s = {fingerprint: min(costs_s) for fingerprint, costs_s in far.items()}
+            decode_s = router._cost.decode_s(view, router.loads.of(view))
+            receiver = _Receiver(view, router._missing(view, query), decode_s)
+            everywhere[view.record.fingerprint].append(receiver)
+            near[view.record.fingerprint, view.record.node_id].append(receiver)
+        guessed = router._rates.guesses.node_tokens_per_s
 
-    def cheapest_s(self, source: EngineRecord) -> float | None:
-        """Return its seconds, or None if no decode engine can fetch this engine's KV."""
-        far_s = self._far_s.get(source.fingerprint)
-        if far_s is None:
-            return None
-        return min(far_s, self._near_s.get((source.fingerprint, source.node_id), far_s))
+        def idlest(receivers: list[_Receiver]) -> list[_Receiver]:
+            return heapq.nsmallest(NUM_RECEIVERS, receivers, key=lambda each: each.decode_s + each.missing / guessed)
+
+        self._everywhere = {fingerprint: idlest(receivers) for fingerprint, receivers in everywhere.items()}
+        self._near = {place: idlest(receivers) for place, receivers in near.items()}
+
+    def cheapest(self, source: EngineRecord, num_requests: int, ready_s: float) -> _Handoff | None:
+        """Return the hand-off of a prompt that `source`, which has so many requests, has computed after `ready_s`.
+
+        None if no decode engine can fetch this engine's KV.
+        """
+        near = self._near.get((source.fingerprint, source.node_id), [])
+        receivers = {each.view.record.rank: each for each in (*near, *self._everywhere.get(source.fingerprint, []))}
+        best: _Handoff | None = None
+        for each in receivers.values():
+            seconds = self._cost.handoff_s(each.view, source, each.missing, before=num_requests, ready_s=ready_s)
+            if best is None or seconds + each.decode_s < best.cost_s:
+                best = _Handoff(seconds, seconds + each.decode_s, self._rates.measured_s(each.view, source))
+        return best
+
+
+class _Receiver(NamedTuple):
+    view: EngineView
+    missing: int  # tokens that a hand-off has to bring
+    decode_s: float
 
 
 def _staying(engines: Sequence[EngineView]) -> list[EngineView]:

@@ -6,36 +6,32 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from baton.cluster.contracts import EngineView, Role
-from baton.engine.core.messages import EngineStats
 
 from ..errors import engines_full, key_limit, queue_full
 from ..routing.prefix_index import EngineKey, engine_key
+from ..routing.rates import LearntRates
 from ..routing.sliding_window import SlidingWindow
 from ..settings import GatewaySettings
 
 WINDOW_S = 10.0
 ENDED, REFUSED = 0, 1
 MAX_RETRY_S = 60.0
-SAMPLE_S = 0.5  # between two samples of an engine's counters
 
 
 class AdmissionControl:
     """Admits requests to one gateway."""
 
-    def __init__(self, settings: GatewaySettings, clock: Callable[[], float]) -> None:
-        self._settings = settings
+    def __init__(self, settings: GatewaySettings, rates: LearntRates, clock: Callable[[], float]) -> None:
+        self._settings, self._rates = settings, rates
         self._window = SlidingWindow(WINDOW_S, clock)
-        self._speeds = PromptSpeeds(settings.cost.prefill_tokens_per_s, clock)
         self._num_by_key: Counter[bytes] = Counter()
         self.num_inflight = 0
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take other limits from the next request on: those that run go on, also if they are more."""
         self._settings = settings
-        self._speeds.assumed = settings.cost.prefill_tokens_per_s
 
     @contextmanager
     def admit(self, key: bytes | None) -> Iterator[None]:
@@ -61,7 +57,6 @@ class AdmissionControl:
 
     def check_engines(self, engines: Sequence[EngineView]) -> None:
         """Raise `ApiError` (503) if every engine that could compute a prompt has a full queue."""
-        self._speeds.sample(_prompt_engines(engines))
         if engines and self.are_full(engines):
             raise engines_full(self.retry_after_s(engines))
 
@@ -75,7 +70,11 @@ class AdmissionControl:
 
     def retry_after_s(self, engines: Sequence[EngineView]) -> float:
         """Return the time that the shortest queue takes, or `capacity_timeout_s` if there is no engine."""
-        queues_s = [self._speeds.queue_s(view) for view in _prompt_engines(engines)]
+        self._rates.renew(engines)
+        queues_s = [
+            0.0 if view.stats is None else self._rates.prefill_s(view, view.stats.num_waiting_tokens)
+            for view in _prompt_engines(engines)
+        ]
         return clip_s(min(queues_s, default=self._settings.capacity_timeout_s))
 
     def _wait_s(self) -> float:
@@ -91,58 +90,6 @@ class AdmissionControl:
 def _prompt_engines(engines: Sequence[EngineView]) -> Sequence[EngineView]:
     """Return the engines in whose queues prompts wait."""
     return [view for view in engines if view.record.role is not Role.DECODE] or engines
-
-
-class PromptSpeeds:
-    """Measures how fast engines compute prompts, by their counters while requests wait there."""
-
-    def __init__(self, assumed: float, clock: Callable[[], float]) -> None:
-        """`assumed` are the tokens a second of engines without a measurement."""
-        self.assumed, self._clock = assumed, clock
-        self._samples: dict[EngineKey, _Sample] = {}
-
-    def sample(self, engines: Sequence[EngineView]) -> None:
-        now_s = self._clock()
-        if len(self._samples) > 2 * len(engines):
-            alive = {engine_key(view.record) for view in engines}
-            self._samples = {key: sample for key, sample in self._samples.items() if key in alive}
-        for view in engines:
-            stats = view.stats
-            if stats is None:
-                continue
-            key = engine_key(view.record)
-            old = self._samples.get(key)
-            if old is None:
-                self._samples[key] = _Sample(now_s, _num_computed(stats), stats.num_requests_waiting > 0)
-            elif now_s - old.at_s >= SAMPLE_S:
-                self._samples[key] = old.followed_by(now_s, stats)
-
-    def queue_s(self, view: EngineView) -> float:
-        """Return the time that an engine's queue takes."""
-        if view.stats is None:
-            return 0.0
-        sample = self._samples.get(engine_key(view.record))
-        return view.stats.num_waiting_tokens / ((sample and sample.per_s) or self.assumed)
-
-
-@dataclass(frozen=True)
-class _Sample:
-    at_s: float
-    num_computed: int
-    had_queue: bool
-    per_s: float = 0.0  # 0: not measured yet
-
-    def followed_by(self, now_s: float, stats: EngineStats) -> _Sample:
-        has_queue = stats.num_requests_waiting > 0
-        newest = (_num_computed(stats) - self.num_computed) / (now_s - self.at_s)
-        is_valid = self.had_queue and has_queue and newest > 0
-        per_s = (newest if not self.per_s else (self.per_s + newest) / 2) if is_valid else self.per_s
-        return _Sample(now_s, _num_computed(stats), has_queue, per_s)
-
-
-def _num_computed(stats: EngineStats) -> int:
-    """Return how many tokens of prompts were computed: tokens that were cached do not count, as in a queue."""
-    return stats.prompt_tokens - stats.prefix_cache_hits
 
 
 def clip_s(seconds: float) -> float:

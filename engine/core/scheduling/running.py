@@ -104,10 +104,11 @@ def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMa
     ]
 
 
-class _Step(NamedTuple):
+class StepInFlight(NamedTuple):
     plan: StepPlan
     requests: Sequence[Request]  # of each of its chunks
     num_prompt_tokens: int
+    num_decodes: int  # chunks of one token
 
 
 class StepsInFlight:
@@ -116,7 +117,7 @@ class StepsInFlight:
     def __init__(self, max_num_tokens: int) -> None:
         self.num_planned = 0  # ever; also the number of the next step
         self._max_num_tokens = max_num_tokens
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[StepInFlight] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -131,18 +132,19 @@ class StepsInFlight:
 
     def enter(self, draft: StepDraft, freed_rows: list[int], *, constrained: bool) -> StepPlan:
         """Make the draft a plan that is in flight. `constrained`: some of its requests may have a grammar."""
+        num_decodes = len(draft.singles)
         plan, requests = draft.seal(freed_rows, constrained=constrained)
-        self._steps.append(_Step(plan, requests, draft.num_prompt_tokens))
+        self._steps.append(StepInFlight(plan, requests, draft.num_prompt_tokens, num_decodes))
         self.num_planned += 1
         return plan
 
-    def take(self, result: StepResult) -> tuple[StepPlan, Sequence[Request]]:
+    def take(self, result: StepResult) -> StepInFlight:
         """Remove and return the oldest step, whose result this is. Raises `StepMismatch`."""
         if self._steps:
-            plan, requests, _ = self._steps.popleft()
-            if result.step == plan.step and len(result.chunks) == len(requests):
-                return plan, requests
-            expected = f"step {plan.step} with {len(requests)} chunks"
+            step = self._steps.popleft()
+            if result.step == step.plan.step and len(result.chunks) == len(step.requests):
+                return step
+            expected = f"step {step.plan.step} with {len(step.requests)} chunks"
         else:
             expected = "none"
         raise StepMismatch(f"got a result of step {result.step} with {len(result.chunks)} chunks, expected {expected}")

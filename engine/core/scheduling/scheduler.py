@@ -37,6 +37,7 @@ from ..kv.request_memory import RequestMemory
 from ..kv.tier_copies import TierCopies
 from ..kv.transfers import Transfers
 from ..messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
+from ..pace import StepMeter
 from ..requests.answers import first_or_last_token, last_words, next_token, nothing_drawn, on_offer
 from ..requests.constraints import Constraints
 from ..requests.request import Request, RequestStatus
@@ -85,6 +86,8 @@ class Scheduler:
             clock,
         )
         self.steps = StepsInFlight(config.max_num_batched_tokens)
+        self._meter = StepMeter()
+        self._clock = clock
         self._num_drawn = 0  # tokens
         self._stuck = False  # nothing can be planned until something happens outside
 
@@ -120,6 +123,7 @@ class Scheduler:
         """Answer every live request with an INTERNAL error, and forget the steps in flight."""
         self.requests.fail(EngineError(ErrorKind.INTERNAL, message))
         self.steps.forget()
+        self._meter.forget()
 
     def take_outputs(self) -> list[EngineOutput]:
         """Return outputs that no result brings: refusals, aborts, lost KV; in order."""
@@ -148,6 +152,7 @@ class Scheduler:
             return None
         plan = self.steps.enter(draft, self.rows.drain_freed(), constrained=self.constraints.num_live > 0)
         self.tier_copies.planned(plan.step)
+        self._meter.planned(plan.step, self._clock())
         self._stuck = False
         return plan
 
@@ -172,7 +177,8 @@ class Scheduler:
 
         Where it raises, the outputs so far are not lost: `take_outputs` has them.
         """
-        plan, requests = self.steps.take(result)
+        plan, requests, num_prompt_tokens, num_decodes = self.steps.take(result)
+        self._meter.settled(plan.step, num_prompt_tokens, num_decodes, self._clock())
         self.fence.settled(plan.step)
         num_live = len(self.requests)
         running, preempted = RequestStatus.RUNNING, RequestStatus.PREEMPTED
@@ -257,6 +263,7 @@ class Scheduler:
             num_grammar_hits=grammars.num_hits,
             grammar_compile_s=grammars.compile_s,
             tiers=self.tier_copies.stats(),
+            step_times=self._meter.times(),
         )
 
 

@@ -261,6 +261,22 @@ def test_check_refuses_a_cluster_that_ray_up_would_not_start(
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "is_said"),
+    [("UCX_TLS=tcp", True), ("UCX_TLS=tcp,cuda_copy", True), ("UCX_TLS=rc,tcp", False), ("UCX_TLS=^tcp", False)],
+)
+def test_a_ray_cluster_whose_machines_reach_each_other_by_tcp_alone_is_said(
+    tmp_path: Path, setting: str, is_said: bool
+) -> None:
+    config = yaml.safe_load((CONFIGS / "ray/on-prem.yaml").read_text())
+    config["worker_start_ray_commands"][-1] = f"{setting} {config['worker_start_ray_commands'][-1]}"
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(config))
+    done = baton("check", str(file))
+    assert done.returncode == 0, done.stderr
+    assert (f"{setting}: KV blocks of GPUs go from machine to machine through TCP" in done.stdout) is is_said
+
+
 def test_a_ray_cluster_is_not_taken_for_an_application() -> None:
     done = baton("plan", str(CONFIGS / "ray/on-prem.yaml"))
     assert done.returncode == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 from baton.cluster.contracts import EnginePulse, EngineRecord, EngineView, Role
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
-from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Path, Router
 from baton.cluster.membership import draining
 from baton.cluster.membership.draining import drain
@@ -211,7 +212,9 @@ def view(rank: int, role: Role, *, draining: bool = False, fingerprint: str = "f
 
 
 def router() -> Router:
-    return Router("g", rates=CostRates(), session_patience_s=0.0, local_prefill_max_tokens=8192)
+    return Router(
+        "g", rates=LearntRates(CostRates(), time.monotonic), session_patience_s=0.0, local_prefill_max_tokens=8192
+    )
 
 
 def chosen(engines: list[EngineView]) -> tuple[int, Path] | None:

@@ -13,6 +13,7 @@ from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.breaker import Breakers
+from baton.cluster.gateway.routing.rates import LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.context import ServingContext
@@ -39,8 +40,12 @@ class Cut:
         settings = GatewaySettings(capacity_timeout_s=NOTICED_S)
         self.proxy, self.engines, self.client = proxy, engines, client
         self.metrics = GatewayMetrics("m", client.engines)
-        router = Router("g", rates=settings.cost, session_patience_s=0.0, local_prefill_max_tokens=64)
-        breakers, admission = Breakers(settings.breaker, time.monotonic), AdmissionControl(settings, time.monotonic)
+        rates = LearntRates(settings.cost, time.monotonic)
+        router = Router("g", rates=rates, session_patience_s=0.0, local_prefill_max_tokens=64)
+        breakers, admission = (
+            Breakers(settings.breaker, time.monotonic),
+            AdmissionControl(settings, rates, time.monotonic),
+        )
         self.serving = ServingContext(client, router, settings, self.metrics, admission, breakers)
 
     async def stream_at_the_first_engine(self) -> ServedSequence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,10 +111,11 @@ def pin(engine: WiredEngine) -> dict[str, str]:
 
 
 def home_of(fleet: WiredFleet, gateway: WiredGateway, session_id: str) -> WiredEngine:
-    from baton.cluster.gateway.routing.cost import CostRates
+    from baton.cluster.gateway.routing.rates import CostRates, LearntRates
     from baton.cluster.gateway.routing.router import Router
 
-    router = Router("any", rates=CostRates(), session_patience_s=10.0, local_prefill_max_tokens=0)
+    rates = LearntRates(CostRates(), time.monotonic)
+    router = Router("any", rates=rates, session_patience_s=10.0, local_prefill_max_tokens=0)
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
     route = router.route(gateway.client.engines(), router.read(request, session_id=session_id))
     assert route is not None

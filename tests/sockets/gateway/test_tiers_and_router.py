@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from baton.cluster.contracts import EngineView
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway import GatewaySettings, create_app
-from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, KVRegion
@@ -131,7 +132,9 @@ def asked(tokens: list[int], request_id: str = "r") -> EngineRequest:
 
 
 def a_router() -> Router:
-    return Router("g", rates=CostRates(), session_patience_s=0.0, local_prefill_max_tokens=8192)
+    return Router(
+        "g", rates=LearntRates(CostRates(), time.monotonic), session_patience_s=0.0, local_prefill_max_tokens=8192
+    )
 
 
 def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:

@@ -27,7 +27,7 @@ from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
 from baton.cluster.cli.main import app
 from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, ScalePlan
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.routing.cost import CostRates
+from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.serve_policy import target_replicas
 from baton.cluster.simulation.autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
 from baton.cluster.simulation.fleet_sizing import Autoscaled, FixedSizes, Sizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from baton.cluster.cached_blocks import CachedBlocks
@@ -9,7 +10,9 @@ from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.engine.core.block_log import BlocksCached, pack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineStats
+from baton.engine.core.pace import StepTimes
 from baton.engine.core.prefix import block_hashes
+from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 STATS = EngineStats(
     **{
@@ -18,6 +21,7 @@ STATS = EngineStats(
         "num_blocks_free": 1000,
         "experts": None,
         "tiers": None,
+        "step_times": StepTimes(),
     }
 )
 
@@ -33,6 +37,7 @@ def view(
     host: list[int] | None = None,
     disk: list[int] | None = None,
     salt: str = "",
+    lanes: Sequence[PeerLane] = (),
     **stats: Any,
 ) -> EngineView:
     """An engine that has the prompt `cached` in its prefix cache, and others in tiers: all their blocks."""
@@ -59,4 +64,6 @@ def view(
     blocks.apply(
         BlocksCached(0, *(pack_names(block_hashes(each or [], BLOCK_SIZE, salt)) for each in (cached, host, disk)))
     )
-    return EngineView(record, EngineStats(**values), outstanding, None, blocks)
+    return EngineView(
+        record, EngineStats(**values), outstanding, TransferStats(lanes=list(lanes)) if lanes else None, blocks
+    )

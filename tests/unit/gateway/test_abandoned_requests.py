@@ -14,6 +14,7 @@ from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.breaker import Breakers, BreakerSettings
 from baton.cluster.gateway.routing.cost import Load
+from baton.cluster.gateway.routing.rates import LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.context import ServingContext
@@ -64,11 +65,11 @@ class World:
         for role in roles:
             self.cluster.start(role)
         limits = GatewaySettings(capacity_timeout_s=5.0, breaker=BreakerSettings(failures=2, open_s=0.02))
-        rates, patience_s = limits.cost, limits.session_patience_s
+        rates, patience_s = LearntRates(limits.cost, time.monotonic), limits.session_patience_s
         router = Router("g", rates=rates, session_patience_s=patience_s, local_prefill_max_tokens=64)
         metrics = GatewayMetrics("m", self.cluster.engines)
         self.breakers = Breakers(limits.breaker, time.monotonic)
-        admission = AdmissionControl(limits, time.monotonic)
+        admission = AdmissionControl(limits, rates, time.monotonic)
         self.serving = ServingContext(self.cluster, router, limits, metrics, admission, self.breakers)
         self.clients: list[asyncio.Task[None]] = []
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError
-from baton.cluster.gateway.serving.admission import MAX_RETRY_S, SAMPLE_S, WINDOW_S, AdmissionControl, PromptSpeeds
+from baton.cluster.gateway.routing.rates import RENEWED_S, CostRates, LearntRates
+from baton.cluster.gateway.serving.admission import MAX_RETRY_S, WINDOW_S, AdmissionControl
 from baton.cluster.gateway.settings import GatewaySettings, QueueLimits
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
+from baton.engine.core.pace import Line, StepTimes
 
 from ...helpers.fake_cluster import FakeEngine
 from ...helpers.gateway_service import Clock, Service, events, until
@@ -28,6 +29,10 @@ def clock() -> Clock:
     return Clock()
 
 
+def admission_of(settings: GatewaySettings, clock: Clock) -> AdmissionControl:
+    return AdmissionControl(settings, LearntRates(settings.cost, clock), clock)
+
+
 def refused(admission: AdmissionControl, key: bytes | None = None) -> ApiError:
     with pytest.raises(ApiError) as caught, admission.admit(key):
         pass
@@ -35,7 +40,7 @@ def refused(admission: AdmissionControl, key: bytes | None = None) -> ApiError:
 
 
 def test_a_gateway_takes_so_many_requests_and_no_more(clock: Clock) -> None:
-    admission = AdmissionControl(GatewaySettings(max_inflight_requests=1), clock)
+    admission = admission_of(GatewaySettings(max_inflight_requests=1), clock)
     with admission.admit(None):
         error = refused(admission)
         assert (error.status, error.code, error.gpu_time_spent) == (429, "queue_full", False)
@@ -44,7 +49,7 @@ def test_a_gateway_takes_so_many_requests_and_no_more(clock: Clock) -> None:
 
 
 def test_one_key_takes_so_many_and_leaves_the_others_their_places(clock: Clock) -> None:
-    admission = AdmissionControl(GatewaySettings(max_inflight_per_key=1), clock)
+    admission = admission_of(GatewaySettings(max_inflight_per_key=1), clock)
     with admission.admit(b"a"), admission.admit(b"b"):
         error = refused(admission, b"a")
         assert (error.status, error.code) == (429, "key_limit")
@@ -54,7 +59,7 @@ def test_one_key_takes_so_many_and_leaves_the_others_their_places(clock: Clock) 
 
 
 def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late(clock: Clock) -> None:
-    admission = AdmissionControl(GatewaySettings(max_inflight_requests=2), clock)
+    admission = admission_of(GatewaySettings(max_inflight_requests=2), clock)
 
     def waits_s() -> float:
         return float(refused(admission).headers["retry-after"])
@@ -80,35 +85,26 @@ def waits_s(admission: AdmissionControl, tokens: list[int]) -> float:
 
 def test_full_engines_are_waited_for_as_long_as_the_shortest_queue_takes(clock: Clock) -> None:
     settings = GatewaySettings(queue_limits=QueueLimits(tokens=10_000), cost={"prefill_tokens_per_s": 1000.0})
-    admission = AdmissionControl(settings, clock)
+    admission = admission_of(settings, clock)
     assert [waits_s(admission, [tokens]) for tokens in (10_000, 25_000, 40_000, 9_000_000)] == [10, 25, 40, 60]
     assert waits_s(admission, [40_000, 12_000, 30_000]) == 12
 
 
 def test_one_engine_with_room_is_enough(clock: Clock) -> None:
-    admission = AdmissionControl(GatewaySettings(queue_limits=QueueLimits(requests=2)), clock)
+    admission = admission_of(GatewaySettings(queue_limits=QueueLimits(requests=2)), clock)
     admission.check_engines([view(0, num_requests_waiting=2), view(1, num_requests_waiting=1)])
     admission.check_engines([])
     with pytest.raises(ApiError):
         admission.check_engines([view(0, Role.PREFILL, num_requests_waiting=2), view(1, Role.DECODE)])
 
 
-def test_how_long_a_queue_takes_is_learnt_from_its_engine(clock: Clock) -> None:
-    speeds = PromptSpeeds(assumed=1000.0, clock=clock)
+def test_how_long_a_queue_takes_is_told_by_its_engine(clock: Clock) -> None:
+    admission = admission_of(GatewaySettings(cost=CostRates(prefill_tokens_per_s=1000.0)), clock)
     engine = view(0, num_waiting_tokens=6000, num_requests_waiting=3)
-    speeds.sample([engine])
-    assert speeds.queue_s(engine) == 6.0, "not seen yet"
-    for number in range(1, 12):  # 3 000 tokens a second
-        clock.now_s += SAMPLE_S
-        read, found = int(3000 * SAMPLE_S * number), 9000 * number
-        stats = msgspec.structs.replace(engine.stats, prompt_tokens=read + found, prefix_cache_hits=found)
-        engine = msgspec.structs.replace(engine, stats=stats)
-        speeds.sample([engine])
-    assert speeds.queue_s(engine) == pytest.approx(2.0)
-    clock.now_s += 60
-    idle = msgspec.structs.replace(engine.stats, num_requests_waiting=0)
-    speeds.sample([msgspec.structs.replace(engine, stats=idle)])
-    assert speeds.queue_s(engine) == pytest.approx(2.0), "an idle engine's counter tells nothing"
+    assert admission.retry_after_s([engine]) == 6.0, "nothing measured yet"
+    clock.now_s += RENEWED_S
+    measured = view(0, num_waiting_tokens=6000, num_requests_waiting=3, step_times=StepTimes(Line(0.0, 1 / 3000)))
+    assert admission.retry_after_s([measured]) == 2.0
 
 
 async def post(service: Service, key: str) -> httpx.Response:

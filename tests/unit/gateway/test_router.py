@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView, Role
-from baton.cluster.gateway.routing.cost import UNTRIED, Cost, CostRates, Load
+from baton.cluster.gateway.routing.cost import UNTRIED, Cost, Load
 from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Path, Route, Router, RoutingQuery
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
@@ -35,12 +36,13 @@ def request(tokens: list[int], name: str = "r", **fields: Any) -> EngineRequest:
 
 
 def router(gateway_id: str = "g", local: int = 8192, clock: Clock | None = None, **rates: float) -> Router:
+    clock = clock or Clock()
     return Router(
         gateway_id,
-        rates=CostRates(**rates),
+        rates=LearntRates(CostRates(**rates), clock),
         session_patience_s=0.1,
         local_prefill_max_tokens=local,
-        clock=clock or Clock(),
+        clock=clock,
     )
 
 
@@ -286,10 +288,10 @@ class TestTiers:
     ) -> None:
         tiers = TierStats(min_tokens=min_tokens, restore_s=restore_s, compute_s=compute_s)
         engine, load = view(0, tiers=tiers, num_requests_waiting_for_kv=num_before), Load(num_requests, 100)
-        cost, known = Cost(RATES), FoundPrefix(*found)
+        cost, known = Cost(LearntRates(RATES, Clock())), FoundPrefix(*found)
         in_pool = FoundPrefix(known.pool + known.in_tiers)
         costs = [
-            cost.whole_s(load, cost.prefill_work(engine, 500, each))
+            cost.whole_s(engine, load, cost.prefill_work(engine, 500, each))
             for each in (in_pool, known, FoundPrefix(known.pool))
         ]
         assert costs[0] <= costs[1] + 1e-12
@@ -329,7 +331,9 @@ class TestTiers:
         found, compute_s = FoundPrefix(0, 20, 10), 30 * BLOCK_SIZE / RATES.prefill_tokens_per_s
         share = (20 * 0.1 + 10 * 0.5) / 30
         readings = [
-            Cost(RATES).prefill_work(view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found)
+            Cost(LearntRates(RATES, Clock())).prefill_work(
+                view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found
+            )
             for number in (0, 1, 9)
         ]
         assert [reading.uncached for reading in readings] == [20, 20, 500]
@@ -429,6 +433,6 @@ def test_avoided_engines_are_not_chosen() -> None:
 
 @pytest.mark.parametrize("field", list(CostRates.model_fields))
 def test_every_rate_has_a_unit_and_refuses_what_means_nothing(field: str) -> None:
-    assert field.endswith(("_s", "_weight"))
+    assert field.endswith(("_s", "_weight", "_tokens"))
     with pytest.raises(ValueError, match=field):
         CostRates(**{field: -1})

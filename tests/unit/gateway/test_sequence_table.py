@@ -16,6 +16,7 @@ from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineGon
 from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.breaker import Breakers, CircuitKey
+from baton.cluster.gateway.routing.rates import LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.serving import sequence as sequence_module
 from baton.cluster.gateway.serving.admission import AdmissionControl
@@ -173,9 +174,10 @@ class Scene:
         self.client = ScriptedClient(self.log)
         self.client.views = list(views)
         settings = GatewaySettings(capacity_timeout_s=capacity_timeout_s, retry_budget=0.0, retry_budget_min=0)
-        router = Router("g", rates=settings.cost, session_patience_s=0.0, local_prefill_max_tokens=0)
+        rates = LearntRates(settings.cost, time.monotonic)
+        router = Router("g", rates=rates, session_patience_s=0.0, local_prefill_max_tokens=0)
         self.metrics = GatewayMetrics("m", self.client.engines)
-        admission, breakers = AdmissionControl(settings, time.monotonic), LoggingBreakers(settings, self.log)
+        admission, breakers = AdmissionControl(settings, rates, time.monotonic), LoggingBreakers(settings, self.log)
         serving = ServingContext(self.client, router, settings, self.metrics, admission, breakers)
         request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=9))
         over = Deadline(at_s=asyncio.get_running_loop().time())

@@ -61,7 +61,7 @@ LANE = PeerLane(engine_id="p", transport="nixl/UCX", bytes_per_s=1e9, is_slow=Fa
 
 def application_metrics(gateway: GatewayMetrics, tiers: TierStats, transfers: TransferStats) -> str:
     """The text of a scrape of an application with one gateway and one engine."""
-    absent = ("num_late_compilations", "experts", "tiers")
+    absent = ("num_late_compilations", "experts", "tiers", "step_times")
     counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
     status = Status(1, EngineStats(**counts, tiers=tiers), transfers)
     engine = EngineMetrics(["m", ENGINE.engine_id, ENGINE.role], lambda: status, MessageCounters())

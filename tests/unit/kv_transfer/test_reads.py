@@ -32,7 +32,7 @@ class Reader:
         holder, self.group = (self._group(fabric, name) for name in ("holder", "reader"))
         self.peer = self.group.add_peer(holder.metadata)
         self.clock.advance(1.0)
-        self.reads = BlockReads(self.group, LAYOUT.block_bytes, reads_in_flight=2, stall_s=STALL_S)
+        self.reads = BlockReads(self.group, LAYOUT.block_bytes, reads_in_flight=2, stall_s=STALL_S, clock=self.clock)
 
     def _group(self, fabric: FakeFabric, name: str) -> TpReadGroup:
         region = KVRegion(0, NUM_BLOCKS, "cpu", LAYOUT, 0, 1)
@@ -73,7 +73,7 @@ def test_what_has_ended_makes_room_for_the_next_batches_in_the_same_look(reader:
 
 def test_an_order_names_no_more_blocks_than_a_message_takes(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "MAX_ORDER_BLOCKS", 3)
-    reader.reads = BlockReads(reader.group, 1 << 40, reads_in_flight=9, stall_s=STALL_S)
+    reader.reads = BlockReads(reader.group, 1 << 40, reads_in_flight=9, stall_s=STALL_S, clock=reader.clock)
     reader.start(8)
     asked = []
     read = reader.group.read

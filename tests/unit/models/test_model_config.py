@@ -425,7 +425,7 @@ def test_a_null_where_gemma_needs_a_number_is_refused(tmp_path: Path) -> None:
     for family, key in ((GEMMA2_2B, "query_pre_attn_scalar"), (GEMMA3_1B, "sliding_window")):
         (tmp_path / "config.json").write_text(json.dumps({**family, key: None}))
         with pytest.raises(InvalidModelConfig, match=key):
-            ModelConfig.from_folder(tmp_path, load_format="dummy")
+            load_config(tmp_path, load_format="dummy")
 
 
 def test_null_caps_of_gemma_2_are_none_and_absent_ones_what_transformers_assumes(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_null_caps_of_gemma_2_are_none_and_absent_ones_what_transformers_assumes
     without = {key: value for key, value in GEMMA2_2B.items() if key not in caps}
     for config, expected in ((without, (50.0, 30.0)), ({**without, **dict.fromkeys(caps)}, (None, None))):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        scales = ModelConfig.from_folder(tmp_path, load_format="dummy").scales
+        scales = load_config(tmp_path, load_format="dummy").scales
         assert (scales.score_cap, scales.logit_cap) == expected
 
 

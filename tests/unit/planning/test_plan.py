@@ -228,6 +228,25 @@ def test_an_engine_that_spans_nodes_is_noted() -> None:
     assert "over several nodes" in plan.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("transport", "gpus_per_node", "device", "is_noted"),
+    [
+        ("ucx", 1, "cuda", True),
+        ("nixl", 1, "cuda", False),
+        ("ucx", 8, "cuda", False),  # all engines are on one node, where CUDA IPC moves the blocks
+        ("ucx", 1, "cpu", False),
+    ],
+)
+def test_gpu_memory_that_would_go_through_tcp_is_noted(
+    transport: str, gpus_per_node: int, device: str, is_noted: bool
+) -> None:
+    fleets = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
+    args = {"model": str(CONFIGS / "models" / "qwen3-8b"), "fleets": fleets, "transfer": {"transport": transport}}
+    plan = make_plan(load_spec(args | {"engine": {"device": device}}), Machines(gpus_per_node, 80 * GB), Traffic())
+    assert plan.num_nodes == (1 if gpus_per_node == 8 else 2)
+    assert any("through TCP" in note for note in plan.notes) is is_noted
+
+
 def test_engines_may_share_a_gpu() -> None:
     plan = plan_of({"unified": {"replicas": 4, "num_gpus": 0.5}}, {}, Machines(2, 80 * GB))
     assert plan.num_nodes == 1
