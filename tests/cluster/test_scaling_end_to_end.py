@@ -77,14 +77,6 @@ async def test_gateways_take_other_settings_without_another_process_or_a_broken_
     assert cluster.processes() == processes
 
 
-async def test_a_setting_that_gateways_keep_replaces_them_and_no_engine(cluster: Cluster) -> None:
-    before = cluster.processes()
-    await in_thread(cluster.give_gateways, gateway={"body_processes": 1})
-    await in_thread(cluster.wait_for, lambda _: cluster.processes()["gateways"] != before["gateways"])
-    assert cluster.processes()["engines"] == before["engines"]
-    assert httpx.get(f"{cluster.url}/health").status_code == 200
-
-
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_fleet_that_shrinks_under_load_loses_no_answer(
     cluster: Cluster, questions: list[Question], role: str
@@ -162,3 +154,11 @@ async def test_an_upgrade_to_another_layout_under_load_loses_no_answer(
     load, same_layout = await upgrade(cluster, questions, {"kv_cache_dtype": "fp8"})
     assert not same_layout
     assert [pair for pair in load.answers if not pair[1].startswith(pair[0].value)] == []
+
+
+async def test_a_setting_that_gateways_keep_replaces_them_and_no_engine(cluster: Cluster) -> None:
+    before = cluster.processes()
+    await in_thread(cluster.give_gateways, gateway={"body_processes": 1})
+    await in_thread(cluster.wait_for, lambda _: cluster.processes()["gateways"] != before["gateways"])
+    assert cluster.processes()["engines"] == before["engines"]
+    assert httpx.get(f"{cluster.url}/health").status_code == 200
