@@ -169,7 +169,8 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 def _completion_columns(tokenizer: Tokenizer, group: list[Position]) -> tuple[list[Any], ...]:
     """Return the parts of the four lists that a group makes."""
-    tokens, values = [], []
+    tokens: list[str] = []
+    values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for _, token_id, entry in group:
         if entry is None:
