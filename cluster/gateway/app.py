@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.cluster.contracts import EngineClient
 
+from .api.anthropic_answer import MessagesRenderer
 from .api.body_reader import RequestKind
 from .api.body_service import BodyService
 from .api.chat import ChatRenderer
@@ -23,9 +24,9 @@ from .api.completions import CompletionRenderer
 from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
 from .api_keys import ApiKeys
-from .errors import ApiError, bad_request, draining, excerpt, model_not_found, no_capacity
+from .errors import ANTHROPIC_ROUTE, ApiError, bad_request, draining, excerpt, model_not_found, no_capacity
 from .metrics import GatewayMetrics
-from .middleware import FAILURE, Drain, RequestMiddleware
+from .middleware import FAILURE, Drain, RequestMiddleware, error_response
 from .model import ServedModel
 from .routing.breaker import Breakers
 from .routing.ranks import rank_table
@@ -40,9 +41,12 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SCOPES = ("application", "node")  # of the metrics in an answer
 HEALTH_RETRY_S = 1.0
 READ = ["GET", "HEAD"]
-EXPOSED_HEADERS = ["x-request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
+EXPOSED_HEADERS = ["x-request-id", "request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
 # Routes for clients, named in 404 responses; those for operators are in the documentation.
-CLIENT_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize")
+CLIENT_ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", ANTHROPIC_ROUTE, "/v1/models"),
+    *("/tokenize", "/detokenize"),
+)
 
 
 def create_app(
@@ -88,6 +92,8 @@ def create_app(
         "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
         "/v1/chat/completions": GenerationEndpoint(gateway, RequestKind.CHAT, ChatRenderer),
         "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
+        ANTHROPIC_ROUTE: GenerationEndpoint(gateway, RequestKind.MESSAGES, MessagesRenderer),
+        f"{ANTHROPIC_ROUTE}/count_tokens": TokenEndpoint(gateway, RequestKind.COUNT_TOKENS),
         "/tokenize": TokenEndpoint(gateway, RequestKind.TOKENIZE),
         "/detokenize": TokenEndpoint(gateway, RequestKind.DETOKENIZE),
     }
@@ -230,7 +236,7 @@ def _json(value: object) -> Response:
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[FAILURE] = error
-    return error.response()
+    return error_response(error, request.scope)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""All error responses of the gateway, as JSON that OpenAI's clients understand."""
+"""All error responses of the gateway, as JSON that OpenAI's clients understand, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
 from baton.cluster.pluralize import pluralize
 from baton.engine.core.messages import EngineError, ErrorKind
 
 MAX_TEXT_CHARS = 2048  # of an error message
 EXCERPT_CHARS = 100  # of a client's text within a message
+ANTHROPIC_ROUTE = "/v1/messages"  # it and the routes under it answer errors as Anthropic's API does
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; it is only counted, since the client has left
 
 
@@ -72,8 +72,37 @@ class ApiError(Exception):
             error["gpu_time_spent"] = self.gpu_time_spent
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
+    def anthropic_body(self, request_id: str) -> bytes:
+        """Return the same as Anthropic's API has it: its types follow from the status. `param` is an addition."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.param is not None:
+            error["param"] = self.param
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        if self.gpu_time_spent is not None:
+            error["gpu_time_spent"] = self.gpu_time_spent
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+    def body_at(self, path: str, request_id: str) -> bytes:
+        """Return the body of a response to a request of this path."""
+        return self.anthropic_body(request_id) if is_anthropic(path) else self.body()
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path is of Anthropic's API."""
+    return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/")
 
 
 def _shorten_message(text: str) -> str:
@@ -209,7 +238,7 @@ def _too_many(message: str, code: str, retry_after_s: float) -> ApiError:
 
 
 def invalid_api_key() -> ApiError:
-    message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'."
+    message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
     headers = {"www-authenticate": "Bearer"}
     return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
 

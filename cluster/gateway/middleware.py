@@ -6,15 +6,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.cluster import logs
 
 from .api_keys import ApiKeys, Caller
-from .errors import CLIENT_CLOSED_REQUEST, ApiError, excerpt, internal, invalid_api_key
+from .errors import CLIENT_CLOSED_REQUEST, ApiError, excerpt, internal, invalid_api_key, is_anthropic
 from .metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,15 @@ REFUSED = "baton.refused"  # the status that the HTTP server itself sent because
 def request_id_of(scope: Scope) -> str:
     """Return the client's `x-request-id`, or the one that was generated."""
     return scope[REQUEST_ID]
+
+
+def error_body(error: ApiError, scope: Scope) -> bytes:
+    """Return an error as the API of the request's route has it."""
+    return error.body_at(scope["path"], request_id_of(scope))
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    return Response(error_body(error, scope), error.status, error.headers, "application/json")
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -78,6 +88,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 marks = [(b"x-request-id", request_id.encode())]
+                if is_anthropic(scope["path"]):
+                    marks.append((b"request-id", request_id.encode()))
                 if self._drain.has_begun:  # the client must not reuse this connection
                     marks.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *marks]
@@ -88,7 +100,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send_marked)
         except ApiError as error:
             scope[FAILURE] = error
-            await error.response()(scope, receive, send_marked)
+            await error_response(error, scope)(scope, receive, send_marked)
         except ClientDisconnect:
             status = status or CLIENT_CLOSED_REQUEST
         except Exception:
@@ -96,7 +108,7 @@ class RequestMiddleware:
                 raise  # too late for a status: the server closes the connection and logs the exception
             logger.exception("a fault of the gateway")
             scope[FAILURE] = fault = internal("The gateway failed to serve the request.")
-            await fault.response()(scope, receive, send_marked)
+            await error_response(fault, scope)(scope, receive, send_marked)
         finally:
             status = scope.get(REFUSED, status)
             route = scope["path"] if scope["path"] in self._routes else "other"
@@ -107,11 +119,19 @@ class RequestMiddleware:
     def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> Caller:
         if self._keys.is_open or path in OPEN_PATHS:
             return self._keys.anonymous
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        caller = self._keys.caller(key.strip())
-        if scheme.lower() != b"bearer" or caller is None:
-            raise invalid_api_key()
-        return caller
+        for key in _keys_in(headers):
+            if (caller := self._keys.caller(key)) is not None:
+                return caller
+        raise invalid_api_key()
+
+
+def _keys_in(headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
+    """Yield the API keys of a request, which are sent as OpenAI's clients do or as Anthropic's."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        yield key.strip()
+    if key := headers.get(b"x-api-key", b"").strip():
+        yield key
 
 
 def log_failure(scope: Scope, status: int, took_s: float) -> None:

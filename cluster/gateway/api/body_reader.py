@@ -14,6 +14,7 @@ from ..bodies.json_structure import StructureScan
 from ..errors import bad_request, field_name, model_not_found, prompt_too_long
 from ..model import ServedModel
 from ..settings import GatewaySettings
+from .anthropic_input import count_tokens, parse_messages, prepare_messages
 from .job import PreparedRequest
 from .json_body import parse_object
 from .parsing import parse_request
@@ -34,12 +35,14 @@ class RequestKind(enum.StrEnum):
     COMPLETION = "completion"
     CHAT = "chat"
     RESPONSE = "response"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
 
     @property
     def generates(self) -> bool:
-        return self not in (RequestKind.TOKENIZE, RequestKind.DETOKENIZE)
+        return self not in (RequestKind.TOKENIZE, RequestKind.DETOKENIZE, RequestKind.COUNT_TOKENS)
 
 
 class BodyReader:
@@ -53,13 +56,19 @@ class BodyReader:
             RequestKind.COMPLETION: partial(parse_request, CompletionRequest),
             RequestKind.CHAT: partial(parse_request, ChatRequest),
             RequestKind.RESPONSE: parse_response,
+            RequestKind.MESSAGES: parse_messages,
         }
         self._preparers: dict[RequestKind, Callable[[Any, str], Awaitable[PreparedRequest]]] = {
             RequestKind.COMPLETION: preparer.completion,
             RequestKind.CHAT: preparer.chat,
             RequestKind.RESPONSE: partial(prepare_response, preparer),
+            RequestKind.MESSAGES: partial(prepare_messages, preparer),
         }
-        self._answers = {RequestKind.TOKENIZE: self._tokenize, RequestKind.DETOKENIZE: self._detokenize}
+        self._answers: dict[RequestKind, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
+            RequestKind.TOKENIZE: self._tokenize,
+            RequestKind.DETOKENIZE: self._detokenize,
+            RequestKind.COUNT_TOKENS: partial(count_tokens, preparer),
+        }
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take other settings from the next body on."""
@@ -174,3 +183,7 @@ def _arguments(field: str, turns: list[Any]) -> Iterator[tuple[tuple[str | int, 
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 yield (field, index, "tool_calls", at, "function", "arguments"), function["arguments"]
+        blocks = turn.get("content")
+        for at, block in enumerate(blocks if isinstance(blocks, list) else ()):
+            if isinstance(block, dict) and isinstance(block.get("input"), dict):
+                yield (field, index, "content", at, "input"), json.dumps(block["input"])

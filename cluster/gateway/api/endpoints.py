@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -23,7 +24,7 @@ from ..bodies.body import Body, read_body
 from ..bodies.budget import Reservation
 from ..errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, draining, internal, priority_not_allowed
 from ..metrics import GatewayMetrics
-from ..middleware import FAILURE, REFUSED, caller_of, request_id_of
+from ..middleware import FAILURE, REFUSED, caller_of, error_body, request_id_of
 from ..model import ServedModel
 from ..routing.ranks import PIN_HEADER, pinned_rank, reachable
 from ..serving.admission import AdmissionControl
@@ -95,7 +96,8 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         with gateway.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
-            await self._serve(scope, receive, ResponseWriter(send, gateway.turns))
+            writer = ResponseWriter(send, gateway.turns, partial(error_body, scope=scope))
+            await self._serve(scope, receive, writer)
 
     async def _serve(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         gateway = self._gateway
@@ -284,8 +286,8 @@ def session_id_of(header: str | None) -> str | None:
 
 
 class TokenEndpoint:
-    """`/tokenize` and `/detokenize`. An ASGI app, so that it writes a long response in pieces as fast as its client
-    reads.
+    """`/tokenize`, `/detokenize` and `/v1/messages/count_tokens`. An ASGI app, so that it writes a long response in
+    pieces as fast as its client reads.
     """
 
     def __init__(self, gateway: GatewayServices, kind: RequestKind) -> None:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -193,6 +196,55 @@ def _unknown(kind: type[BaseModel], place: list[str | int]) -> str:
     nearest = difflib.get_close_matches(name, kind.model_fields, n=1) if len(place) == 1 else []
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"Unrecognized request argument: {name!r}.{hint}"
+
+
+_CHATS_TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.(\w+))?")
+
+
+@dataclass(frozen=True)
+class ApiFields:
+    """Fields of an API whose requests are converted to chats."""
+
+    refused: Mapping[str, tuple[tuple[Any, ...], str]]  # field -> values without effect, and advice against others
+    renamed: Mapping[str, str]  # fields of other APIs, which are refused -> this API's
+    names: Mapping[str, str]  # names in errors: a chat's -> this API's
+    tool_names: Mapping[str, str] = field(default_factory=dict)  # the same for fields of a tool's function
+
+    def parse(self, kind: type[RequestT], data: dict[str, Any]) -> RequestT:
+        """Validate a body. Null stands for a field that is not there.
+
+        Raises `ApiError` (400) that names the first wrong field.
+        """
+        for theirs, ours in self.renamed.items():
+            if data.get(theirs) is not None:
+                raise bad_request(theirs, f"{theirs!r} is called {ours!r} here.", "unknown_parameter")
+        asked = {key: value for key, value in data.items() if not self._asks_for_nothing(kind, key, value)}
+        return parse_request(kind, asked)
+
+    def _asks_for_nothing(self, kind: type[BaseModel], key: str, value: Any) -> bool:
+        if key not in self.refused:
+            return value is None and key in kind.model_fields
+        nothing, advice = self.refused[key]
+        if equals_any(value, nothing):
+            return True
+        raise bad_request(key, f"{key!r} is not supported by this server. {advice}", "unsupported_parameter")
+
+    def name(self, chats: str) -> str:
+        """Return the name in this API of a chat's field."""
+        return self.names.get(chats) or _CHATS_TOOL.sub(self._tool_field, chats)
+
+    def _tool_field(self, found: re.Match[str]) -> str:
+        tool, name = found.groups()
+        return tool if name is None else f"{tool}.{self.tool_names.get(name, name)}"
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Rename a chat's fields in errors that are raised within."""
+        try:
+            yield
+        except ApiError as error:
+            error.rename({**self.names, **({} if error.param is None else {error.param: self.name(error.param)})})
+            raise
 
 
 GRAMMAR = "structured_outputs"

@@ -17,7 +17,7 @@ from ..model import ServedModel
 from ..routing.prefix_index import prefix_names
 from ..settings import GatewaySettings
 from .job import ParserOptions, PreparedRequest, UsageOptions
-from .parsing import client_names
+from .parsing import ApiFields, client_names
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt, StreamOptions
 from .reasoning import effort_variables
 from .structured_output import answer_constraint, reasoning_before, requested_constraint
@@ -112,6 +112,14 @@ class Preparer:
         prepared = self._prepared(request, key_salt, [tokens], [limit], sampling)
         prepared.parser_options = ParserOptions.of(parser_config(form, calls, reasoning))
         prepared.client_field_names = client_names(request, sampling.structured_outputs, names)
+        return prepared
+
+    async def converted_chat(self, request: ChatRequest, fields: ApiFields, key_salt: str = "") -> PreparedRequest:
+        """Prepare a request of another API. Raises `ApiError` that names the field as that API does."""
+        with fields.in_errors():
+            prepared = await self.chat(request, key_salt)
+        ours = {name: fields.name(theirs) for name, theirs in prepared.client_field_names.items()}
+        prepared.client_field_names = {**fields.names, **ours}
         return prepared
 
     async def chat_tokens(self, request: ChatInput) -> list[int]:

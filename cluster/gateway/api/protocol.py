@@ -116,7 +116,7 @@ class StructuredOutputs(RequestModel):
     whitespace_pattern: str | None = None
 
 
-class SamplingFields(RequestModel):
+class EngineFields(RequestModel):
     """Fields that all generating endpoints share. `None` means that the client did not send the field."""
 
     model: str
@@ -130,7 +130,6 @@ class SamplingFields(RequestModel):
     seed: Integer | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool = False
-    stop: Annotated[FewStrings | None, BeforeValidator(_one_or_many)] = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS, fail_fast=True)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)] = None
     allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)
@@ -142,6 +141,12 @@ class SamplingFields(RequestModel):
     priority: Integer = Field(0, ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)  # lower is served sooner; see `KeyRights`
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     baton_timeline: bool = False  # Baton's own: see `timeline.py`
+
+
+class SamplingFields(EngineFields):
+    """Fields that all generating endpoints of OpenAI's API share."""
+
+    stop: Annotated[FewStrings | None, BeforeValidator(_one_or_many)] = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None

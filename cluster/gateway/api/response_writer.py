@@ -65,8 +65,10 @@ class WritingTurns:
 class ResponseWriter:
     """The HTTP response of one request."""
 
-    def __init__(self, send: Send, turns: WritingTurns) -> None:
+    def __init__(self, send: Send, turns: WritingTurns, error_body: Callable[[ApiError], bytes]) -> None:
+        """`error_body` writes an error as the route's API has it."""
         self._send = send
+        self._error_body = error_body
         self._turns = turns
         self.status = 0  # 0: not begun
         self.sequences: Sequence[ServedSequence] = ()  # one for each choice
@@ -127,7 +129,7 @@ class ResponseWriter:
             if self._streaming is not None and not self._is_within_text:
                 await self._write_blocks(await self._turns.write(self._streaming.failed(error)), more=False)
             return
-        body = error.body()
+        body = self._error_body(error)
         length = {"content-length": str(len(body))}
         await self.begin(JSON_HEADERS | length | error.headers, error.status)
         await self.write(body, more=False)

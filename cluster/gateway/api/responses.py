@@ -25,9 +25,9 @@ from .logprobs import num_logprobs
 from .prepare import Preparer
 from .reasoning import TokenAttribution, token_runs
 from .renderer import Pieces, Text, UsageCounter, at_once, fill
-from .responses_input import NAMES, ResponseChat, as_chat, response_name
+from .responses_input import ResponseChat, as_chat
 from .responses_output import Event, Item, LogprobList, Output, Status
-from .responses_request import read_request
+from .responses_request import FIELDS, ResponsesRequest
 from .tools import call_id
 
 
@@ -124,19 +124,12 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
 
 def parse_response(data: dict[str, Any]) -> ResponseChat:
     """Validate a body. Raises `ApiError` (400) that names the wrong field."""
-    return as_chat(read_request(data))
+    return as_chat(FIELDS.parse(ResponsesRequest, data))
 
 
 async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: str) -> PreparedRequest:
     """Prepare the generation. Raises `ApiError` (400) that names the wrong field."""
-    try:
-        prepared = await preparer.chat(request, key_salt)
-    except ApiError as error:
-        error.rename(NAMES if error.param is None else {**NAMES, error.param: response_name(error.param)})
-        raise
-    prepared.client_field_names = NAMES | {
-        ours: response_name(theirs) for ours, theirs in prepared.client_field_names.items()
-    }
+    prepared = await preparer.converted_chat(request, FIELDS, key_salt)
     prepared.response_echo = request.asked.echo()
     return prepared
 

@@ -8,8 +8,6 @@ function_call_output                          ──> a tool message
 
 from __future__ import annotations
 
-import re
-
 from ..errors import bad_request
 from .messages import AllowedToolChoice, CalledFunction, ChatMessage, NamedToolChoice, TextPart, ToolCall, ToolChoice
 from .protocol import ChatRequest, ResponseFormat, SamplingFields, StreamOptions
@@ -27,23 +25,6 @@ from .responses_request import (
     SchemaFormat,
     TextFormat,
 )
-
-# Names of fields: a chat's -> this API's.
-NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-    "response_format.json_schema.schema": "text.format.schema",
-}
-
-
-_CHATS_TOOL = re.compile(r"(tools\[\d+\])\.function")
-
-
-def response_name(name: str) -> str:
-    """Return the name in this API of a chat's field."""
-    return NAMES.get(name) or _CHATS_TOOL.sub(r"\1", name)
 
 
 class ResponseChat(ChatRequest):

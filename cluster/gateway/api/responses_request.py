@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
 
-from ..errors import bad_request
 from .job import ResponseEcho
 from .messages import MAX_TOOLS, CalledFunction, Function, Tool, check_unique_names
-from .parsing import equals_any, parse_request
+from .parsing import ApiFields
 from .protocol import JsonSchemaFormat, SamplingFields
 from .reasoning import Effort
 from .validators import (
@@ -50,7 +49,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_retention": ((None,), "Prefixes are cached as long as there is room: leave it out."),
 }
 
-# Names of fields: this API's -> a chat's.
+# Names of fields: a chat's, which are refused -> this API's.
 RENAMED = {
     "functions": "tools",
     "logprobs": f"include: [{LOGPROBS!r}]",
@@ -60,6 +59,17 @@ RENAMED = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
+
+# Names of fields: a chat's -> this API's.
+NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+
+FIELDS = ApiFields(REFUSED, RENAMED, NAMES)
 
 Status = Literal["in_progress", "completed", "incomplete"]  # of an item of an earlier response
 
@@ -288,21 +298,3 @@ class ResponsesRequest(SamplingFields):
             top_logprobs=self.top_logprobs or 0,
             user=self.user,
         )
-
-
-def read_request(data: dict[str, Any]) -> ResponsesRequest:
-    """Validate a body. Raises `ApiError` (400) that names the first wrong field."""
-    for old, new in RENAMED.items():
-        if data.get(old) is not None:
-            raise bad_request(old, f"{old!r} is called {new!r} here.", "unknown_parameter")
-    asked = {key: value for key, value in data.items() if not _asks_for_nothing(key, value)}
-    return parse_request(ResponsesRequest, asked)
-
-
-def _asks_for_nothing(key: str, value: Any) -> bool:
-    if key not in REFUSED:
-        return value is None and key in ResponsesRequest.model_fields
-    nothing, advice = REFUSED[key]
-    if equals_any(value, nothing):
-        return True
-    raise bad_request(key, f"{key!r} is not supported by this server. {advice}", "unsupported_parameter")

@@ -66,7 +66,19 @@ REQUESTS: list[tuple[RequestKind, dict[str, Any]]] = [
             "tools": [TOOL["function"] | {"type": "function"}],
         },
     ),
+    (
+        RequestKind.MESSAGES,
+        {
+            "messages": USER,
+            "max_tokens": 5,
+            "system": "be",
+            "stop_sequences": ["a"],
+            "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
 ]
+PADS = {RequestKind.MESSAGES: {"cache_control": PAD}}  # a field of any size without effect
 
 
 @pytest.mark.parametrize(("kind", "fields"), REQUESTS, ids=lambda value: str(value)[:60])
@@ -74,7 +86,7 @@ async def test_another_process_reads_a_body_as_this_one_does(
     start: Callable[..., Service], thinker: ServedModel, kind: RequestKind, fields: dict[str, Any]
 ) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=thinker)
-    text = json.dumps({"model": thinker.model_id, **fields, **PAD}).encode()
+    text = json.dumps({"model": thinker.model_id, **fields, **PADS.get(kind, PAD)}).encode()
     expected = await BodyReader(thinker, GatewaySettings(), in_event_loop=False).prepare(kind, text, "circle")
     found = await _read_elsewhere(service.bodies, kind, text)
     assert found == expected

@@ -25,7 +25,9 @@ async def counted(service: Service, route: str) -> dict[str, float]:
     return {key.removeprefix(name)[:3]: n for key, n in (await service.metrics()).items() if key.startswith(name)}
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize(
+    "route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"]
+)
 async def test_a_body_that_does_not_arrive_is_a_408_for_the_client_and_in_the_metrics(
     service: Service, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:

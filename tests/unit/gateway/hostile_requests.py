@@ -10,12 +10,15 @@ JsonPath = tuple[str | int, ...]
 SCHEMA = {"type": "object", "title": "t", "properties": {"size": {"enum": [1, "two"]}}, "required": ["size"]}
 FORMAT = {"name": "n", "description": "d", "schema": SCHEMA, "strict": True}
 FUNCTION = {"name": "cut", "description": "d", "parameters": SCHEMA, "strict": True}
-SHARED: dict[str, Any] = {
+ENGINES: dict[str, Any] = {
     "model": "tiny",
     **{"temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "min_tokens": 0, "priority": 1},
     **{"repetition_penalty": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 1.0}},
-    **{"stop": ["zz"], "stop_token_ids": [5], "allowed_token_ids": [6, 7], "bad_words": ["fox"]},
-    **{"cache_salt": "s", "user": "u", "metadata": {"k": "v"}, "safety_identifier": "x", "prompt_cache_key": "y"},
+    **{"stop_token_ids": [5], "allowed_token_ids": [6, 7], "bad_words": ["fox"], "cache_salt": "s"},
+}
+SHARED: dict[str, Any] = {
+    **ENGINES,
+    **{"stop": ["zz"], "user": "u", "metadata": {"k": "v"}, "safety_identifier": "x", "prompt_cache_key": "y"},
 }
 CALL = {"id": "a", "index": 0, "type": "function", "function": {"name": "cut", "arguments": '{"size": 1}'}}
 MESSAGES = [
@@ -31,6 +34,19 @@ ITEMS = [
     {"type": "function_call", "id": "f", "call_id": "a", "name": "cut", "arguments": '{"size": 1}'},
     {"type": "function_call_output", "call_id": "a", "output": "1"},
 ]
+BLOCKS = [
+    {"role": "user", "content": "hello"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "t", "signature": "s"},
+            {"type": "redacted_thinking", "data": "d"},
+            {"type": "text", "text": "w", "cache_control": {"type": "ephemeral"}},
+            {"type": "tool_use", "id": "a", "name": "cut", "input": {"size": 1}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1", "is_error": True}]},
+]
 TAG = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "a"}})
 STRUCTURED = {"json": SCHEMA, "regex": "a+", "choice": ["a", "b"], "grammar": 'root ::= "a"', "structural_tag": TAG}
 
@@ -45,6 +61,10 @@ def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 def response(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/responses", {"model": "tiny", "input": ITEMS, "max_output_tokens": 2, **fields}
+
+
+def message(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/messages", {"model": "tiny", "messages": BLOCKS, "max_tokens": 2, **fields}
 
 
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,6 +85,16 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         tool_choice={"type": "function", "name": "cut"},
         text={"format": {"type": "json_schema", **FORMAT}},
     ),
+    "messages": message(**ENGINES, system="s", stop_sequences=["zz"], metadata={"user_id": "u"}, service_tier="auto"),
+    "messages with tools": message(
+        messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        system=[{"type": "text", "text": "s"}],
+        tools=[{"name": "cut", "description": "d", "input_schema": SCHEMA, "strict": True}],
+        tool_choice={"type": "tool", "name": "cut", "disable_parallel_tool_use": True},
+        thinking={"type": "enabled", "budget_tokens": 1},
+        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+    ),
+    "count tokens": ("/v1/messages/count_tokens", {"model": "tiny", "messages": BLOCKS, "system": "s"}),
     "tokenize": ("/tokenize", {"model": "tiny", "prompt": "x"}),
     "tokenize a chat": ("/tokenize", {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"k": "v"}}),
     "detokenize": ("/detokenize", {"model": "tiny", "tokens": [5, 6]}),

@@ -10,7 +10,7 @@ import pytest
 from baton.cluster.gateway.api.detokenize import ChoiceDelta
 from baton.cluster.gateway.api.renderer import Renderer
 from baton.cluster.gateway.api.response_writer import ResponseWriter, WritingTurns
-from baton.cluster.gateway.errors import draining
+from baton.cluster.gateway.errors import ApiError, draining
 
 
 class Connection:
@@ -52,7 +52,7 @@ async def nothing() -> AsyncGenerator[list[tuple[int, ChoiceDelta]], None]:
 async def test_only_a_stream_that_breaks_off_ends_with_an_event(streams: bool, bodies: list[bytes]) -> None:
     """A whole answer has said how long it is: its client sees that it ends early."""
     connection, words = Connection(), cast(Renderer, ContentPart())
-    answer = ResponseWriter(connection.send, WritingTurns())
+    answer = ResponseWriter(connection.send, WritingTurns(), ApiError.body)
     with pytest.raises(InterruptedError):
         await (answer.write_events(words, nothing(), None) if streams else answer.write_whole(words, nothing()))
     await answer.fail(draining())

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cluster.gateway.api.anthropic_input import parse_messages
+from baton.cluster.gateway.api.anthropic_request import FIELDS, CountTokensRequest
 from baton.cluster.gateway.api.parsing import parse_request
 from baton.cluster.gateway.api.protocol import (
     ChatRequest,
@@ -53,6 +55,8 @@ PARSERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "/v1/completions": lambda body: parse_request(CompletionRequest, body),
     "/v1/chat/completions": lambda body: parse_request(ChatRequest, body),
     "/v1/responses": parse_response,
+    "/v1/messages": parse_messages,
+    "/v1/messages/count_tokens": lambda body: FIELDS.parse(CountTokensRequest, body),
     "/tokenize": lambda body: parse_request(TokenizeChatRequest if "messages" in body else TokenizeTextRequest, body),
     "/detokenize": lambda body: parse_request(DetokenizeRequest, body),
 }

@@ -1,0 +1,298 @@
+"""Answers of `/v1/messages`: a chat with one choice, sent as content blocks and events.
+
+    message_start ──> for each block: content_block_start, content_block_delta ..., content_block_stop
+                  ──> message_delta, message_stop
+
+A stream that fails late ends with the event `error`. Streamed and whole answers have the same blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+import pydantic_core
+from msgspec import UNSET, UnsetType
+
+from baton.engine.text import ContentPart, OutputPart, ReasoningPart, Tokenizer, ToolCallArguments, ToolCallStart
+
+from ..errors import ApiError
+from ..serving.timeline import TimelineReport
+from .detokenize import ChoiceDelta
+from .job import GenerationJob, UsageOptions
+from .reasoning import TokenAttribution, token_runs
+from .renderer import Pieces, Text, UsageCounter, encode
+from .tools import digest
+
+NO_INPUT = msgspec.Raw(b"{}")
+
+
+class ThinkingTokens(msgspec.Struct, frozen=True):
+    thinking_tokens: int
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    """Token usage. The prompt's tokens are those that were computed and those that were read from the cache."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+    cache_creation_input_tokens: int = 0  # of marked prefixes; what is computed is cached without a mark
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str = ""
+    signature: str = ""  # a checksum: clients drop thoughts without one, and this server checks none
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw = NO_INPUT
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageObject(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    model: str
+    usage: MessageUsage
+    role: str = "assistant"
+    content: list[Block] = []
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    baton_timeline: list[TimelineReport] | UnsetType = UNSET
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class StopDelta(msgspec.Struct, frozen=True):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
+    message: MessageObject
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: Block
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
+    delta: StopDelta
+    usage: MessageUsage
+    baton_timeline: list[TimelineReport] | UnsetType = UNSET
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
+    pass
+
+
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
+class Content:
+    """The blocks of one answer as they grow. Each method returns the events of the change that it makes."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._is_open = False  # True while the last block grows
+        self._pieces: list[str] = []  # of its text or input
+
+    def add_thinking(self, text: str) -> list[Event]:
+        return [*self._open(ThinkingBlock()), self._grow(text, ThinkingDelta(text))]
+
+    def add_text(self, text: str) -> list[Event]:
+        return [*self._open(TextBlock()), self._grow(text, TextDelta(text))]
+
+    def begin_call(self, name: str, call_id: str) -> list[Event]:
+        return [*self.close(), *self._open(ToolUseBlock(call_id, name))]
+
+    def add_input(self, text: str) -> list[Event]:
+        """Extend the input of the newest call."""
+        return [self._grow(text, InputJsonDelta(text))]
+
+    def close(self) -> list[Event]:
+        """Close the open block, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        index, block, text = len(self.blocks) - 1, self.blocks[-1], "".join(self._pieces)
+        events: list[Event] = []
+        match block:
+            case TextBlock():
+                self.blocks[-1] = TextBlock(text)
+            case ThinkingBlock():
+                self.blocks[-1] = ThinkingBlock(text, digest(text))
+                events.append(BlockDelta(index, SignatureDelta(digest(text))))
+            case ToolUseBlock(call_id, name):
+                self.blocks[-1] = ToolUseBlock(call_id, name, readable_input(text))
+        return [*events, BlockStop(index)]
+
+    def _open(self, block: Block) -> list[Event]:
+        """Open a block unless one of its type is open."""
+        if self._is_open and isinstance(self.blocks[-1], type(block)):
+            return []
+        events = self.close()
+        self.blocks.append(block)
+        self._is_open, self._pieces = True, []
+        return [*events, BlockStart(len(self.blocks) - 1, block)]
+
+    def _grow(self, text: str, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> Event:
+        self._pieces.append(text)
+        return BlockDelta(len(self.blocks) - 1, delta)
+
+
+def readable_input(arguments: str) -> msgspec.Raw:
+    """Return the input of a call as a JSON object: of a call that was cut off, the values that came whole."""
+    try:
+        if isinstance(json.loads(arguments, parse_constant=_refuse), dict):
+            return msgspec.Raw(arguments.encode())
+    except (ValueError, RecursionError):
+        pass  # not whole
+    try:
+        value = pydantic_core.from_json(arguments, allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        return NO_INPUT
+    return msgspec.Raw(json.dumps(value, ensure_ascii=False).encode()) if isinstance(value, dict) else NO_INPUT
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+class MessagesRenderer:
+    """The `Renderer` of `/v1/messages`."""
+
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
+        self._job = job
+        self._model_id = model_id
+        self._tally = UsageCounter(job)
+        self._reader = job.parser_config.new_parser()
+        self._attribution = TokenAttribution()
+        self._content = Content()
+        self._stop = StopDelta("end_turn", None)
+        self._has_begun = False
+        self._length = 0  # of the text so far
+
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
+        events = self._read(delta)
+        if not self._has_begun:
+            self._has_begun = True
+            events.insert(0, MessageStart(MessageObject(self._id, self._model_id, self._usage())))
+        return b"".join(map(_sse, events))
+
+    def end(self) -> Text:
+        ending = MessageDelta(self._stop, self._usage(), self._tally.timelines())
+        return _sse(ending) + _sse(MessageStop())
+
+    def failed(self, error: ApiError) -> Text:
+        return b"event: error\ndata: " + error.anthropic_body(self._job.request_id) + b"\n\n"
+
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text:
+        return self._read_and_write(choices[0])
+
+    def _read_and_write(self, deltas: Sequence[ChoiceDelta]) -> Pieces:
+        for delta in deltas:
+            self._read(delta)
+            yield b""
+        yield encode(
+            MessageObject(
+                self._id,
+                self._model_id,
+                self._usage(),
+                content=self._content.blocks,
+                stop_reason=self._stop.stop_reason,
+                stop_sequence=self._stop.stop_sequence,
+                baton_timeline=self._tally.timelines(),
+            )
+        )
+
+    @property
+    def _id(self) -> str:
+        return f"msg_{self._job.request_id}"
+
+    def _read(self, delta: ChoiceDelta) -> list[Event]:
+        self._tally.add(0, delta)
+        events: list[Event] = []
+        for run in token_runs(delta, self._length, known=self._job.sampling.logprobs is not None):
+            self._attribution.push(run)
+            events += self._write(self._reader.push(run.text))
+        self._length += len(delta.text)
+        if delta.model_ended:
+            events += self._write(self._reader.push("", finished=True))
+        if delta.finish_reason is not None:
+            events += self._content.close()
+            sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+            self._stop = StopDelta(self._stop_reason(delta.finish_reason, sequence), sequence)
+        return events
+
+    def _write(self, parts: list[OutputPart]) -> list[Event]:
+        self._attribution.take(parts)
+        events: list[Event] = []
+        for part in parts:
+            match part:
+                case ReasoningPart(text):
+                    events += self._content.add_thinking(text)
+                case ContentPart(text):
+                    events += self._content.add_text(text)
+                case ToolCallStart(number, name):
+                    call_id = digest(self._job.request_id, self._job.created, 0, number)
+                    events += self._content.begin_call(name, f"toolu_{call_id}")
+                case ToolCallArguments(_, text):
+                    events += self._content.add_input(text)
+        return events
+
+    def _stop_reason(self, finish_reason: str, sequence: str | None) -> str:
+        """Return `tool_use` only if all calls are complete, since it asks the client to run them."""
+        if finish_reason == "length":
+            return "max_tokens"
+        if self._reader.num_calls > 0 and not self._reader.is_in_call:
+            return "tool_use"
+        return "end_turn" if sequence is None else "stop_sequence"
+
+    def _usage(self) -> MessageUsage:
+        counted = self._tally.usage()
+        cached = counted.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=counted.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=counted.completion_tokens,
+            output_tokens_details=ThinkingTokens(self._attribution.num_reasoning_tokens),
+        )
+
+
+def _sse(event: Event) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (str(event.__struct_config__.tag).encode(), encode(event))
