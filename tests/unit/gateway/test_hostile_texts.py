@@ -66,7 +66,8 @@ async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
         answer = await service.http.post(path, content=with_text(body, place, half))
         assert answer.status_code == 400, place
         error = answer.json()["error"]
-        assert (error["param"], error["code"]) == (name_of(place), "invalid_json")
+        code = error["details"]["error_code"] if path.startswith("/v1/messages") else error["code"]
+        assert (error["param"], code) == (name_of(place), "invalid_json")
         assert name_of(place) in error["message"]
 
 
@@ -78,7 +79,7 @@ async def test_and_so_is_a_key_with_one(service: Service, name: str) -> None:
             path, content=with_text(body, (*place, "new"), "1").replace(b'"new"', b'"\\ud800"')
         )
         assert answer.status_code == 400, place
-        assert answer.json()["error"]["param"] == name_of(place)
+        assert answer.json()["error"].get("param") == name_of(place)
 
 
 DEEP = MAX_DEPTH + 10

@@ -137,6 +137,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "messages[1].content[0].input",
         "object",
     ),
+    "large inputs": (
+        content({**USE, "input": {"a": [[]] * 10_000}}, {**USE, "input": {"a": [[]] * 10_000}}, role="assistant"),
+        "messages[1].content[1].input",
+        "lists and objects",
+    ),
     "a system's image": ({"system": [{"type": "image"}]}, "system[0].type", "'text'"),
     "a server tool": (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
