@@ -9,7 +9,16 @@ function_call_output                          ──> a tool message
 from __future__ import annotations
 
 from ..errors import bad_request
-from .messages import AllowedToolChoice, CalledFunction, ChatMessage, NamedToolChoice, TextPart, ToolCall, ToolChoice
+from .messages import (
+    MAX_TOOLS,
+    AllowedToolChoice,
+    CalledFunction,
+    ChatMessage,
+    NamedToolChoice,
+    TextPart,
+    ToolCall,
+    ToolChoice,
+)
 from .protocol import ChatRequest, ResponseFormat, SamplingFields, StreamOptions
 from .responses_request import (
     AllowedFunctionChoice,
@@ -137,11 +146,17 @@ class _AssistantTurn:
                 self._calls.append(ToolCall(id=item.call_id, function=function))
 
     def messages(self) -> list[ChatMessage]:
-        """Return the turn as a message, if it has any items; reasoning alone is an answer that was cut off."""
+        """Return the turn as a message, if it has any items; reasoning alone is an answer that was cut off.
+
+        Raises `ApiError` (400) for more calls than a message may have.
+        """
         if not (self._thoughts or self._words or self._calls):
             return []
         thoughts = "\n".join(self._thoughts) or None
         calls = self._calls or None
+        if len(self._calls) > MAX_TOOLS:
+            message = f"'input' has {len(self._calls)} calls in one turn of the assistant, more than {MAX_TOOLS}."
+            raise bad_request("input", message, "too_many_values")
         return [ChatMessage(role="assistant", content=self._words, tool_calls=calls, reasoning_content=thoughts)]
 
 

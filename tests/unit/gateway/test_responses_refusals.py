@@ -129,6 +129,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "at most 0",
     ),
     "arguments": ({"input": [{**CALL, "arguments": "1"}]}, "input[0].arguments", "JSON object"),
+    "many calls in one turn": ({"input": [{**CALL, "call_id": str(at)} for at in range(129)]}, "input", "129 calls"),
     "an output without its call": ({"input": [ITEM, OUTPUT]}, "input[1].call_id", "send the call"),
     "an output of another call": ({"input": [{**CALL, "call_id": "b"}, OUTPUT]}, "input[1].call_id", "'a'"),
     "sealed thoughts": (
