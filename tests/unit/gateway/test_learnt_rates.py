@@ -162,3 +162,11 @@ def test_engines_that_measured_nearly_the_same_are_equal(factor: float, counts: 
 def test_requests_avoid_an_engine_whose_steps_are_slow() -> None:
     engines = [view(0, step_times=steps(1e-4, 0.05)), view(1, step_times=steps(1e-4), num_requests_running=9)]
     assert Gateway().route(engines, [1]).placement.engine.rank == 1
+
+
+def test_an_engine_that_has_become_the_fastest_of_all_costs_no_less_than_nothing() -> None:
+    gateway, slow = Gateway(), steps(1e-4, 0.05)
+    gateway.route([view(0, step_times=slow), view(1, step_times=slow)])
+    fast = view(1, step_times=steps(1e-4, 0.001))  # before the medians are looked at again
+    gateway.route([view(0, step_times=slow), fast], [1])  # raised where a cost was below 0
+    assert gateway.rates.slowness_s(fast) == 0.0
